@@ -18,7 +18,9 @@ CacheMode = Literal["kv", "hidden", "hybrid"]
 HiddenAttention = Literal["auto", "reproject", "absorb"]
 """Algorithm of attention over a hidden cache; `auto` takes `absorb` wherever it is exact."""
 
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["float32", "bfloat16", "float16", "auto"]
+DEFAULT_MAX_SEQUENCES = 128
+DEFAULT_MAX_STOP_STRINGS = 16
 LoadFormat = Literal["auto", "safetensors", "orbax", "gguf", "pt", "dummy"]
 
 
@@ -90,6 +92,9 @@ class SchedulerConfig:
     """Maximum number of waiting requests; more are rejected."""
     max_num_queued_tokens: int | None = option(None, metavar="TOKENS", low=1)
     """Maximum number of prompt tokens of waiting requests; more are rejected (default: unlimited)."""
+    max_prompt_logprobs: int = option(262_144, metavar="NUMBERS", low=1)
+    """Maximum number of log probabilities that a call may ask for of its prompts, `prompt_logprobs` + 1 for each
+    token."""
     max_queue_s: float = option(600.0, metavar="S", positive=True)
     """Maximum queueing time in seconds; a server rejects requests that were not scheduled by then."""
     slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'")
@@ -155,13 +160,20 @@ class EngineConfig:
     chat_template: str | None = option(None, metavar="FILE")
     """File of the chat template (Jinja), or none (default: the model's)."""
     dtype: DType = option("float32")
-    """Data type of weights, activations and cache."""
+    """Data type of weights, activations and cache; auto: float32 on CPUs, else the 16-bit type of the model's files,
+    bfloat16 where they have none."""
     load_format: LoadFormat = option("auto")
     """Checkpoint format; dummy: random weights; pt: PyTorch .bin files, opened with weights_only loading."""
     max_model_len: int | None = option(None, metavar="TOKENS", low=2)
     """Maximum length of prompt plus output in tokens (default: the model's limit)."""
     served_model_name: str | None = option(None, metavar="NAME")
     """Model name that requests use (default: MODEL)."""
+    served_model_aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
+    max_sequences_per_call: int = option(DEFAULT_MAX_SEQUENCES, metavar="N", low=1, high=1024)
+    """Maximum number of outputs of one call, its prompts times n."""
+    max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256)
+    """Maximum number of stop strings of a request."""
     quantization: Quantization = option(
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
     )

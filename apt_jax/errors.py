@@ -73,11 +73,13 @@ class QueueFullError(AptJaxError):
 
     Attributes:
         retry_after_s: an estimate of when it would be admitted, in seconds.
+        has_waited: it was in the queue, for as long as it may be.
     """
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, *, has_waited: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.has_waited = has_waited
 
 
 class EngineDeadError(AptJaxError):

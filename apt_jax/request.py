@@ -81,8 +81,17 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Return the log probabilities of the sampled token and of this many most likely ones."""
+    prompt_logprobs: int | None = None
+    """Return the log probability of each token of the prompt after the first, and of this many most likely ones in its
+    place."""
     structured_outputs: StructuredOutputsParams | None = None
     """Structured output constraint: tokens that lead to no allowed output are masked at every step."""
+    bad_words: tuple[str, ...] = ()
+    """Words that the output must not hold: of each the last token is masked where the tokens before it have just come."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be sampled, end tokens among them. None: all."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many of the prompt's last tokens; -1: as many as leave room for the output. None: all."""
 
     @property
     def is_greedy(self) -> bool:
@@ -159,9 +168,21 @@ class EngineRequest:
     slo_class: Literal["rt", "be"] = "rt"
     grammar: Grammar | None = None
     """Compiled from `params.structured_outputs`."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` as tokens, with and without a space before each."""
+    num_outputs: int = 1
+    """Outputs that its call asks for to the same prompt (`n`)."""
+    max_queue_s: float | None = None
+    """Time from arrival after which it is rejected unless it was scheduled by then, seconds; None: the server's. It
+    shortens that one only."""
     tenant: str | None = None
     """The tenant, by API key; never what the request claims. Tenants share neither queue places, cached prefixes nor
     ids."""
+
+    @property
+    def has_token_rules(self) -> bool:
+        """True if tokens are masked besides what `grammar` says."""
+        return self.params.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
     @property
     def label(self) -> str:
@@ -178,6 +199,20 @@ class Logprob:
     rank: int | None
     """1 for the most likely token; None where it was not among the returned ones."""
     decoded_token: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """Log probabilities of m tokens of a prompt, each given the tokens before it; natural logarithms."""
+
+    logprob: NDArray[np.float32]
+    """(m,)"""
+    rank: NDArray[np.int32]
+    """(m,) 1 where no token was more likely."""
+    top_ids: NDArray[np.int32]
+    """(m, k) most likely tokens in its place, best first."""
+    top_logprobs: NDArray[np.float32]
+    """(m, k)"""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -256,3 +291,6 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     """Reason for which it ended with `finish_reason == "error"`."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token where the request asked for it, None for the first: the token and the most likely
+    ones in its place."""

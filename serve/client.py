@@ -29,17 +29,30 @@ _OPTIONS = [
 _CLASSES = {None: pb.SLO_CLASS_UNSPECIFIED, "rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
 
 
+HTTP_SCHEMES = ("http://", "https://")
+
+
 def address(target: str) -> str:
     """Convert ``grpc://HOST:PORT`` or ``HOST:PORT`` to gRPC's form.
 
     Raises:
         ValueError: anything else.
     """
+    if target.startswith(HTTP_SCHEMES):
+        raise ValueError(
+            f"{target!r:.80} is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT, by default port 50051 "
+            "(`apt-jax serve` prints both)"
+        )
     bare = target.removeprefix("grpc://")
     host, colon, port = bare.rpartition(":")
     if not colon or not host or not port.isdecimal() or "//" in bare:
         raise ValueError(f"{target!r:.80} must be grpc://HOST:PORT")
     return bare
+
+
+def is_http_port(details: str | None) -> bool:
+    """Return whether a failed call says, by its details, that its port speaks HTTP/1 and not gRPC."""
+    return details is not None and ("http1.x server" in details or "Failed parsing HTTP/2" in details)
 
 
 def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
@@ -225,6 +238,11 @@ class AsyncAptClient(_Client):
     @property
     def channel(self) -> grpc.aio.Channel:
         return self._channel
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Sent with every call: the API key, if there is one."""
+        return self._metadata
 
     async def generate(
         self,

@@ -140,9 +140,9 @@ class CallService:
             EngineClosedError: there is none yet, or the server is shutting down.
         """
         if self._draining and not even_draining:
-            raise EngineClosedError("the server is shutting down")
+            raise EngineClosedError("the server is shutting down", why="shutting-down")
         if self.attached is None:
-            raise EngineClosedError("the server is starting: the model is not ready yet")
+            raise EngineClosedError("the server is starting: the model is not ready yet", why="no-endpoints")
         return self.attached
 
     def admit(self) -> AsyncEngine:
@@ -172,6 +172,7 @@ async def run_generate(transport: Transport, service: CallService) -> None:
         engine = service.admit()
         call = await transport.read(engine)
         record.request_id = call.call_id
+        await engine.prepare(call.requests)
         group = engine.submit_batch(call.requests, deadline_s=call.deadline_s)
         transport.on_disconnect(group.cancel)
         reasons: set[str] = set()
@@ -208,8 +209,9 @@ def require_served_model(parts: EngineComponents, name: str) -> None:
     Raises:
         UnknownModelError: it names another one.
     """
-    if name not in (parts.model_name, parts.config.model):
-        raise UnknownModelError(f"model {name[:80]!r} is not served here; this server has {parts.model_name!r}")
+    if name not in (*parts.model_names, parts.config.model):
+        names = " and ".join(repr(known) for known in parts.model_names)
+        raise UnknownModelError(f"model {name[:80]!r} is not served here; this server has {names}")
 
 
 def _client_text(error: str | None) -> str:

@@ -73,7 +73,7 @@ class MemoryGate:
                 )
         if not self._is_open:
             self.num_rejected += 1
-            raise EngineClosedError("the server is short of memory")
+            raise EngineClosedError("the server is short of memory", why="saturated")
 
 
 def resident_bytes() -> int:

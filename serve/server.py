@@ -223,7 +223,7 @@ class WorkerRanks:
 
 
 def build_parts(config: EngineConfig, calibration_s: float, hosts: WorkerRanks) -> EngineComponents:
-    bars, others = ProgressBars(), thread_ids()
+    others, bars = thread_ids(), ProgressBars().keep_reporting()
     try:
         parts = build_engine(
             config,

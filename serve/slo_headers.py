@@ -1,4 +1,4 @@
-"""SLOs in HTTP headers or gRPC metadata, under the names that routers use."""
+"""SLOs and queueing times in HTTP headers or gRPC metadata, under the names that routers use."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,18 @@ from apt_jax.errors import InvalidRequestError
 TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TIER_KEY = "service_tier"
+QUEUE_TTL_KEY = "x-llm-d-inference-ttl"
+"""Longest time in the queue: a duration as Go writes it."""
 
 TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
 DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
 """Milliseconds in headers."""
 _DECIMAL = re.compile(DECIMAL_PATTERN)
+
+DURATION_PATTERN = r"([0-9]{1,9}(\.[0-9]{1,9})?(ns|us|µs|ms|s|m|h)){1,6}"
+_DURATION = re.compile(DURATION_PATTERN)
+_DURATION_PART = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 Headers = Mapping[str, str | bytes]
 
@@ -33,6 +40,26 @@ def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
             raise InvalidRequestError(key, f"{text[:40]!r} is not a number of milliseconds such as 250 or 12.5")
         return float(text)
     return None
+
+
+def max_queue_s(headers: Headers) -> float | None:
+    """Parse the longest time that the request may wait in the queue, seconds; None: it says none.
+
+    Raises:
+        InvalidRequestError: it is not a positive duration such as 1500ms, 2s or 1m30s.
+    """
+    value = headers.get(QUEUE_TTL_KEY)
+    if value is None:
+        return None
+    text = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value).strip()
+    seconds = 0.0
+    if _DURATION.fullmatch(text):
+        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(text))
+    if seconds <= 0.0:
+        raise InvalidRequestError(
+            QUEUE_TTL_KEY, f"{text[:40]!r} is not a positive duration such as 1500ms, 2s or 1m30s"
+        )
+    return seconds
 
 
 def class_of_tier(tier: object) -> str | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import jax
 
+from apt_jax.utils.activity import activity
 from apt_jax.utils.cache_dir import (
     log_not_kept,
     open_private,
@@ -91,7 +92,7 @@ def _compile(compiler: list[str]) -> bytes:
     # A warning, as the start says nothing else for that long.
     logger.warning("compiling the CPU kernels, once; about half a minute")
     try:
-        with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
+        with activity("compiling the CPU kernels"), tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
             target = Path(own) / "kernels.so"
             command = [*compiler, *_flags(), "-isystem", jax.ffi.include_dir(), str(_SOURCE), "-o", str(target)]
             done = subprocess.run(

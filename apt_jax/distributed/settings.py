@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _NOT_COMPARED = {
-    "model", "tokenizer", "chat_template", "served_model_name", "tool_call_parser", "reasoning_parser",
+    "model", "tokenizer", "chat_template", "served_model_name", "served_model_aliases", "tool_call_parser",
+    "reasoning_parser",
     "parallel.node_rank", "parallel.join_timeout_s", "parallel.master_addr", "parallel.join_key_file",
 }  # fmt: skip
 """Settings in which ranks may differ: paths, names, and what is each rank's own."""

@@ -363,8 +363,9 @@ class AdmissionController:
             raise InvalidRequestError("prompt", "must hold at least one token")
         if max_tokens < 1:
             raise InvalidRequestError("max_tokens", f"{max_tokens} must be at least 1")
-        if request.grammar is not None and not self.can_mask:
-            raise InvalidRequestError("structured_outputs", "this engine does not know the size of its vocabulary")
+        if (request.grammar is not None or request.has_token_rules) and not self.can_mask:
+            field = "structured_outputs" if request.grammar is not None else "bad_words"
+            raise InvalidRequestError(field, "this engine does not know the size of its vocabulary")
         cache, offered = self._cache, self._offered
         total, pool = prompt_len + max_tokens, cache.pool.num_blocks
         drop_oversized = [kind for kind in offered if cache.blocks_needed(total, kind) <= pool]

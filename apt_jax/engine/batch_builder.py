@@ -12,7 +12,7 @@ from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import StepLimits
 from apt_jax.engine.request_state import FilledBlocks, RequestState
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
-from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, StepBatch
+from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, PromptTargets, StepBatch
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, NUM_KINDS
 from apt_jax.sched.view import Plan
 
@@ -342,6 +342,7 @@ class BatchBuilder:
             history=[state.tokens[: state.num_known] for state in requests],
             prompt_len=table.prompt_len[rows],
             masked=_masked_rows(requests, samples),
+            prompt_targets=_prompt_targets(requests, start, num_tokens),
         )
 
     def _copies(self, sources: dict[int, NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -415,6 +416,18 @@ class BatchBuilder:
 def _masked_rows(requests: list[RequestState], samples: NDArray[np.bool_]) -> NDArray[np.int64] | None:
     rows = [i for i, state in enumerate(requests) if state.constraint is not None and samples[i]]
     return np.array(rows, np.int64) if rows else None
+
+
+def _prompt_targets(
+    requests: list[RequestState], start: NDArray[np.int32], num_tokens: NDArray[np.int32]
+) -> dict[int, PromptTargets]:
+    targets: dict[int, PromptTargets] = {}
+    for row, state in enumerate(requests):
+        if state.prompt_scores is not None:
+            found = state.prompt_scores.targets(int(start[row]), int(num_tokens[row]))
+            if found is not None:
+                targets[row] = found
+    return targets
 
 
 def _conversions_of(rows: NDArray[np.int32], inputs: dict[int, NDArray[np.int32]]) -> Conversions:

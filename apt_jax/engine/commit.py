@@ -14,7 +14,7 @@ from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput, TokenLogprobs
 from apt_jax.engine.request_states import WAITING, RequestStates
 from apt_jax.executor import NO_TOKEN, StepResult
-from apt_jax.request import FinishReason, SamplingParams, TokenConstraint
+from apt_jax.request import FinishReason, PromptLogprobs, SamplingParams, TokenConstraint
 from apt_jax.structured.compiler import GrammarError
 from apt_jax.utils.clock import Clock
 
@@ -95,6 +95,8 @@ class TokenCommitter:
     def commit(self, step: InFlightStep, result: StepResult) -> None:
         """Deliver the tokens of a step and end the requests that are done."""
         states, requests = self._states, step.requests
+        if step.prompt_targets:
+            self._keep_prompt_logprobs(step, result)
         has_prefixes = self._cache.prefixes is not None
         if has_prefixes:
             self._commit_prefixes(step, result)
@@ -131,6 +133,21 @@ class TokenCommitter:
                 if has_prefixes and not state.ended and states.status[state.row] == WAITING:
                     states.await_hits(state)  # it was preempted: now its tokens are known
 
+    def _keep_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
+        """Keep the log probabilities of prompts, and end the requests where they are not finite."""
+        for row, targets in step.prompt_targets.items():
+            state = step.requests[row]
+            if state.ended or state.prompt_scores is None:
+                continue
+            try:
+                finite = state.prompt_scores.add(targets, result.prompt_logprobs[row])
+            except (KeyError, ValueError) as error:
+                raise CacheIntegrityError(f"log probabilities of a prompt are missing: {error}") from error
+            if not finite:
+                self._states.finish(state, "error", error=_NOT_FINITE)
+            elif state.prompt_scores.is_complete and self._states.status[state.row] == WAITING:
+                self._states.await_hits(state)  # it was preempted: from now on cached prefixes serve it
+
     def _deliver(self, state: RequestState, token: int, now_s: float, logprobs: list[TokenLogprobs] | None) -> None:
         """Append one token, and end the request where it is the last."""
         params, known, counters = state.params, state.num_known, self._counters
@@ -156,16 +173,30 @@ class TokenCommitter:
             self._admission.learn(state.expected_ttft_s, now_s - state.metrics.arrival_s, now_s)
             state.expected_ttft_s = None
         counters.generation_tokens += 1
+        prompt_logprobs: PromptLogprobs | None = None
         if count == 1:
             counters.prompt_tokens += state.prompt_len
+            if state.prompt_scores is not None and not self._lengths_only:
+                if not state.prompt_scores.is_complete:
+                    raise CacheIntegrityError("a first token arrives before the log probabilities of its prompt")
+                prompt_logprobs, state.prompt_scores = state.prompt_scores.joined(), None
         if reason is not None:
-            self._states.finish(state, reason, stop_reason=stop, error=error, new_token_ids=[token], logprobs=logprobs)
+            self._states.finish(
+                state,
+                reason,
+                stop_reason=stop,
+                error=error,
+                new_token_ids=[token],
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
         elif not self._lengths_only:
             self._states.outputs.append(
                 StepOutput(
                     request=state.request,
                     new_token_ids=[token],
                     logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
                     num_outputs=count,
                     metrics=state.metrics,
                 )

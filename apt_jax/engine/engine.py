@@ -21,7 +21,8 @@ Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled s
 tokens, computed by others or by itself before a preemption; `PrefixHitTracker` shows the policy how much that would be.
 At least its last token is computed, since logits are not cached: where all of a last block is cached, it gets a copy of
 it to write to (`StepBatch.copies`). Blocks are published at commit, when a token that was sampled over them was good,
-and not before. A step that fails clears the prefix cache.
+and not before. A step that fails clears the prefix cache. A request for log probabilities of its prompt finds nothing
+until it has them all, and recomputes after a preemption without asking for any of them again (`PromptScores`).
 
 Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the one before it are fetched:
 
@@ -377,6 +378,7 @@ class Engine:
             dispatched_s=dispatched_s,
             predicted_s=self._predicted_s(plan, batch),
             has_chunks=plan.iteration != "decode",
+            prompt_targets=batch.prompt_targets,
             iteration=self._recorder.current,
         )
 

@@ -117,7 +117,7 @@ def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArr
         assert cache.prefixes is not None
         state = states.state(row)
         for kind in offered:
-            if states.pinned_kind[row] not in (NO_KIND, kind):
+            if states.pinned_kind[row] not in (NO_KIND, kind) or state.needs_all_states:
                 continue
             size, digests, blocks = cache.block_sizes[kind], list[bytes](), list[int]()
             extend_digests(digests, state.root, state.tokens[: state.num_known], size)

@@ -1,14 +1,23 @@
 """Host-side records of a live request and of a step in flight."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.engine.events import Iteration
-from apt_jax.executor import StepHandle
-from apt_jax.request import EngineRequest, FinishReason, RequestMetrics, SamplingParams, TokenConstraint
+from apt_jax.engine.prompt_scores import PromptScores
+from apt_jax.executor import PromptTargets, StepHandle
+from apt_jax.request import (
+    EngineRequest,
+    FinishReason,
+    PromptLogprobs,
+    RequestMetrics,
+    SamplingParams,
+    TokenConstraint,
+)
 from apt_jax.sched.request_table import NO_KIND
 
 
@@ -46,6 +55,8 @@ class StepOutput:
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     """One entry per new token where the request asked for it."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, where the request asked for it: of all prompt tokens but the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it. Validation merges EOS into the stop tokens: it is named here too."""
@@ -97,7 +108,14 @@ class RequestState:
     """Kind of the groups that it found: the one that it was last scheduled with."""
     last_kind: int = NO_KIND
     """The kind held last."""
+    prompt_scores: PromptScores | None = None
+    """Log probabilities of its prompt so far; None: it asked for none, or they have been delivered."""
     ended: bool = False
+
+    @property
+    def needs_all_states(self) -> bool:
+        """True while log probabilities of its prompt are missing: cached positions have none."""
+        return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -132,5 +150,7 @@ class InFlightStep:
     predicted_s: float | None
     """Its time by the cost model; None: this step is not measured."""
     has_chunks: bool
+    prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
+    """As in the batch."""
     iteration: Iteration | None
     """Reported when the step has ended; None: there is no listener."""

@@ -15,11 +15,13 @@ from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.iteration_recorder import IterationRecorder
+from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
-from apt_jax.request import EngineRequest, FinishReason, RequestMetrics
+from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
 from apt_jax.sched.view import CacheKindSpec, SchedulerView
+from apt_jax.structured.token_rules import start_constraint
 from apt_jax.utils.clock import Clock
 
 
@@ -69,6 +71,9 @@ class RequestPrefixes:
         if self.hits is None:
             return
         kinds = [int(k) for k in self._offered if pinned_kind in (NO_KIND, k)]
+        if state.needs_all_states:
+            self.hits.begin(state.row, self.no_digests(), kinds)
+            return
         for kind in kinds:
             self.digests(state, kind)
         self.hits.begin(state.row, state.digests, kinds)
@@ -84,7 +89,7 @@ class RequestPrefixes:
         Callable from any thread: what is found may be gone a moment later.
         """
         prefixes, most = self._cache.prefixes, 0
-        if prefixes is None:
+        if prefixes is None or request.params.prompt_logprobs is not None:
             return 0
         root = self.root_of(request)
         for kind in self._offered:
@@ -248,7 +253,7 @@ class RequestStates(ColumnTable):
         """
         prompt_len = int(request.prompt_token_ids.size)
         params = request.params
-        constraint = None if request.grammar is None else request.grammar.start()
+        constraint = start_constraint(request)
         row = self.table.add(
             arrival_s=request.arrival_s,
             rank=self._next_rank,
@@ -279,6 +284,8 @@ class RequestStates(ColumnTable):
             expected_ttft_s=expected_ttft_s,
             digests=self.prefixes.no_digests(),
         )
+        if params.prompt_logprobs is not None:
+            state.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
         self._next_rank += 1
         self.by_row[row] = state
         self.by_id[request.request_id] = state
@@ -405,6 +412,7 @@ class RequestStates(ColumnTable):
         error: str | None = None,
         new_token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """End a request, from any state: the only place where requests end while the engine lives."""
         row = state.row
@@ -418,7 +426,7 @@ class RequestStates(ColumnTable):
         if reason in ("stop", "length"):
             self.table.record_output_length(state.num_known - state.prompt_len)
         self.table.remove(row)
-        self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs)
+        self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs, prompt_logprobs)
         if state.metrics.first_scheduled_s is not None:
             self.finish_times_s.append(self._clock.now_s())
 
@@ -437,8 +445,10 @@ class RequestStates(ColumnTable):
         error: str | None,
         new_token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         state.ended = True
+        state.prompt_scores = None
         state.metrics.finished_s = self._clock.now_s()
         self._counters.finished[reason] += 1
         self.outputs.append(
@@ -446,6 +456,7 @@ class RequestStates(ColumnTable):
                 request=state.request,
                 new_token_ids=new_token_ids,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 finish_reason=reason,
                 stop_reason=stop_reason,
                 error=error,

@@ -6,13 +6,13 @@ the next step while the device works. Steps take effect in the order in which th
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.request import SamplingParams
+from apt_jax.request import PromptLogprobs, SamplingParams
 
 TOKEN_ON_DEVICE = -1
 """Placeholder in `StepBatch.token_ids` for the last token sampled for this row's slot, which the host has not seen
@@ -35,6 +35,16 @@ class Conversions:
     inputs: NDArray[np.int32]
     """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Other rows may read them; no row of the step
     writes to them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptTargets:
+    """Tokens of a prompt whose log probabilities a step returns for one of its rows."""
+
+    position: int
+    """Position of the token before the first of them; it is computed in the step, as are those before the others."""
+    token_ids: NDArray[np.int32]
+    """(m,) at least one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +86,8 @@ class StepBatch:
     destinations. No destination occurs twice; m is at most 2 * max_num_seqs."""
     conversions: Conversions | None = None
     """Done after the copies and before the step; None: there are none."""
+    prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
+    """By row, where the row's request asks for log probabilities of its prompt."""
 
     @property
     def num_converted_tokens(self) -> int:
@@ -99,6 +111,9 @@ class StepBatch:
             params=[self.params[r] for r in rows.tolist()],
             history=[self.history[r] for r in rows.tolist()],
             prompt_len=self.prompt_len[rows],
+            prompt_targets={
+                place: self.prompt_targets[row] for place, row in enumerate(rows.tolist()) if row in self.prompt_targets
+            },
         )
 
 
@@ -116,6 +131,8 @@ class StepResult:
     """(n, k) most likely tokens, best first."""
     top_logprobs: NDArray[np.float32] | None = None
     """(n, k)"""
+    prompt_logprobs: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
+    """By row, of the tokens of `StepBatch.prompt_targets`."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -184,6 +201,11 @@ class Executor(Protocol):
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile everything that serving can need; `progress(done, total)` before the first program and after each."""
+        ...
+
+    def prepare_prompt_logprobs(self) -> None:
+        """Compile what steps with `StepBatch.prompt_targets` need, unless that has been done. From any thread, while
+        steps run; a step that comes before its end compiles what it needs itself."""
         ...
 
     @property

@@ -9,6 +9,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from apt_jax.executor.base import NO_TOKEN, StepHandle, StepResult
+from apt_jax.executor.prompt_logprobs import DispatchedPromptLogprobs
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -21,8 +22,13 @@ class DeviceStepHandle:
     logprobs: tuple[Array, Array, Array] | None
     states: Array | None = None
     """Result of a step without a row that samples, which has ended when these are there."""
+    prompts: DispatchedPromptLogprobs | None = None
 
     def result(self) -> StepResult:
+        result = self._sampled()
+        return result if self.prompts is None else dataclasses.replace(result, prompt_logprobs=self.prompts.result())
+
+    def _sampled(self) -> StepResult:
         token_ids = np.full(self.num_rows, NO_TOKEN, np.int32)
         finite = np.ones(self.num_rows, bool)
         if self.tokens is None:
@@ -65,7 +71,9 @@ class JoinedStepHandle:
                 out[rows] = values
             return out
 
-        return StepResult(**{f.name: joined(f.name) for f in dataclasses.fields(StepResult)})
+        arrays = [f.name for f in dataclasses.fields(StepResult) if f.name != "prompt_logprobs"]
+        prompts = {int(rows[place]): given for rows, r in results for place, given in r.prompt_logprobs.items()}
+        return StepResult(**{name: joined(name) for name in arrays}, prompt_logprobs=prompts)
 
 
 @dataclasses.dataclass(kw_only=True)

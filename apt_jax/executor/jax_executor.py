@@ -48,6 +48,7 @@ from apt_jax.executor.packing import (
 )
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Programs
+from apt_jax.executor.prompt_logprobs import PromptPrograms
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import warm_up
 from apt_jax.models import sharding as parallel
@@ -187,6 +188,7 @@ class JaxExecutor:
             specs=specs,
         )
         self.runner = ProgramRunner(self.params, self.programs, self._memory)
+        self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
         self._compiled_at_warm_up = 0
         free = self._memory.free_bytes()
         if self.platform == "cpu":
@@ -245,6 +247,10 @@ class JaxExecutor:
         warm_up(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert, progress=progress)
         self._compiled_at_warm_up = self.programs.num_compiled()
 
+    def prepare_prompt_logprobs(self) -> None:
+        """See `Executor.prepare_prompt_logprobs`."""
+        self._prompts.prepare()
+
     def compiled_decode_step(self) -> str:
         """The program of a step of as many decode rows as there can be, as the compiler left it."""
         call = self.runner.empty_forward_call(self.buckets.decode[-1], 0, self.programs.kind_sets()[-1])
@@ -279,7 +285,8 @@ class JaxExecutor:
         if batch.conversions is not None:
             self._run_conversions(batch, batch.conversions)
         single = batch.num_tokens == 1
-        if self.mixed or batch.masked is not None or single.all() or not single.any():
+        single[list(batch.prompt_targets)] = False
+        if (self.mixed and not batch.prompt_targets) or batch.masked is not None or single.all() or not single.any():
             return self._dispatch(batch)
         # Decode rows as chunks of one token take several times as long as in a program of their own.
         parts = [np.flatnonzero(single), np.flatnonzero(~single)]
@@ -294,7 +301,10 @@ class JaxExecutor:
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""
         runner, step_format, branches = self.runner, self.step_format, self.programs.branches
-        step = pack_forward(batch, step_format, mixed=self.mixed)
+        targets = batch.prompt_targets
+        step = pack_forward(
+            batch, step_format, mixed=self.mixed, only_chunks=self._prompts.buckets if targets else None
+        )
         kinds = self.programs.kind_set_of(batch.kind)
         rows = np.flatnonzero(batch.samples)
         params = [batch.params[r] for r in rows.tolist()]
@@ -306,7 +316,12 @@ class JaxExecutor:
             sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, step_format)
             tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant).run()
             return done(tokens=tokens, logprobs=None)
-        states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
+        if targets:
+            states, of_all = self._prompts.run(runner.forward_all_call(step.ints, step.num_prefill))
+            places = np.cumsum(batch.num_tokens) - batch.num_tokens
+            done = functools.partial(done, prompts=self._prompts.score(batch, places, of_all))
+        else:
+            states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
         if not len(rows):
             # Its end is waited for: else the steps behind it pile up on the device, and gaps between tokens with them.
             return done(tokens=None, logprobs=None, states=states)

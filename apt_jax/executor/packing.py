@@ -126,16 +126,18 @@ class PackedForward:
     num_prefill: int
 
 
-def _split_rows(batch: StepBatch, *, mixed: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows that decode and rows computed as chunks; without `mixed` all rows are chunks as soon as there is one."""
     decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
-    if len(prefills) and not mixed:
+    if chunks_only or (len(prefills) and not mixed):
         return np.zeros(0, np.int64), np.arange(len(batch.slots))
     # KV rows first, then hidden ones; by length within, so that a tile of rows wastes little.
     return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
 
 
-def pack_forward(batch: StepBatch, step_format: StepFormat, *, mixed: bool) -> PackedForward:
+def pack_forward(
+    batch: StepBatch, step_format: StepFormat, *, mixed: bool, only_chunks: list[int] | None = None
+) -> PackedForward:
     """Lay out a step's tokens: n decode rows of one token each, then the chunks of m prefill rows, each padded.
 
     Everything with a T axis is indexed by `place`; every row of the batch is an `owner` of places:
@@ -152,8 +154,13 @@ def pack_forward(batch: StepBatch, step_format: StepFormat, *, mixed: bool) -> P
 
     in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows. `sample_rows` are the places
     of the last tokens of the rows that sample.
+
+    Args:
+        mixed: decode rows and chunks may be in one program.
+        only_chunks: padded numbers of tokens of a program in which all rows are chunks, in the order of the batch; None:
+            any program.
     """
-    decodes, prefills = _split_rows(batch, mixed=mixed)
+    decodes, prefills = _split_rows(batch, mixed=mixed, chunks_only=only_chunks is not None)
     lens = batch.num_tokens[prefills]
     chunk_ends = np.cumsum(lens)
     num_prefill_tokens = int(lens.sum())
@@ -161,7 +168,7 @@ def pack_forward(batch: StepBatch, step_format: StepFormat, *, mixed: bool) -> P
         num_decode, num_prefill = bucket_for(step_format.buckets.decode, len(decodes)), 0
     else:
         num_decode = step_format.buckets.decode[-1] if len(decodes) else 0
-        num_prefill = bucket_for(step_format.buckets.prefill, num_prefill_tokens)
+        num_prefill = bucket_for(only_chunks or step_format.buckets.prefill, num_prefill_tokens)
     views, ints = step_format.empty_forward(num_decode, num_prefill)
     n, m, table_len = len(decodes), len(prefills), batch.block_tables.shape[2]
     views["decode_tables"][:n, :, :table_len] = batch.block_tables[decodes]

@@ -13,6 +13,10 @@ With prefix caching there is a third program, "copy", for a few numbers of copie
 copies of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values
 (`StepBatch.conversions`), a fourth, "convert", does so for two numbers of X blocks: many of them are converted in
 several calls. Both run before the step and only where there is something to do.
+
+Steps that return log probabilities of prompts run as "forward_all", whose rows are all chunks and which gives the hidden
+states of all tokens, and "score_prompts", which turns some of them at a time into log probabilities. Few sizes of them
+are compiled, when the first such request comes (`apt_jax.executor.prompt_logprobs`).
 """
 
 import functools
@@ -78,6 +82,8 @@ class Programs:
             "decode": self._jit(self.decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
             "sample": self._jit(self.sample, donate=("last_tokens",), results=alike),
             "copy": self._jit(self.copy, donate=("pools",), results=(pools,)),
+            "forward_all": self._jit(self.forward_all, donate=("pools",), results=(pools, alike, alike)),
+            "score_prompts": self._jit(self.score_prompts, donate=(), results=alike),
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
         }
 
@@ -150,6 +156,21 @@ class Programs:
         kinds: KindSet,
     ) -> tuple[Pools, Array]:
         """Write the cache; gives hidden states of the rows that sample."""
+        batch, options, sample_rows = self._step(last_tokens, ints, num_decode, num_prefill, kinds)
+        return decoder_step(params, pools, batch, self.config, options, sample_rows)
+
+    def forward_all(
+        self, params: ModelParams, pools: Pools, last_tokens: Array, ints: Array, *, num_prefill: int
+    ) -> tuple[Pools, Array, Array]:
+        """`forward` of a step in which all rows are chunks; gives the hidden states of all tokens too."""
+        batch, options, sample_rows = self._step(last_tokens, ints, 0, num_prefill, self.kinds_offered)
+        pools, states = decoder_step(params, pools, batch, self.config, options)
+        return pools, states.at[sample_rows].get(mode="fill", fill_value=0), states
+
+    def _step(
+        self, last_tokens: Array, ints: Array, num_decode: int, num_prefill: int, kinds: KindSet
+    ) -> tuple[DecoderBatch, StepOptions, Array]:
+        """A packed step, and the places of the tokens that sample."""
         parts = self.step_format.forward_layout(num_decode, num_prefill).split(ints)
         slots, counts, sample_rows = (parts.pop(n) for n in ("token_slots", "counts", "sample_rows"))
         on_device = last_tokens.at[slots].get(mode="fill", fill_value=0)
@@ -157,8 +178,26 @@ class Programs:
         for name in ("token_hidden", "prefill_hidden"):
             parts[name] = parts[name] > 0
         batch = DecoderBatch(**parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2])
-        options = self._options(num_decode, kinds)
-        return decoder_step(params, pools, batch, self.config, options, sample_rows)
+        return batch, self._options(num_decode, kinds), sample_rows
+
+    def score_prompts(
+        self, head: ModelParams, states: Array, ints: Array, *, rows: int
+    ) -> tuple[Array, Array, Array, Array]:
+        """Log probabilities of prompt tokens, of few rows at a time: their logits take rows * V floats.
+
+        Args:
+            states: (T, D) hidden states of a step, from `forward_all`.
+            ints: (2, rows) places among them, and the tokens that follow.
+
+        Returns:
+            As the fields of `apt_jax.request.PromptLogprobs`, with `sampling.NUM_LOGPROBS` most likely tokens.
+        """
+        assert ints.shape == (2, rows)
+        ops = self.ops.for_rows(jnp.int32(rows))
+        scores = logits(head, states[ints[0]], self.config, ops.dense, self._tensor)
+        chosen, ids, values = sampling.log_probabilities(scores, ints[1])
+        own = jnp.take_along_axis(scores, ints[1][:, None], axis=1)
+        return chosen, 1 + jnp.sum(scores > own, axis=1, dtype=jnp.int32), ids, values
 
     def sample(
         self,

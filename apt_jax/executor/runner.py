@@ -5,7 +5,7 @@ which make the same calls by `ProgramRunner.run_plan`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,13 +47,20 @@ class ProgramCall:
         """The program for these arguments, as JAX hands it to the compiler."""
         return self.runner.programs.jitted[self.program].lower(*self.args, **self.static)
 
-    def run(self) -> Any:
-        """Dispatch the program; returns the results that replace nothing."""
+    def run(self, compiled: Callable[..., Any] | None = None) -> Any:
+        """Dispatch the program; returns the results that replace nothing.
+
+        Args:
+            compiled: the program as it was compiled from `lower`; None: compiled where that is needed.
+        """
         runner = self.runner
         if runner.leader is not None:
             host = [a for a in self.args if a is None or isinstance(a, np.ndarray)]
             runner.leader.announce(Plan(program=self.program, arrays=host, static=_to_plan(self.static)))
-        results = runner.programs.jitted[self.program](*self.args, **self.static)
+        if compiled is None:
+            results = runner.programs.jitted[self.program](*self.args, **self.static)
+        else:
+            results = compiled(*self.args)
         if self.replaces_pools:
             runner.pools, *results = results
         if self.replaces_last_tokens:
@@ -78,6 +85,7 @@ class ProgramRunner:
         self.last_tokens: Array  # made by `clear`
         self.leader: Leader | None = None
         self._states: Array | None = None  # of the last forward program that `run_plan` ran
+        self._all_states: Array | None = None
 
     def clear(self) -> None:
         """Replace the pool and the last-token memory by empty ones, on all hosts; all cache is lost."""
@@ -93,6 +101,15 @@ class ProgramRunner:
         args = (self.params, self.pools, self.last_tokens, ints)
         static = {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds}
         return ProgramCall(self, "forward", args, static, replaces_pools=True)
+
+    def forward_all_call(self, ints: Ints, num_prefill: int) -> ProgramCall:
+        """Gives hidden states of the rows that sample, and those of all tokens."""
+        args = (self.params, self.pools, self.last_tokens, ints)
+        return ProgramCall(self, "forward_all", args, {"num_prefill": num_prefill}, replaces_pools=True)
+
+    def score_call(self, states: Array, ints: Ints, rows: int) -> ProgramCall:
+        """Gives log probabilities of prompt tokens."""
+        return ProgramCall(self, "score_prompts", (self._head, states, ints), {"rows": rows})
 
     def decode_call(
         self, forward_ints: Ints, sample_ints: Ints, num_decode: int, kinds: KindSet, variant: SamplerVariant
@@ -130,6 +147,15 @@ class ProgramRunner:
         _, ints = self.step_format.empty_forward(num_decode, num_prefill)
         return self.forward_call(ints, num_decode, num_prefill, kinds)
 
+    def empty_forward_all_call(self, num_prefill: int) -> ProgramCall:
+        """A call on padding alone."""
+        return self.forward_all_call(self.step_format.empty_forward(0, num_prefill)[1], num_prefill)
+
+    def empty_score_call(self, num_states: int, rows: int) -> ProgramCall:
+        """A call on padding alone."""
+        states = self._memory.empty_states(num_states, self.params.dtype)
+        return self.score_call(states, np.zeros((2, rows), np.int32), rows)
+
     def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
         """A call on padding alone."""
         step_format = self.step_format
@@ -153,6 +179,12 @@ class ProgramRunner:
         if plan.program == "forward":
             self._states = self.forward_call(*arrays, **static).run()
             return self._states
+        if plan.program == "forward_all":
+            self._states, self._all_states = self.forward_all_call(*arrays, **static).run()
+            return self._all_states
+        if plan.program == "score_prompts":
+            assert self._all_states is not None, "rank 0 scores prompts after a forward program of all tokens"
+            return self.score_call(self._all_states, *arrays, **static).run()
         if plan.program == "decode":
             return self.decode_call(*arrays, **static).run()
         if plan.program == "sample":

@@ -108,6 +108,8 @@ class AsyncEngine:
         self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._prompts_prepared: concurrent.futures.Future[None] | None = None
+        """Set once the programs for log probabilities of prompts are compiled; None: nobody has asked for any."""
         self._abandoned = False
         """All streams were ended while a step was running, which may never end."""
         self._log: TimelineLog | None = None
@@ -150,6 +152,30 @@ class AsyncEngine:
         self._submit(streams)
         return RequestStreamGroup(streams, updated)
 
+    async def prepare(self, requests: Sequence[EngineRequest]) -> None:
+        """Compile what the requests need and few servers do, while the engine runs; call it before they are submitted.
+
+        Nothing happens where it has been compiled. A request that is submitted without it waits for the compiler as all
+        others do.
+        """
+        if all(request.params.prompt_logprobs is None for request in requests):
+            return
+        with self._work:
+            prepared = self._prompts_prepared
+            if prepared is None:
+                prepared = self._prompts_prepared = concurrent.futures.Future()
+                threading.Thread(target=self._prepare_prompts, args=(prepared,), daemon=True).start()
+        await asyncio.shield(asyncio.wrap_future(prepared))  # others wait for it too
+
+    def _prepare_prompts(self, prepared: "concurrent.futures.Future[None]") -> None:
+        try:
+            self.parts.executor.prepare_prompt_logprobs()
+        except Exception as error:
+            self._prompts_prepared = None  # the next request tries again
+            prepared.set_exception(error)
+        else:
+            prepared.set_result(None)
+
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[RequestOutput]:
@@ -158,7 +184,7 @@ class AsyncEngine:
         Leaving the loop early and closing the generator ends the request.
         """
         stream = self.submit(request, deadline_s=deadline_s)
-        state = RequestState(request)
+        state = RequestState(request, self.parts.assembler.token_text)
         try:
             async for delta in stream:
                 state.add(delta)
@@ -361,8 +387,7 @@ class AsyncEngine:
         for stream in self._streams.past_deadline(now_s):
             self._drop(stream, TimeoutError("the deadline has passed"))
         for stream in self._streams.queued_too_long(now_s, engine.has_been_scheduled):
-            message = f"the request has waited for {self._max_queue_s:g} s (--max-queue-s)"
-            self._drop(stream, QueueFullError(message, self._max_queue_s))
+            self._drop(stream, self._queued_too_long(stream.request))
         if engine.has_work:
             outputs = self._step()
             if outputs is None or engine.dead_reason is not None:
@@ -470,6 +495,12 @@ class AsyncEngine:
             self._streams.fail(stream, cancelled_error() if error is None else error)
             if self._engine.is_live(stream.request):
                 self._engine.abort(stream.request.request_id)
+
+    def _queued_too_long(self, request: EngineRequest) -> QueueFullError:
+        limit_s, says = self._max_queue_s, "--max-queue-s"
+        if request.max_queue_s is not None and request.max_queue_s < limit_s:
+            limit_s, says = request.max_queue_s, "as long as it asks to"
+        return QueueFullError(f"the request has waited for {limit_s:g} s ({says})", limit_s, has_waited=True)
 
     def _note_rejected(self, request: EngineRequest) -> None:
         self._engine.note_refused()

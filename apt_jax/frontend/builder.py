@@ -24,6 +24,7 @@ from apt_jax.sched import CacheKindSpec, make_policy
 from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
+from apt_jax.utils.activity import activity
 from apt_jax.utils.cache_dir import private_dir
 from apt_jax.utils.compile_cache import keep_programs
 
@@ -71,6 +72,7 @@ def build_engine(
     # JAX takes a second to import; validation and simulation do not need it.
     from apt_jax.distributed.hosts import Leader
     from apt_jax.executor.calibrate import calibration_path, load_calibration, load_or_calibrate
+    from apt_jax.models.loading.auto_dtype import with_auto_dtype
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     started = time.monotonic()
@@ -79,6 +81,7 @@ def build_engine(
         if leader is not None:
             on_joined(leader)
         loaded, mesh = load_weights(config)
+        config = with_auto_dtype(config, loaded.hf_config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
         executor = make_executor(config, loaded, mesh, conversion=converts(policy))
@@ -188,7 +191,7 @@ def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
     if ours.tensor_parallel_size > 1:
         mesh = parallel.tensor_mesh(ours.tensor_parallel_size, ours.nnodes)
     sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh)
-    with _room_for("the weights", _SMALLER_WEIGHTS):
+    with _room_for("the weights", _SMALLER_WEIGHTS), activity(f"loading {config.model}"):
         return load_model(config, sharding), mesh
 
 
@@ -198,7 +201,7 @@ def make_executor(
     """Make the executor of a loaded model; nothing is compiled yet."""
     from apt_jax.executor.jax_executor import JaxExecutor
 
-    with _room_for("the weights as they are used", _SMALLER_WEIGHTS):
+    with _room_for("the weights as they are used", _SMALLER_WEIGHTS), activity("laying out weights and cache"):
         return JaxExecutor(
             loaded.params,
             loaded.config,

@@ -74,15 +74,31 @@ class EngineComponents:
         return self.config.served_model_name or self.config.model
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that requests may use; `model_name` first."""
+        return tuple(dict.fromkeys([self.model_name, *self.config.served_model_aliases]))
+
+    @property
     def pending_grammars(self) -> GrammarSource | None:
         """As `grammars`, for event loops: grammars that need time are returned as `PendingGrammar`, to be compiled
         before the request is submitted."""
         return None if self.grammars is None else PendingGrammars(self.grammars)
 
     def chat_prompt(
-        self, messages: Sequence[Message], *, tools: Sequence[Tool] | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        truncated: bool = False,
+        **options: Any,
     ) -> list[int]:
         """Encode a conversation as token ids. Waits for another process: call it outside of event loops.
+
+        Args:
+            messages, tools, add_generation_prompt: see `ChatTemplate.encode`.
+            truncated: the prompt will be cut, so that a long one is no mistake.
+            options: `continue_final_message` and `template_kwargs` of `ChatTemplate.encode`.
 
         Raises:
             InvalidRequestError: malformed messages or tools, more text than the model can take, the model has no chat
@@ -92,9 +108,9 @@ class EngineComponents:
             raise InvalidRequestError(
                 "messages", f"model {self.model_name!r:.80} has no chat template (--chat-template)"
             )
-        check_text_length(self.limits, self.tokenizer, text_of(messages), "messages")
+        check_text_length(self.limits, self.tokenizer, text_of(messages), "messages", truncated=truncated)
         return self.chat_template.encode(
-            self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt
+            self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
         )
 
     def build_request(self, **fields: Any) -> EngineRequest:
@@ -171,7 +187,10 @@ def build_components(
         max_model_len=max_model_len,
         max_pool_tokens=pool_tokens,
         eos_token_ids=tuple(eos_token_ids),
+        max_sequences=config.max_sequences_per_call,
+        max_stop_strings=config.max_stop_strings,
         default_slo=config.scheduler.default_slo,
+        max_prompt_logprobs=config.scheduler.max_prompt_logprobs,
     )
     grammars = None
     if tokenizer is not None:

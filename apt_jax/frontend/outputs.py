@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from apt_jax.engine import StepOutput, TokenLogprobs
+from apt_jax.frontend.prompt_entries import TokenText, prompt_entries
 from apt_jax.request import (
     CompletionOutput,
     EngineRequest,
     FinishReason,
     Logprob,
+    PromptLogprobs,
     RequestMetrics,
     RequestOutput,
 )
@@ -27,6 +29,8 @@ class OutputDelta:
     """One entry per token if the request asked for them: the sampled token first, then the most likely ones."""
     cumulative_logprob: float = 0.0
     """Sum over `token_ids`; 0 without `logprobs`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, where the request asked for it: of all prompt tokens but the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -45,6 +49,7 @@ class OutputDelta:
             self.logprobs = self.logprobs or []
             self.logprobs += later.logprobs
         self.cumulative_logprob += later.cumulative_logprob
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.metrics = later.error, later.metrics
 
@@ -101,6 +106,7 @@ class OutputAssembler:
             token_ids=list(output.new_token_ids),
             logprobs=logprobs,
             cumulative_logprob=total,
+            prompt_logprobs=output.prompt_logprobs,
             finish_reason=output.finish_reason,
             stop_reason=stop_reason,
             error=output.error,
@@ -126,9 +132,10 @@ class OutputAssembler:
         top = dict(zip(entry.top_ids.tolist(), entry.top_logprobs.tolist(), strict=True))
         ranks = {top_id: rank for rank, top_id in enumerate(top, 1)}
         values = {token_id: entry.logprob, **{t: v for t, v in top.items() if t != token_id}}
-        return {t: Logprob(logprob=v, rank=ranks.get(t), decoded_token=self._token_text(t)) for t, v in values.items()}
+        return {t: Logprob(logprob=v, rank=ranks.get(t), decoded_token=self.token_text(t)) for t, v in values.items()}
 
-    def _token_text(self, token_id: int) -> str | None:
+    def token_text(self, token_id: int) -> str | None:
+        """Text of one token; None: there is no tokenizer, or it has none. From any thread."""
         if self._tokenizer is None:
             return None
         if token_id not in self._token_texts:
@@ -137,10 +144,17 @@ class OutputAssembler:
 
 
 class RequestState:
-    """The output of one request so far, summed over its deltas."""
+    """The output of one request so far, summed over its deltas.
 
-    def __init__(self, request: EngineRequest) -> None:
+    Args:
+        request: whose output it is.
+        token_text: text of a token, for the log probabilities of its prompt.
+    """
+
+    def __init__(self, request: EngineRequest, token_text: TokenText = lambda _: None) -> None:
         self.request = request
+        self._token_text = token_text
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._parts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None
@@ -154,6 +168,9 @@ class RequestState:
         if delta.logprobs is not None:
             self._logprobs = self._logprobs or []
             self._logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            token_ids = self.request.prompt_token_ids.tolist()
+            self._prompt_logprobs = prompt_entries(token_ids, delta.prompt_logprobs, self._token_text)
         self._last = delta
 
     def output(self) -> RequestOutput:
@@ -183,4 +200,5 @@ class RequestState:
             finished=last is not None and last.finished,
             metrics=metrics,
             error=last.error if last else None,
+            prompt_logprobs=self._prompt_logprobs,
         )

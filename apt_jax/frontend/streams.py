@@ -8,6 +8,7 @@ by the request's `max_tokens`. A stream ends once: with a delta that has a `fini
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from apt_jax.errors import AptJaxError, EngineDeadError
 from apt_jax.frontend.outputs import OutputDelta
@@ -15,7 +16,15 @@ from apt_jax.request import EngineRequest, RequestMetrics
 
 
 class EngineClosedError(EngineDeadError):
-    """The engine is shutting down or has been shut down; not after an error."""
+    """The engine takes no request: it is shutting down, has been shut down, or is not ready; not after an error.
+
+    Attributes:
+        why: for programs; in the words of llm-d's router.
+    """
+
+    def __init__(self, message: str, *, why: Literal["shutting-down", "no-endpoints", "saturated"] = "shutting-down"):
+        super().__init__(message)
+        self.why = why
 
 
 class RequestStream:
@@ -167,6 +176,8 @@ class OpenStreams:
         self._max_queue_s = max_queue_s
         self.by_request: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
+        self._own_queue_limits: dict[EngineRequest, float] = {}
+        """Seconds that requests may wait for where these are fewer than `max_queue_s`, until they have waited for so long."""
         self._awaiting_first_schedule: dict[EngineRequest, RequestStream] = {}
         self._updated: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
 
@@ -175,6 +186,8 @@ class OpenStreams:
         self.by_request[request] = stream
         if stream.deadline_s is not None:
             self._deadlines[request] = stream.deadline_s
+        if request.max_queue_s is not None and request.max_queue_s < self._max_queue_s:
+            self._own_queue_limits[request] = request.max_queue_s
         self._awaiting_first_schedule[request] = stream
 
     def remove(self, stream: RequestStream) -> bool:
@@ -182,12 +195,12 @@ class OpenStreams:
         request = stream.request
         if self.by_request.get(request) is not stream:
             return False
-        for held in (self.by_request, self._deadlines, self._awaiting_first_schedule):
+        for held in (self.by_request, self._deadlines, self._own_queue_limits, self._awaiting_first_schedule):
             held.pop(request, None)
         return True
 
     def clear(self) -> None:
-        for held in (self.by_request, self._deadlines, self._awaiting_first_schedule):
+        for held in (self.by_request, self._deadlines, self._own_queue_limits, self._awaiting_first_schedule):
             held.clear()
 
     def past_deadline(self, now_s: float) -> list[RequestStream]:
@@ -195,7 +208,8 @@ class OpenStreams:
         return [self.by_request[request] for request, deadline_s in self._deadlines.items() if now_s >= deadline_s]
 
     def queued_too_long(self, now_s: float, was_scheduled: Callable[[str], bool]) -> list[RequestStream]:
-        """List the streams whose requests have waited for `max_queue_s` and have never been scheduled.
+        """List the streams whose requests have waited for `max_queue_s`, or their own shorter time, and have never been
+        scheduled.
 
         Args:
             now_s: on the engine's clock.
@@ -208,8 +222,14 @@ class OpenStreams:
             if now_s - request.arrival_s < self._max_queue_s:
                 break
             del waiting[request]
+            self._own_queue_limits.pop(request, None)
             if not was_scheduled(request.request_id):
                 late.append(stream)
+        over = [r for r, limit_s in self._own_queue_limits.items() if now_s - r.arrival_s >= limit_s]
+        for request in over:
+            del self._own_queue_limits[request]
+            if not was_scheduled(request.request_id):
+                late.append(self.by_request[request])
         return late
 
     def push(self, stream: RequestStream, delta: OutputDelta) -> None:

@@ -87,6 +87,9 @@ class SimulatedExecutor:
         if progress is not None:
             progress(1, 1)
 
+    def prepare_prompt_logprobs(self) -> None:
+        pass
+
     @property
     def compilations(self) -> int:
         return 0

@@ -91,6 +91,10 @@ class RecordingExecutor:
     def reset(self) -> None:
         self.inner.reset()
 
+    def prepare_prompt_logprobs(self) -> None:
+        """See `Executor.prepare_prompt_logprobs`."""
+        self.inner.prepare_prompt_logprobs()
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         self.inner.warm_up(progress)
 

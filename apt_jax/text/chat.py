@@ -10,7 +10,6 @@ Operators choose the template, requests cannot.
 import contextlib
 import json
 import logging
-import math
 import re
 import secrets
 import threading
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError, ModelLoadError, one_line
+from apt_jax.text.json_values import plain_json
 from apt_jax.text.long_texts import LONG_CHARS
+from apt_jax.text.template_kwargs import checked_template_kwargs
 from apt_jax.text.tokenizer import Tokenizer, special_token, tokenizer_config
 from apt_jax.text.tool_messages import tools_as_text
 from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTimeoutError
@@ -36,7 +37,6 @@ Tool = Mapping[str, Any]
 _MAX_TEMPLATE_BYTES = 2**20
 MAX_TOOLS = 128
 _MAX_TOOLS_CHARS = 2**18
-_MAX_DEPTH = 64
 _MAX_OUTPUT = 2**20
 MAX_MESSAGES = 8192
 _WALL_S = 20.0  # the worker's own limit is CPU time: a busy machine is no reason to fail
@@ -161,6 +161,8 @@ class ChatTemplate:
         *,
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the prompt: those of transformers, where no message holds the text of a special token.
 
@@ -169,13 +171,16 @@ class ChatTemplate:
             messages: the conversation.
             tools: that the model may call, for templates that take them.
             add_generation_prompt: end the prompt where the model's answer begins.
+            continue_final_message: end the prompt where the content of the last message ends, so that the model goes on
+                with it.
+            template_kwargs: variables of the template (`apt_jax.text.template_kwargs`).
 
         Raises:
-            InvalidRequestError: messages or tools are malformed, the template refuses them, or it would join parts of
-            them to
-                special tokens.
+            InvalidRequestError: messages, tools or variables are malformed, the template refuses them, or it would join
+                parts of them to special tokens.
         """
         checked, functions = _checked(messages), checked_tools(tools)
+        variables = checked_template_kwargs(template_kwargs)
         if not self.takes_tools:  # what it does not render would be lost
             checked, functions = tools_as_text(checked, functions), None
         nonce = "".join(secrets.choice("0123456789") for _ in range(12))
@@ -185,10 +190,13 @@ class ChatTemplate:
             return marks.setdefault(match[0], f"\ue000{nonce}.{len(marks)}\ue001")
 
         pattern = tokenizer.special_pattern
-        marked, marked_tools = checked, functions
+        marked, marked_tools, marked_variables = checked, functions, variables
         if pattern is not None:
             marked = _changed_messages(checked, lambda text: pattern.sub(take_out, text))
             marked_tools = _changed(functions, lambda text: pattern.sub(take_out, text))
+            # Of variables the values alone: their names are checked, and the template's.
+            changed = _changed(list(variables.values()), lambda text: pattern.sub(take_out, text))
+            marked_variables = dict(zip(variables, changed, strict=True))
         # The same conversation with nothing in it shows how many special tokens are the template's own. Names and words
         # of tools stay, since templates look at them, without the characters that special tokens are made of.
         bare_tools = _changed(functions, lambda text: _NO_WORD.sub("_", text))
@@ -196,10 +204,18 @@ class ChatTemplate:
         bare = _changed_messages([{**m, "content": ""} for m in checked], lambda text: _NO_WORD.sub("_", text))
         for message, content in zip(bare, contents, strict=True):
             message["content"] = content
+        bare_variables = {k: _changed(v, lambda text: _NO_WORD.sub("_", text)) for k, v in variables.items()}
+        end = f"\ue000{nonce}.end\ue001"
+        if continue_final_message:
+            marked, bare = _with_end(marked, end), _with_end(bare, end)
         try:
-            text, skeleton = self._render([marked, bare], add_generation_prompt, [marked_tools, bare_tools])
+            text, skeleton = self._render(
+                [marked, bare], add_generation_prompt, [marked_tools, bare_tools], [marked_variables, bare_variables]
+            )
         except _TemplateFailed as error:
             raise self._refused(error) from None
+        if continue_final_message:
+            text, skeleton = _up_to_end(text, end), _up_to_end(skeleton, end)
         ids = tokenizer.encode_template(text, {mark: token for token, mark in marks.items()})
         special = tokenizer.special_ids
         most = sum(i in special for i in tokenizer.encode_template(skeleton, {}))
@@ -215,16 +231,23 @@ class ChatTemplate:
         conversations: Sequence[Sequence[Message]],
         add_generation_prompt: bool,
         tools: Sequence[Sequence[Tool] | None] | None = None,
+        variables: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[str]:
         contexts = [
             {
+                **their_variables,
                 **self.special_tokens,
                 "messages": messages,
                 "tools": their_tools,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             }
-            for messages, their_tools in zip(conversations, tools or [None] * len(conversations), strict=True)
+            for messages, their_tools, their_variables in zip(
+                conversations,
+                tools or [None] * len(conversations),
+                variables or [{}] * len(conversations),
+                strict=True,
+            )
         ]
         size = sum(len(m["content"]) for messages in conversations for m in messages)
         worker = self._worker if size <= LONG_CHARS else self._long_worker
@@ -242,36 +265,26 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """The messages with a mark after the content of the last one. A space follows it: where the template takes it away,
+    it takes what is before the mark as well."""
+    *others, last = messages
+    return [*others, {**last, "content": f"{last['content']}{mark} "}]
+
+
+def _up_to_end(text: str, mark: str) -> str:
+    """Return the text before the mark, without spaces at its end if the template takes them from contents."""
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise InvalidRequestError(
+            "continue_final_message", "the chat template does not write the content of the last message as it is"
+        )
+    return before if after.startswith(" ") else before.rstrip()
+
+
 def _changed_messages(messages: Sequence[dict[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
     """Messages with every text in them changed but their roles, which are names that were checked."""
     return [{key: value if key == "role" else _changed(value, change) for key, value in m.items()} for m in messages]
-
-
-def _plain(field: str, value: Any, depth: int = 0) -> Any:
-    """A copy of a JSON value, made of plain types.
-
-    Raises:
-        InvalidRequestError: it is none, or nested too deeply.
-    """
-    if depth > _MAX_DEPTH:
-        raise InvalidRequestError(field, f"nested more deeply than {_MAX_DEPTH} levels")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InvalidRequestError(field, "holds text that is not Unicode") from None
-        return str(value)
-    if isinstance(value, int) and abs(value) < 10**20:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {_plain(field, k, depth + 1): _plain(field, v, depth + 1) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(field, item, depth + 1) for item in value]
-    raise InvalidRequestError(field, f"holds a {type(value).__name__} that JSON does not have")
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -295,7 +308,7 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
                 "tools",
                 f'[{number}] must be {{"type": "function", "function": {{"name": ..., ...}}}}',
             )
-        checked.append(_plain(f"tools[{number}]", tool))
+        checked.append(plain_json(f"tools[{number}]", tool))
     if len(json.dumps(checked)) > _MAX_TOOLS_CHARS:
         raise InvalidRequestError("tools", f"more than {_MAX_TOOLS_CHARS >> 10} KiB of JSON")
     return checked or None
@@ -310,11 +323,11 @@ def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InvalidRequestError(field, 'a call must be {"function": {"name": ..., "arguments": ...}}')
-        plain = _plain(field, call)
+        plain = plain_json(field, call)
         arguments = plain["function"].get("arguments")
         if isinstance(arguments, str):
             try:
-                arguments = _plain(field, json.loads(arguments)) if arguments.strip() else {}
+                arguments = plain_json(field, json.loads(arguments)) if arguments.strip() else {}
             except (ValueError, RecursionError) as error:
                 if isinstance(error, InvalidRequestError):
                     raise
@@ -382,11 +395,11 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             if name in given:
                 if not isinstance(given[name], str) or len(given[name]) > MAX_NAME_CHARS:
                     raise refuse(f"[{number}] has a {name} that is no short text")
-                made[name] = _plain("messages", given[name])
+                made[name] = plain_json("messages", given[name])
         if "reasoning_content" in given:
             if not isinstance(given["reasoning_content"], str):
                 raise refuse(f"[{number}] has a reasoning_content that is not text")
-            made["reasoning_content"] = _plain("messages", given["reasoning_content"])
+            made["reasoning_content"] = plain_json("messages", given["reasoning_content"])
         if calls:
             made["tool_calls"] = calls
         checked.append(made)

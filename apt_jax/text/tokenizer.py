@@ -115,6 +115,10 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         return {token.content: token for token in added if token.special and token.content}
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that has exactly this text; None: there is none."""
+        return self._backend.token_to_id(text) if text in self._special_tokens else None
+
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
         """Matches the text of any special token, of several at one place the longest; None: there are none."""

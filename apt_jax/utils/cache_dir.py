@@ -23,8 +23,12 @@ _LEFT_OVER_S = 3600.0
 
 
 def cache_dir() -> Path:
-    """$APT_JAX_CACHE_DIR, else ~/.cache/apt-jax."""
-    return Path(os.environ.get("APT_JAX_CACHE_DIR") or Path.home() / ".cache" / "apt-jax")
+    """$APT_JAX_CACHE_DIR, else apt-jax in $XDG_CACHE_HOME, else ~/.cache/apt-jax."""
+    ours, shared = os.environ.get("APT_JAX_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    if ours:
+        return Path(ours)
+    # A relative path is invalid there, by the specification of the variable.
+    return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "apt-jax"
 
 
 @functools.cache

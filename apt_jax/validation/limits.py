@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from apt_jax.config import SLO
+from apt_jax.config import DEFAULT_MAX_SEQUENCES, DEFAULT_MAX_STOP_STRINGS, SLO, SchedulerConfig
 from apt_jax.errors import InvalidRequestError
 from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
@@ -18,7 +18,8 @@ MAX_INTEGER = 2**31 - 1
 """Upper bound of counts, whatever the model."""
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
+"""Stop strings of a request, unless --max-stop-strings says otherwise."""
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
@@ -34,7 +35,7 @@ MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256
 MIN_TEMPERATURE = 0.01
-"""Smallest temperature other than 0: below it scaled logits leave float32, and the result is greedy anyway."""
+"""Smaller temperatures other than 0 are raised to it: scaled logits would leave float32. As in vLLM."""
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 2.0
@@ -42,8 +43,11 @@ MIN_SLO_S = 1e-6
 MAX_SLO_S = 86_400.0
 MAX_DEADLINE_S = 86_400.0
 MAX_WATCH_CAPACITY = 4096
-MAX_SEQUENCES = 16
-"""Answers to one call: its prompts times `n`."""
+MAX_SEQUENCES = DEFAULT_MAX_SEQUENCES
+"""Answers to one call, its prompts times `n`, unless --max-sequences-per-call says otherwise."""
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 2**18
 TOO_LONG = "context_length_exceeded"
 """`InvalidRequestError.code` of prompts and outputs that are too long for the model or the cache."""
 MIN_POSITIVE = float(np.finfo(np.float32).tiny)
@@ -63,8 +67,6 @@ class FieldSpec:
     max: float | None = None
     open_min: bool = False
     """True: `min` itself is excluded."""
-    or_zero: bool = False
-    """True: 0 is accepted besides the range."""
     max_items: int | None = None
     """Greatest length of a list or map."""
     max_chars: int | None = None
@@ -95,7 +97,7 @@ class FieldSpec:
         parts = [
             f"at most {self.max_items}" if self.max_items else "",
             f"{'of ' if self.max_items else ''}1 to {self.max_chars} characters" if self.max_chars else "",
-            f"{'0 or ' if self.or_zero else ''}{'values in ' if self.max_items else ''}{self.range}" if self.range else "",
+            f"{'values in ' if self.max_items else ''}{self.range}" if self.range else "",
             " or ".join(self.choices),
         ]  # fmt: skip
         return ", ".join(filter(None, parts))
@@ -107,7 +109,7 @@ class FieldSpec:
             return self.rule
         if self.type == "integer":
             return f"be {'' if self.max == MAX_INTEGER else 'an integer in '}{self.range}"
-        return f"{'be 0 (greedy) or ' if self.or_zero else ''}lie in {self.range}{self.note}"
+        return f"lie in {self.range}{self.note}"
 
     @property
     def default(self) -> Any:
@@ -125,11 +127,11 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
     spec.name: spec
     for spec in (
         FieldSpec(name="max_tokens", type="integer", min=1, max=MAX_INTEGER),
-        FieldSpec(name="temperature", type="number", min=MIN_TEMPERATURE, max=MAX_TEMPERATURE, or_zero=True),
+        FieldSpec(name="temperature", type="number", min=0, max=MAX_TEMPERATURE, note="; 0 is greedy"),
         FieldSpec(name="top_k", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or 0 for off"),
         FieldSpec(name="top_p", type="number", min=0, max=1, open_min=True, note="; 1 is off"),
         FieldSpec(name="min_p", type="number", min=0, max=1, note="; 0 is off"),
-        FieldSpec(name="seed", type="integer", min=0, max=MAX_SEED),
+        FieldSpec(name="seed", type="integer", min=-1, max=MAX_SEED, rule=f"be an integer in [0, {MAX_SEED}], or -1 for a random one"),
         FieldSpec(name="repetition_penalty", type="number", min=MIN_REPETITION_PENALTY, max=MAX_REPETITION_PENALTY, note="; 1 is off"),
         FieldSpec(name="presence_penalty", type="number", min=-MAX_PENALTY, max=MAX_PENALTY, note="; 0 is off"),
         FieldSpec(name="frequency_penalty", type="number", min=-MAX_PENALTY, max=MAX_PENALTY, note="; 0 is off"),
@@ -141,7 +143,11 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="include_stop_str_in_output", type="boolean"),
         FieldSpec(name="skip_special_tokens", type="boolean"),
         FieldSpec(name="logprobs", type="integer", min=0, max=MAX_LOGPROBS),
+        FieldSpec(name="prompt_logprobs", type="integer", min=0, max=MAX_LOGPROBS),
         FieldSpec(name="structured_outputs", type="object"),
+        FieldSpec(name="bad_words", type="strings", max_items=MAX_BAD_WORDS, max_chars=MAX_BAD_WORD_CHARS),
+        FieldSpec(name="allowed_token_ids", type="token ids", max_items=MAX_ALLOWED_TOKEN_IDS),
+        FieldSpec(name="truncate_prompt_tokens", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or -1 for as many as fit"),
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
         FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
@@ -168,7 +174,7 @@ class Encoder(Protocol):
     vocab_size: int
     """Ids are in [0, vocab_size)."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def min_tokens(self, text: str) -> int:
         """A lower bound on `len(encode(text))` that is cheap to compute."""
@@ -193,15 +199,19 @@ class RequestLimits:
     """Tokens that the whole cache pool can hold with its smallest kind; None: not known."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end an output unless `ignore_eos`."""
+    max_sequences: int = MAX_SEQUENCES
+    """Answers to one call: its prompts times `n`."""
+    max_stop_strings: int = MAX_STOP_STRINGS
+    """Stop strings of a request."""
     default_slo: SLO = SLO()  # noqa: RUF009 - frozen
     """Default SLO, for requests that have none."""
+    max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
+    """Log probabilities of prompt tokens that a call may ask for."""
 
 
 _TEXT_ALONE = "the model takes text alone; leave it out"
 _ONE_PLACE = "a request is computed in one place; leave it out"
 UNSUPPORTED = {
-    "prompt_logprobs": "log probabilities of prompt tokens are not computed; leave it out",
-    "truncate_prompt_tokens": "prompts are never cut; leave it out and send what shall be read",
     "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
     "mm_inputs": _TEXT_ALONE,
     "extra_mm_inputs": _TEXT_ALONE,

@@ -16,9 +16,19 @@ MAX_CHARS_PER_TOKEN = 256
 
 
 def checked_prompt(
-    limits: RequestLimits, tokenizer: Encoder | None, prompt: object, prompt_token_ids: object
+    limits: RequestLimits,
+    tokenizer: Encoder | None,
+    prompt: object,
+    prompt_token_ids: object,
+    keep_last: int | None = None,
 ) -> NDArray[np.int32]:
     """Return the prompt's token ids, read-only.
+
+    Args:
+        limits: of the engine.
+        tokenizer: None: only token ids are accepted.
+        prompt, prompt_token_ids: the input, one of them.
+        keep_last: drop all tokens but so many at the end; None: none.
 
     Raises:
         InvalidRequestError: there is none, it is too long, or not all of it is in the vocabulary.
@@ -26,7 +36,7 @@ def checked_prompt(
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequestError("prompt", "give either text or token ids, not both")
     if prompt_token_ids is not None:
-        return _prompt_from_ids(limits, prompt_token_ids)
+        return _prompt_from_ids(limits, prompt_token_ids, keep_last)
     if prompt is None:
         raise InvalidRequestError("prompt", "missing; give text or token ids")
     text = check_text("prompt", prompt)
@@ -35,8 +45,10 @@ def checked_prompt(
             "prompt",
             "this model has no tokenizer; send token ids, or start with one (--tokenizer DIR)",
         )
-    check_text_length(limits, tokenizer, text)
+    check_text_length(limits, tokenizer, text, truncated=keep_last is not None)
     ids = tokenizer.encode(text)
+    if keep_last is not None and len(ids) > keep_last:
+        ids = _last_tokens(tokenizer, text, ids, keep_last)
     if not ids:
         raise InvalidRequestError("prompt", "the text holds no token; give at least one")
     if max(ids) >= limits.vocab_size:
@@ -44,13 +56,22 @@ def checked_prompt(
     return _frozen(np.array(ids, np.int32))
 
 
-def check_text_length(limits: RequestLimits, tokenizer: Encoder, text: str, field: str = "prompt") -> None:
+def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> list[int]:
+    """The last `keep` of a text's tokens; a special token that the tokenizer begins texts with stays, and counts."""
+    bare = tokenizer.encode(text, add_special_tokens=False)
+    first = ids[: len(ids) - len(bare)] if ids[-len(bare) :] == bare else []
+    return ids[-keep:] if len(first) >= keep else [*first, *bare[len(bare) - (keep - len(first)) :]]
+
+
+def check_text_length(
+    limits: RequestLimits, tokenizer: Encoder, text: str, field: str = "prompt", *, truncated: bool = False
+) -> None:
     """Raise InvalidRequestError where a text is too long for the model, before it is tokenized.
 
     Some tokenizers drop text (spaces, say), so that no length gives a number of tokens. Their texts may have
     `MAX_CHARS_PER_TOKEN` characters for each token that the model takes, which is more than words ever have.
     """
-    least = tokenizer.min_tokens(text)
+    least = 0 if truncated else tokenizer.min_tokens(text)
     if least >= limits.max_model_len:
         raise InvalidRequestError(
             field,
@@ -66,7 +87,7 @@ def check_text_length(limits: RequestLimits, tokenizer: Encoder, text: str, fiel
         )
 
 
-def _prompt_from_ids(limits: RequestLimits, value: object) -> NDArray[np.int32]:
+def _prompt_from_ids(limits: RequestLimits, value: object, keep_last: int | None) -> NDArray[np.int32]:
     field = "prompt_token_ids"
     if isinstance(value, np.ndarray):
         if value.ndim != 1 or value.dtype.kind not in "iu":
@@ -78,6 +99,8 @@ def _prompt_from_ids(limits: RequestLimits, value: object) -> NDArray[np.int32]:
         raise InvalidRequestError(field, f"{type(value).__name__} is not a list of token ids")
     if len(ids) == 0:
         raise InvalidRequestError(field, "must not be empty")
+    if keep_last is not None:
+        ids = ids[-keep_last:]
     if len(ids) >= limits.max_model_len:  # before anything is copied
         raise InvalidRequestError(
             field,

@@ -19,20 +19,17 @@ from apt_jax.validation.limits import (
     MAX_DEADLINE_S,
     MAX_REQUEST_ID_CHARS,
     MAX_SEED,
-    MAX_SEQUENCES,
     MAX_SLO_S,
     MAX_WATCH_CAPACITY,
     MIN_SLO_S,
-    REQUEST_FIELDS,
     REQUEST_ID_PATTERN,
     Encoder,
     GrammarSource,
     RequestLimits,
 )
 from apt_jax.validation.prompt import check_length, checked_prompt, with_room_filled
-from apt_jax.validation.sampling import AS_MANY_AS_FIT, checked_sampling_params
+from apt_jax.validation.sampling import AS_MANY_AS_FIT, bad_words_token_ids, checked_sampling_params
 from apt_jax.validation.values import (
-    check_field,
     check_integer,
     check_number,
     check_token_id,
@@ -57,6 +54,7 @@ def build_request(
     arrival_s: float,
     fallback_seed: int = 0,
     grammars: GrammarSource | None = None,
+    max_queue_s: float | None = None,
     tenant: str | None = None,
 ) -> EngineRequest:
     """Check raw input and return the request for the engine.
@@ -75,6 +73,7 @@ def build_request(
         arrival_s: arrival time on the engine's clock.
         fallback_seed: seed where the request has none.
         grammars: compiler for structured outputs, up to two seconds each; None: they are rejected.
+        max_queue_s: see `EngineRequest`; checked by the caller.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -85,10 +84,12 @@ def build_request(
     checked_slo = _slo(limits.default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
     checked_class = _slo_class(slo_class)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
-    token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids)
+    keep_last = _kept_tokens(limits, checked_params)
+    token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids, keep_last)
     if checked_params.max_tokens == AS_MANY_AS_FIT:
         checked_params = with_room_filled(limits, checked_params, token_ids.size)
     check_length(limits, token_ids.size, checked_params.max_tokens)
+    check_prompt_logprobs(limits, [(token_ids.size, checked_params)])
     grammar = None
     if checked_params.structured_outputs is not None:  # the slowest check, last
         if grammars is None:
@@ -99,13 +100,15 @@ def build_request(
         grammar = grammars.compile(checked_params.structured_outputs, ends_at_eos=not checked_params.ignore_eos)
     return EngineRequest(
         request_id=engine_id(tenant, checked_id),
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=prompt if isinstance(prompt, str) and keep_last is None else None,
         prompt_token_ids=token_ids,
         params=checked_params,
         slo=checked_slo,
         arrival_s=arrival_s,
         slo_class=checked_class,
         grammar=grammar,
+        bad_words_token_ids=bad_words_token_ids(limits, tokenizer, checked_params.bad_words),
+        max_queue_s=max_queue_s,
         tenant=tenant,
     )
 
@@ -122,8 +125,8 @@ def build_requests(
     Raises:
         InvalidRequestError, QueueFullError: as `build_request`.
     """
-    count = check_sequences(1, n)
-    first = build_request(limits, tokenizer, **fields)
+    count = check_sequences(limits, 1, n)
+    first = dataclasses.replace(build_request(limits, tokenizer, **fields), num_outputs=count)
     seed = first.params.seed
     assert seed is not None
     return [first] + [
@@ -160,20 +163,50 @@ def check_deadline_ms(value: object) -> float:
     return seconds
 
 
-def check_sequences(num_prompts: int, n: object) -> int:
+def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
     """Return `n`, the number of outputs per prompt.
 
     Raises:
-        InvalidRequestError: not an integer, or with the prompts more than `MAX_SEQUENCES`.
+        InvalidRequestError: not an integer, or with the prompts more than `RequestLimits.max_sequences`.
     """
-    count = check_field(REQUEST_FIELDS["n"], n)
-    if num_prompts * count > MAX_SEQUENCES:
+    most = limits.max_sequences
+    count = check_integer("n", n, 1, most)
+    if num_prompts * count > most:
         field = "prompt" if count == 1 else "n"
         raise InvalidRequestError(
             field,
-            f"{num_prompts} prompts and n={count} ask for more than {MAX_SEQUENCES} answers at once; send several requests",
+            f"{num_prompts} prompts and n={count} ask for more than {most} answers at once; send several requests (--max-sequences-per-call)",
         )
     return count
+
+
+def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
+    """Return how many of the prompt's last tokens are kept; None: all."""
+    keep = params.truncate_prompt_tokens
+    if keep != -1:
+        return keep
+    longest = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len)
+    output = max(params.min_tokens, 1) if params.max_tokens == AS_MANY_AS_FIT else params.max_tokens
+    return max(longest - output, 1)  # where there is no room the length check says so
+
+
+def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, SamplingParams]]) -> None:
+    """Check how many log probabilities the requests of a call ask for.
+
+    Args:
+        limits: of the engine.
+        requests: length of the prompt, and parameters, of each.
+
+    Raises:
+        InvalidRequestError: more than `RequestLimits.max_prompt_logprobs`.
+    """
+    wanted = sum(size * (p.prompt_logprobs + 1) for size, p in requests if p.prompt_logprobs is not None)
+    if wanted > limits.max_prompt_logprobs:
+        raise InvalidRequestError(
+            "prompt_logprobs",
+            f"the prompts ask for {wanted} log probabilities, at most {limits.max_prompt_logprobs} are returned at once; "
+            "send shorter or fewer prompts, or ask for fewer tokens at each place",
+        )
 
 
 def check_token_ids(limits: RequestLimits, field: str, value: object, most: int) -> list[int]:

@@ -2,16 +2,21 @@
 
 import dataclasses
 import difflib
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import SamplingParams
 from apt_jax.validation.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
     REQUEST_FIELDS,
     UNSUPPORTED,
     Encoder,
@@ -27,8 +32,13 @@ from apt_jax.validation.values import (
     shown,
 )
 
+logger = logging.getLogger(__name__)
+
 AS_MANY_AS_FIT = 2**31
 """Stands for a `max_tokens` of None until the length of the prompt is known; no request may ask for this many."""
+_RANDOM_SEED = -1
+"""As a `seed`: the server picks one, as it does without; llama.cpp's and vLLM's."""
+_WARN_EVERY_S = 60.0
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -70,28 +80,77 @@ def checked_sampling_params(
     return SamplingParams(  # in this order the first wrong field is reported
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_checked("temperature", params.temperature),
+        temperature=_temperature(params.temperature),
         # -1 (vLLM's older "off") and all of V become 0
         top_k=top_k if 0 < (top_k := _checked("top_k", params.top_k)) < limits.vocab_size else 0,
         top_p=_checked("top_p", params.top_p),
         min_p=_checked("min_p", params.min_p),
         repetition_penalty=_checked("repetition_penalty", params.repetition_penalty),
-        seed=fallback_seed if params.seed is None else _checked("seed", params.seed),
+        seed=_seed(params.seed, fallback_seed),
         presence_penalty=_checked("presence_penalty", params.presence_penalty),
         frequency_penalty=_checked("frequency_penalty", params.frequency_penalty),
         logit_bias=_logit_bias(limits, params.logit_bias),
-        stop=_stop(tokenizer, params.stop),
+        stop=_stop(limits, tokenizer, params.stop),
         stop_token_ids=_stop_token_ids(limits, params.stop_token_ids, check_flag("ignore_eos", params.ignore_eos)),
         ignore_eos=bool(params.ignore_eos),
         include_stop_str_in_output=check_flag("include_stop_str_in_output", params.include_stop_str_in_output),
         skip_special_tokens=check_flag("skip_special_tokens", params.skip_special_tokens),
         logprobs=None if params.logprobs is None else _checked("logprobs", params.logprobs),
+        prompt_logprobs=None if params.prompt_logprobs is None else _checked("prompt_logprobs", params.prompt_logprobs),
         structured_outputs=checked_structured_outputs(params.structured_outputs),
+        bad_words=_bad_words(tokenizer, params.bad_words),
+        allowed_token_ids=_allowed_token_ids(limits, params.allowed_token_ids),
+        truncate_prompt_tokens=_truncation(params.truncate_prompt_tokens),
     )
 
 
 def _checked(name: str, value: object) -> Any:
     return check_field(REQUEST_FIELDS[name], value)
+
+
+class _RaisedTemperatures:
+    """Says that temperatures are raised: once a minute, with their number since."""
+
+    def __init__(self) -> None:
+        self._count, self._said_s = 0, -float("inf")
+
+    def add(self, temperature: float) -> None:
+        self._count += 1
+        now_s = time.monotonic()
+        if now_s - self._said_s < _WARN_EVERY_S:
+            return
+        logger.warning(
+            "temperature %.3g is raised to %g, below which results may overflow (%d times since this was last said)",
+            temperature,
+            MIN_TEMPERATURE,
+            self._count,
+        )
+        self._count, self._said_s = 0, now_s
+
+
+_raised_temperatures = _RaisedTemperatures()
+
+
+def _temperature(value: object) -> float:
+    temperature = _checked("temperature", value)
+    if 0.0 < temperature < MIN_TEMPERATURE:
+        _raised_temperatures.add(temperature)
+        return MIN_TEMPERATURE
+    return temperature
+
+
+def _seed(value: object, fallback: int) -> int:
+    seed = fallback if value is None else _checked("seed", value)
+    return fallback if seed == _RANDOM_SEED else seed
+
+
+def _truncation(value: object) -> int | None:
+    if value is None:
+        return None
+    tokens = _checked("truncate_prompt_tokens", value)
+    if tokens == 0:
+        raise InvalidRequestError("truncate_prompt_tokens", f"0 must {REQUEST_FIELDS['truncate_prompt_tokens'].must}")
+    return tokens
 
 
 def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None:
@@ -108,22 +167,72 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
     return checked or None
 
 
-def _stop(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
+def _strings(field: str, value: object, most: int, most_chars: int, flag: str = "") -> tuple[str, ...]:
+    """Return different strings, none of them empty or too long."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of strings")
+    if len(value) > most:
+        raise InvalidRequestError(field, f"{len(value)} strings, at most {most} are allowed{flag}")
+    for text in value:
+        if len(check_text(field, text)) > most_chars:
+            raise InvalidRequestError(field, f"a string of {len(text)} characters, at most {most_chars} are allowed")
+    return tuple(dict.fromkeys(value))
+
+
+def _stop(limits: RequestLimits, tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    strings = (value,) if isinstance(value, str) else value
-    if not isinstance(strings, Sequence) or isinstance(strings, bytes | bytearray):
-        raise InvalidRequestError("stop", f"{type(value).__name__} is not a list of strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError("stop", f"{len(strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
-    for text in strings:
-        if len(check_text("stop", text)) > MAX_STOP_CHARS:
-            raise InvalidRequestError(
-                "stop", f"a string of {len(text)} characters, at most {MAX_STOP_CHARS} are allowed"
-            )
+    listed = (value,) if isinstance(value, str) else value
+    strings = _strings("stop", listed, limits.max_stop_strings, MAX_STOP_CHARS, " (--max-stop-strings)")
     if strings and tokenizer is None:
         raise InvalidRequestError("stop", "this model has no tokenizer, so its output has no text; use stop_token_ids")
-    return tuple(dict.fromkeys(strings))
+    return strings
+
+
+def _bad_words(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    words = _strings("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+    if words and tokenizer is None:
+        raise InvalidRequestError("bad_words", "this model has no tokenizer; use logit_bias or allowed_token_ids")
+    return words
+
+
+def bad_words_token_ids(
+    limits: RequestLimits, tokenizer: Encoder | None, words: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of words, as they begin a text and after a space where that is another first token.
+
+    Raises:
+        InvalidRequestError: a word has no tokens, or one outside the vocabulary.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        assert tokenizer is not None
+        plain, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not plain:
+            raise InvalidRequestError("bad_words", f"{shown(word)} holds no token")
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[spaced] = None
+        if max(*plain, *spaced) >= limits.vocab_size:
+            raise InvalidRequestError("bad_words", f"{shown(word)} holds a token outside the model's vocabulary")
+    return tuple(found)
+
+
+def _allowed_token_ids(limits: RequestLimits, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    field = "allowed_token_ids"
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
+        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of ids")
+    if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
+        raise InvalidRequestError(
+            field, f"{len(value)} ids; give 1 to {MAX_ALLOWED_TOKEN_IDS}, or leave it out to allow all"
+        )
+    return tuple(dict.fromkeys(check_token_id(field, token_id, limits.vocab_size) for token_id in value))
 
 
 def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> tuple[int, ...]:

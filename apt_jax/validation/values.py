@@ -34,7 +34,7 @@ def check_field(spec: FieldSpec, value: object) -> Any:
         return check_integer(spec.name, value, int(spec.min), int(spec.max), spec.must)
     number = check_number(spec.name, value, signed=spec.min < 0)
     inside = spec.min < number <= spec.max if spec.open_min else spec.min <= number <= spec.max
-    if not inside and not (spec.or_zero and number == 0.0):
+    if not inside:
         raise InvalidRequestError(spec.name, f"{number} must {spec.must}")
     return number + 0.0  # -0.0 becomes 0.0
 

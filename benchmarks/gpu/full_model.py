@@ -301,6 +301,9 @@ class Limited:
     def reset(self) -> None:
         self.inner.reset()
 
+    def prepare_prompt_logprobs(self) -> None:
+        self.inner.prepare_prompt_logprobs()
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         self.inner.warm_up(progress)
 

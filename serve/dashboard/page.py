@@ -1,4 +1,4 @@
-"""The dashboard's static page: no data, no build step, nothing from other servers."""
+"""The static pages of the dashboard and the chat: no data, no build step, nothing from other servers."""
 
 import functools
 from pathlib import Path
@@ -11,6 +11,10 @@ FILES = {
     "/dashboard/dashboard.js": ("dashboard.js", "text/javascript"),
     "/dashboard/charts.js": ("charts.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/chat": ("chat.html", "text/html"),
+    "/chat/chat.css": ("chat.css", "text/css"),
+    "/chat/chat.js": ("chat.js", "text/javascript"),
+    "/chat/timeline.js": ("timeline.js", "text/javascript"),
 }
 """File and media type by path."""
 

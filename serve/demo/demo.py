@@ -225,10 +225,12 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     started = time.monotonic()
     bars = starting_bars()
-    parts = build_engine(demo_config(args.model, args.num_blocks), calibrate=False, progress=bars)
-    # Measured now, not taken from an earlier start: the machine may be faster or busier than it was.
-    parts = recalibrate(parts, 8.0, functools.partial(bars, "calibrating"))
-    bars.close()
+    try:
+        parts = build_engine(demo_config(args.model, args.num_blocks), calibrate=False, progress=bars)
+        # Measured now, not taken from an earlier start: the machine may be faster or busier than it was.
+        parts = recalibrate(parts, 8.0, functools.partial(bars, "calibrating"))
+    finally:
+        bars.close()
     workload = make_workload(parts, args.duration_s, args.seed)
     pool, block = parts.executor.num_blocks, parts.executor.block_size
     pool_inputs = pool * parts.executor.hidden_block_size

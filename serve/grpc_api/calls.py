@@ -23,7 +23,6 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import RequestStreamGroup
 from apt_jax.request import EngineRequest
-from apt_jax.validation import MAX_SEQUENCES
 from serve.errors import MissingKeyError, SlowReaderError
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall, run_generate
 from serve.grpc_api.errors import Status, to_grpc_status
@@ -33,6 +32,7 @@ from serve.observability.call_log import log_failure
 from serve.observability.call_record import CallRecord
 from serve.preprocessing import Owner, Preprocessing
 from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
+from serve.slo_headers import max_queue_s
 
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
@@ -190,7 +190,7 @@ class GrpcCalls:
                 engine.abort(request.request_id)
             return True
         # Of another protocol, whose calls are not noted here.
-        parts = (request_id, *(f"{request_id}#{i}" for i in range(1, MAX_SEQUENCES)))
+        parts = (request_id, *(f"{request_id}#{i}" for i in range(1, engine.parts.limits.max_sequences)))
         found = engine.call(lambda: [engine.parts.engine.abort(part) for part in parts])
         return any(await asyncio.wrap_future(found))
 
@@ -230,7 +230,10 @@ class _GrpcCall:
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if group.ended:  # before the client knows: it may use the id again
             self.close()
-        for message in self._codec.messages(index, delta):
+        encoded = self._codec.messages(index, delta)
+        if delta.prompt_logprobs is not None:  # they may be many
+            encoded = await asyncio.to_thread(list, encoded)
+        for message in encoded:
             await self._send(message, group)
 
     async def finish(self) -> None:
@@ -267,6 +270,7 @@ class _GrpcCall:
         fields["tenant"] = self.record.tenant
         fields["arrival_s"] = parts.clock.now_s()
         fields["grammars"] = parts.pending_grammars
+        fields["max_queue_s"] = max_queue_s(dict(self._context.invocation_metadata() or ()))
         build = functools.partial(parts.build_requests, **fields)
         num_chars = len(fields.get("prompt") or "")
         with work.bodies.lease(owner) as lease:

@@ -2,15 +2,17 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from apt_jax.engine import EngineStats
 from apt_jax.engine.events import Iteration, IterationBatch
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.prompt_entries import TokenText, prompt_entries
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
+from apt_jax.validation import MAX_LOGPROBS
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
@@ -25,6 +27,8 @@ _FINISH_REASONS = {
     "length": pb.FINISH_REASON_LENGTH,
     "abort": pb.FINISH_REASON_ABORT,
 }
+_PROMPT_ENTRIES = 1024
+"""Prompt tokens whose log probabilities one message holds: clients take 4 MiB unless told otherwise."""
 _CACHE_KINDS = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
 
 
@@ -131,6 +135,23 @@ def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateR
     return message
 
 
+def prompt_responses(delta: OutputDelta, sequence: int, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
+    """Encode the log probabilities of a prompt as messages of bounded size, the first of which has this number;
+    `token_text` gives the text of a token."""
+    if delta.prompt_logprobs is None:
+        return
+    prompt, most = delta.request.prompt_token_ids.tolist(), delta.request.params.prompt_logprobs or 0
+    pairs = zip(prompt, prompt_entries(prompt, delta.prompt_logprobs, token_text), strict=True)
+    entries = [(token_id, entry) for token_id, entry in pairs if entry is not None]
+    for number, start in enumerate(range(0, len(entries), _PROMPT_ENTRIES)):
+        part = entries[start : start + _PROMPT_ENTRIES]
+        yield pb.GenerateResponse(
+            request_id=delta.request.label,
+            sequence=sequence + number,
+            prompt_logprobs=[_token_logprobs(token_id, entry, most) for token_id, entry in part],
+        )
+
+
 def _logprob(token_id: int, entry: Logprob) -> pb.Logprob:
     return pb.Logprob(
         token_id=token_id,
@@ -140,8 +161,9 @@ def _logprob(token_id: int, entry: Logprob) -> pb.Logprob:
     )
 
 
-def _token_logprobs(token_id: int, entries: Mapping[int, Logprob]) -> pb.TokenLogprobs:
-    ranked = sorted(((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2])
+def _token_logprobs(token_id: int, entries: Mapping[int, Logprob], most: int = MAX_LOGPROBS) -> pb.TokenLogprobs:
+    """The token's own log probability, and the `most` likely ones."""
+    ranked = sorted(((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2])[:most]
     return pb.TokenLogprobs(
         sampled=_logprob(token_id, entries[token_id]),
         top=[_logprob(t, e) for _, t, e in ranked],

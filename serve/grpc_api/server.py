@@ -105,7 +105,7 @@ def _probe(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise PortInUseError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another address (--grpc-port, --host)"
+            f"cannot listen on {host}:{port} for gRPC ({error.strerror}); choose another address (--grpc-port, 0 for any free one; --host): a second server needs a gRPC port of its own"
         ) from None
 
 

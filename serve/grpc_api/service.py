@@ -37,6 +37,7 @@ class AptGenerateCodec:
         request = require_decoded(self._request)
         if request.model:
             require_served_model(parts, request.model)
+        self._token_text = parts.assembler.token_text
         return messages.request_fields(request, self._metadata)
 
     def deadline_s(self) -> float | None:
@@ -46,9 +47,11 @@ class AptGenerateCodec:
 
     def messages(self, index: int, delta: OutputDelta) -> Iterable[pb.GenerateResponse]:
         self._num_tokens += len(delta.token_ids)
-        message = messages.response(delta, self._num_messages, self._num_tokens)
+        for message in messages.prompt_responses(delta, self._num_messages, self._token_text):
+            self._num_messages += 1
+            yield message
+        yield messages.response(delta, self._num_messages, self._num_tokens)
         self._num_messages += 1
-        return (message,)
 
 
 class AptServe:

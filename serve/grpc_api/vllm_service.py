@@ -36,7 +36,7 @@ from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.metrics import TokenRate
-from apt_jax.request import Logprob
+from apt_jax.request import Logprob, PromptLogprobs
 from apt_jax.validation import unsupported
 from serve.errors import NoTokenizerError
 from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded
@@ -123,13 +123,17 @@ class VllmGenerateCodec:
             "cached_tokens": delta.metrics.num_cached_tokens,
         }
         output.token_ids += delta.token_ids
+        if delta.prompt_logprobs is not None:
+            output.input_logprobs = _input_logprobs(delta.request.prompt_token_ids.tolist(), delta.prompt_logprobs)
         if stream and delta.token_ids:
             chunk = pb.GenerateStreamChunk(
                 token_ids=delta.token_ids,
                 completion_tokens=len(delta.token_ids),
                 output_logprobs=_output_logprobs(delta, delta.token_ids, delta.logprobs),
+                input_logprobs=output.input_logprobs,
                 **counts,
             )
+            output.input_logprobs = None
             yield pb.GenerateResponse(chunk=chunk)
         elif delta.logprobs is not None:
             output.logprobs += delta.logprobs
@@ -140,6 +144,7 @@ class VllmGenerateCodec:
             finish_reason=delta.finish_reason,
             completion_tokens=len(output.token_ids),
             output_logprobs=_output_logprobs(delta, output.token_ids, output.logprobs),
+            input_logprobs=output.input_logprobs,
             **counts,
         )
         if isinstance(delta.stop_reason, str):
@@ -155,6 +160,7 @@ class _Output:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] = []
+        self.input_logprobs: Any = None
 
 
 def sampling_fields(params: Any) -> dict[str, Any]:
@@ -177,6 +183,17 @@ def sampling_fields(params: Any) -> dict[str, Any]:
 def _decimal(value: Any) -> Any:
     """Round a 32-bit number to its shortest decimal, which is what the user typed and what validation checks."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _input_logprobs(token_ids: list[int], found: PromptLogprobs) -> Any:
+    """Encode log probabilities of a prompt; its first token has none."""
+    message = pb.InputLogProbs(token_ids=token_ids, token_logprobs=[pb.InputTokenLogProb()])
+    message.token_logprobs.extend(pb.InputTokenLogProb(value=value) for value in found.logprob.tolist())
+    if found.top_ids.shape[1]:
+        message.top_logprobs.add()
+        for ids, values in zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True):
+            message.top_logprobs.add(token_ids=ids, values=values)
+    return message
 
 
 def _output_logprobs(

@@ -25,6 +25,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.validation import RequestLimits
+from apt_jax.version import __version__
 from serve.compact_json import json_bytes
 from serve.dashboard import page
 from serve.dashboard.feed import DashboardFeed
@@ -43,10 +44,10 @@ from serve.http_api.calls import (
     read_body,
     require_json,
 )
-from serve.http_api.errors import BadCallError, HttpError, to_http_error
+from serve.http_api.errors import DROPPED_REASON_KEYS, BadCallError, HttpError, to_http_error
 from serve.http_api.openai_request import Body, Kind, parse_json
 from serve.http_api.openai_response import model_card
-from serve.http_api.tokenization import detokenize, tokenize
+from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
 from serve.observability.profiler import Profiler
@@ -56,8 +57,9 @@ from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = (b"/health", b"/ready", *(path.encode() for path in page.FILES))
-"""Paths that need no key, matched exactly: health, and the dashboard's page, which holds no data."""
+OPEN_PATHS = (b"/health", b"/ping", b"/ready", *(path.encode() for path in page.FILES))
+"""Paths that need no key, matched exactly: health, and the pages of the dashboard and the chat, which
+hold no data."""
 
 _SCRAPE_TIMEOUT_S = 10.0
 
@@ -89,14 +91,17 @@ class HttpApp:
                 Route("/v1/requests/{request_id}/decisions", _safely(self._decisions), methods=["GET"]),
                 Route("/tokenize", _safely(self._tokenize), methods=["POST"]),
                 Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
+                Route("/tokenizer_info", _safely(self._tokenizer_info), methods=["GET"]),
                 Route("/health", _safely(self._health), methods=["GET"]),
+                Route("/ping", _safely(self._health), methods=["GET", "POST"]),
+                Route("/version", _safely(self._version), methods=["GET"]),
                 Route("/ready", _safely(self._ready), methods=["GET"]),
                 Route("/metrics", _safely(self._scrape), methods=["GET"]),
                 Route("/openapi.json", _safely(self._openapi), methods=["GET"]),
                 *profiling,
                 *(dashboard if config.dashboard else ()),
             ],
-            exception_handlers={HTTPException: _on_routing_error},
+            exception_handlers={HTTPException: self._on_routing_error},
         )
         self._routes.router.redirect_slashes = False
         self._checked: ASGIApp = self._answer
@@ -106,7 +111,7 @@ class HttpApp:
                 allow_origins=sorted(config.browsers.origins),
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", "x-should-retry", "retry-after"),
+                expose_headers=("x-request-id", "x-should-retry", "retry-after", *DROPPED_REASON_KEYS),
             )
         self._describe()
 
@@ -127,7 +132,7 @@ class HttpApp:
         self._metrics = metrics
         self._dashboard.use(engine, metrics)
         parts = engine.parts
-        self._describe(parts.limits, (parts.model_name, parts.config.model))
+        self._describe(parts.limits, (*parts.model_names, parts.config.model))
 
     def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
@@ -215,19 +220,25 @@ class HttpApp:
     # --- models and tokens -----------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        card = model_card(self._service.engine().parts, self._created_s)
-        return _json({"object": "list", "data": [card]})
+        parts = self._service.engine().parts
+        cards = [model_card(parts, self._created_s, name) for name in parts.model_names]
+        return _json({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         parts = self._service.engine().parts
-        require_served_model(parts, request.path_params["name"])
-        return _json(model_card(parts, self._created_s))
+        name = request.path_params["name"]
+        require_served_model(parts, name)
+        return _json(model_card(parts, self._created_s, name if name in parts.model_names else parts.model_name))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._with_body(request, tokenize)
 
     async def _detokenize(self, request: Request) -> Response:
         return await self._with_body(request, detokenize)
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        body = await asyncio.to_thread(tokenizer_info, self._service.engine().parts)  # it reads files
+        return Response(body, media_type="application/json")
 
     async def _with_body(self, request: Request, function: Callable[[EngineComponents, Body], bytes]) -> Response:
         parts, work, owner = self._service.admit().parts, self._service.work, owner_of(request.scope)
@@ -296,6 +307,9 @@ class HttpApp:
         """Ready while new calls are accepted."""
         return Response(status_code=200 if self._service.is_ready else 503)
 
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
 
@@ -311,6 +325,23 @@ class HttpApp:
         except TimeoutError:
             raise EngineClosedError("the engine does not answer") from None
         return Response(data, headers={"content-type": content_type})
+
+    async def _on_routing_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        codes = {
+            404: ("not_found", f"there is nothing at {path!r:.200}{self._hint(path)}"),
+            405: ("method_not_allowed", f"{path!r:.200} does not take this method"),
+        }
+        code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
+        rejected = BadCallError(error.status_code, code, message, error.headers)
+        return _error_response(to_http_error(rejected, NO_ID))
+
+    def _hint(self, path: str) -> str:
+        """Name the path that a client with a wrong base URL means; empty: not known."""
+        known = {known for _, known in self.paths}
+        meant = [other for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if other in known]
+        return f"; did you mean {meant[0]}?" if meant else ""
 
     def _profiling(self, profiler: Profiler) -> list[Route]:
         def check(request: Request) -> None:
@@ -376,14 +407,3 @@ def _error_response(error: HttpError) -> Response:
         headers=dict(error.headers),
         media_type="application/json",
     )
-
-
-async def _on_routing_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    codes = {
-        404: ("not_found", "there is nothing at this path"),
-        405: ("method_not_allowed", "this path does not take this method"),
-    }
-    code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
-    rejected = BadCallError(error.status_code, code, message, error.headers)
-    return _error_response(to_http_error(rejected, NO_ID))

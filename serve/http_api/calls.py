@@ -65,7 +65,7 @@ class AppConfig:
     profiler: Profiler | None = None
     """None: there are no paths for it."""
     dashboard: bool = True
-    """Serve the dashboard at `/dashboard`."""
+    """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
 
 
@@ -194,7 +194,10 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
-        data = json_bytes(value)
+        await self.encoded(status, json_bytes(value), headers)
+
+    async def encoded(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+        """Send a whole response whose body is JSON already."""
         fixed = {"content-type": "application/json", "content-length": str(len(data))}
         await self.start(status, {**fixed, **(headers or {})})
         await self.body(data)
@@ -247,7 +250,11 @@ class HttpCall:
         if self._call.stream:
             if not self._writer.status:
                 await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})
-            await self._writer.event(self._response.event(index, delta))
+            if delta.prompt_logprobs is None:
+                event = self._response.event(index, delta)
+            else:  # it may be large
+                event = await asyncio.to_thread(self._response.event, index, delta)
+            await self._writer.event(event)
         elif index in self._collected:
             self._collected[index].merge(delta)
         else:
@@ -256,7 +263,11 @@ class HttpCall:
     async def finish(self) -> None:
         if not self._call.stream:
             ordered = [self._collected[index] for index in range(len(self._call.requests))]
-            await self._writer.json(200, self._response.whole(ordered), self._headers())
+            if all(delta.prompt_logprobs is None for delta in ordered):
+                data = json_bytes(self._response.whole(ordered))
+            else:  # it may be large
+                data = await asyncio.to_thread(lambda: json_bytes(self._response.whole(ordered)))
+            await self._writer.encoded(200, data, self._headers())
             return
         last = self._response.last_chunk()
         if last is not None:

@@ -16,6 +16,7 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
+from apt_jax.frontend.streams import EngineClosedError
 from serve.errors import (
     OperatorKeyError,
     ProfilerStateError,
@@ -23,6 +24,9 @@ from serve.errors import (
     RequestFailedError,
     UnknownModelError,
 )
+
+DROPPED_REASON_KEYS = ("x-llm-d-request-dropped-reason", "x-request-dropped-reason")
+"""Headers of a request that was not served for the server's state: why, in the words of llm-d's router."""
 
 
 class BadCallError(Exception):
@@ -89,11 +93,13 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
         case ProfileWriteError():
             return _final(500, str(error), "server_error", "profile_not_written")
         case QueueFullError():
-            return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s)
+            why = "ttl-expired" if error.has_waited else "saturated"
+            return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s, why)
         case MemoryError():
-            return _later(503, "the server is short of memory", "server_error", "out_of_memory", 5.0)
+            return _later(503, "the server is short of memory", "server_error", "out_of_memory", 5.0, "saturated")
         case EngineDeadError():
-            return _later(503, str(error), "server_error", "unavailable", 1.0)
+            why = error.why if isinstance(error, EngineClosedError) else "no-endpoints"
+            return _later(503, str(error), "server_error", "unavailable", 1.0, why)
         case TimeoutError():
             return _final(408, "the deadline has passed", "timeout_error", "deadline_exceeded")
         case RequestFailedError():
@@ -121,11 +127,15 @@ def _final(
     )
 
 
-def _later(status: int, message: str, kind: str, code: str, after_s: float) -> HttpError:
+def _later(status: int, message: str, kind: str, code: str, after_s: float, why: str) -> HttpError:
+    """An error that ends a request for the server's state; `why` follows ``rejected-``."""
     return HttpError(
         status=status,
         message=message,
         kind=kind,
         code=code,
-        headers={"retry-after": str(max(1, math.ceil(after_s)))},
+        headers={
+            "retry-after": str(max(1, math.ceil(after_s))),
+            **dict.fromkeys(DROPPED_REASON_KEYS, f"rejected-{why}"),
+        },
     )

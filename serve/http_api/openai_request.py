@@ -1,8 +1,8 @@
 """Bodies of OpenAI's completions and chat completions, and the engine requests that they ask for.
 
 This module decides what a field means, `apt_jax.validation` whether its value is valid, as for every other protocol.
-Unknown fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected: a
-response that silently ignores them would be worse than none.
+Unknown fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected
+(`serve.http_api.unsupported_fields`): a response that silently ignores them would be worse than none.
 """
 
 import dataclasses
@@ -20,17 +20,19 @@ from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.validation import (
     MAX_INTEGER,
     MAX_LOGPROBS,
-    MAX_SEQUENCES,
     check_deadline_ms,
     check_flag,
     check_integer,
     check_mapping,
+    check_prompt_logprobs,
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
+from serve.http_api.constraint_fields import OWN_FIELD, read_constraint
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
-from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
+from serve.http_api.unsupported_fields import reject_unsupported
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
@@ -47,41 +49,6 @@ PLAIN = tuple(
     if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs")
 )
 
-# Fields that would change the output and are not supported, with the values that change nothing.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "cache_salt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "modalities": (["text"],),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "repetition_detection": (),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-}
-_HINTS = {
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), "use structured_outputs"),
-    **dict.fromkeys(("functions", "function_call"), "use tools"),
-}  # fmt: skip
 ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}
 
 
@@ -147,6 +114,12 @@ class CompletionCall:
     """Every chunk of a stream has the usage so far."""
     echoes: Sequence[str] | None
     """Text before the completion, by prompt."""
+    echo_logprobs: bool = False
+    """Log probabilities begin with those of the prompt."""
+    prompt_logprobs: bool = False
+    """Choices hold the log probabilities of the prompt."""
+    without_output: bool = False
+    """The response is about the prompt alone: the one token that was generated is left out."""
     token_ids: bool
     """Choices hold token ids."""
     tokens_as_ids: bool
@@ -202,6 +175,7 @@ def read_call(
         "tenant": tenant,
         "grammars": parts.pending_grammars,
         **_slo_fields(body, headers),
+        "max_queue_s": max_queue_s(headers),
     }
     base_id = body.get("request_id")
     if base_id is None:
@@ -213,12 +187,14 @@ def read_call(
             constraint = fields["params"].get("structured_outputs")
             output = plan_output(parts, _tools(body), prompts[0]["prompt_token_ids"], constraint)
             fields["params"].update(output.fields)
-        n = check_sequences(len(prompts), 1 if body.get("n") is None else body["n"])
-        _check_best_of(body, n)
+        n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
+        _check_best_of(parts, body, n)
         requests = _requests(parts, prompts, n, base_id, fields)
+        check_prompt_logprobs(parts.limits, [(r.prompt_token_ids.size, r.params) for r in requests])
     except InvalidRequestError as error:
         raise _renamed(error, kind, body, output) from None
     deadline_ms = _slo_value(body, "deadline_ms", "deadline_ms")
+    echoes = _echoes(parts, body, requests[::n]) if kind == "completion" else None
     return CompletionCall(
         kind=kind,
         call_id=f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{base_id}",
@@ -230,7 +206,10 @@ def read_call(
         stream=stream,
         include_usage=options is not None and flag(options, "include_usage", "stream_options."),
         continuous_usage=options is not None and flag(options, "continuous_usage_stats", "stream_options."),
-        echoes=_echoes(parts, body, requests[::n]) if kind == "completion" else None,
+        echoes=echoes,
+        echo_logprobs=echoes is not None and body.get("logprobs") is not None,
+        prompt_logprobs=body.get("prompt_logprobs") is not None,
+        without_output=kind == "completion" and body.get("max_tokens") == 0,
         token_ids=flag(body, "return_token_ids"),
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
@@ -259,12 +238,7 @@ def flag(body: Body, name: str, prefix: str = "") -> bool:
 
 
 def _reject_unsupported(kind: Kind, body: Body) -> None:
-    for name in body.keys() & UNSUPPORTED.keys():
-        value = body[name]
-        if value is None or any(value == v and type(value) is type(v) for v in UNSUPPORTED[name]):
-            continue
-        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
-        raise InvalidRequestError(name, f"is not supported{hint}")
+    reject_unsupported(body)
     if kind == "chat" and flag(body, "echo"):
         raise InvalidRequestError("echo", "is not supported for chats")
     add_special = body.get("add_special_tokens")
@@ -277,9 +251,9 @@ def _reject_unsupported(kind: Kind, body: Body) -> None:
             )
 
 
-def _check_best_of(body: Body, n: int) -> None:
+def _check_best_of(parts: EngineComponents, body: Body, n: int) -> None:
     best_of = body.get("best_of")
-    if best_of is not None and check_integer("best_of", best_of, 1, MAX_SEQUENCES) != n:
+    if best_of is not None and check_integer("best_of", best_of, 1, parts.limits.max_sequences) != n:
         raise InvalidRequestError("best_of", "is not supported beyond n; leave it out")
 
 
@@ -288,15 +262,21 @@ def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
     fields = {name: body[name] for name in PLAIN if body.get(name) is not None}
     if body.get("logit_bias") is not None:
         fields["logit_bias"] = _logit_bias(body["logit_bias"])
-    constraint = _structured_output(body)
+    constraint = read_constraint(body)
     if constraint is not None:
-        fields["structured_outputs"] = constraint
+        fields["structured_outputs"] = constraint.value
     most = body.get("max_tokens")
+    if fields.get("prompt_logprobs") is not None and flag(body, "stream"):
+        raise InvalidRequestError("prompt_logprobs", "is not available with stream=true")
     if kind == "completion":
         if most is not None:
             fields["max_tokens"] = most
         if body.get("logprobs") is not None:
             fields["logprobs"] = body["logprobs"]
+            if flag(body, "echo"):
+                fields.setdefault("prompt_logprobs", body["logprobs"])
+        if most == 0 and type(most) is int and (flag(body, "echo") or "prompt_logprobs" in fields):
+            fields["max_tokens"] = 1  # the least that the engine computes; the response leaves it out
         return fields
     newer = body.get("max_completion_tokens")
     if newer is not None and most is not None:
@@ -318,31 +298,6 @@ def _logit_bias(value: object) -> object:
     if len(changed) != len(value):
         raise InvalidRequestError("logit_bias", "a token id comes twice")
     return changed
-
-
-def _structured_output(body: Body) -> object | None:
-    """The value of `structured_outputs`, or its equivalent for `response_format`, raw."""
-    constraint, answer = body.get("structured_outputs"), body.get("response_format")
-    if answer is None:
-        return constraint
-    answer = check_mapping("response_format", answer)
-    wanted: dict[str, object] | None
-    match answer.get("type"):
-        case "text":
-            wanted = None
-        case "json_object":
-            wanted = {"json_object": True}
-        case "json_schema":
-            named = check_mapping("response_format.json_schema", answer.get("json_schema"))
-            schema = named.get("schema")
-            if schema is None:
-                raise InvalidRequestError("response_format.json_schema", "has no schema")
-            wanted = {"json": schema}
-        case _:
-            raise InvalidRequestError("response_format", "type must be one of text, json_object, json_schema")
-    if wanted is not None and constraint is not None:
-        raise InvalidRequestError("response_format", "cannot be given together with structured_outputs")
-    return constraint if wanted is None else wanted
 
 
 _SLO_PARTS = ("ttft_ms", "tbt_ms", "class", "deadline_ms")
@@ -393,7 +348,8 @@ def _conversation(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if messages is None:
         raise InvalidRequestError("messages", "missing; give a list of messages")
-    ids = parts.chat_prompt(messages, tools=tools_of(body), add_generation_prompt=generation_prompt(body))
+    truncated = body.get("truncate_prompt_tokens") is not None
+    ids = parts.chat_prompt(messages, tools=tools_of(body), truncated=truncated, **template_options(body))
     return [{"prompt_token_ids": ids}]
 
 
@@ -406,9 +362,24 @@ def _tools(body: Body) -> ToolSet:
     return read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
 
 
-def generation_prompt(body: Body) -> bool:
-    value = body.get("add_generation_prompt")
-    return True if value is None else check_flag("add_generation_prompt", value)
+def template_options(body: Body) -> dict[str, Any]:
+    """How the chat template is used: arguments of `EngineComponents.chat_prompt`.
+
+    Raises:
+        InvalidRequestError: the last message is to be continued and another one to be begun.
+    """
+    continues = flag(body, "continue_final_message")
+    given = body.get("add_generation_prompt")
+    begins = not continues if given is None else check_flag("add_generation_prompt", given)
+    if continues and begins:
+        raise InvalidRequestError(
+            "continue_final_message", "goes with add_generation_prompt=false alone: the answer is no new message"
+        )
+    return {
+        "add_generation_prompt": begins,
+        "continue_final_message": continues,
+        "template_kwargs": body.get("chat_template_kwargs"),
+    }
 
 
 def _requests(
@@ -431,8 +402,6 @@ def _requests(
 def _echoes(parts: EngineComponents, body: Body, requests: Iterable[EngineRequest]) -> Sequence[str] | None:
     if not flag(body, "echo"):
         return None
-    if body.get("logprobs") is not None:
-        raise InvalidRequestError("echo", "is not supported together with logprobs")
     if parts.tokenizer is None:
         raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")
     return [
@@ -452,9 +421,11 @@ def _renamed(error: InvalidRequestError, kind: Kind, body: Body, output: OutputP
         names["max_tokens"] = "max_completion_tokens"
     if kind == "chat":
         names["logprobs"] = "top_logprobs"
-    if body.get("response_format") is not None and body.get("structured_outputs") is None:
-        names |= {f: "response_format" for f in (name,) if f.startswith("structured_outputs")}
-    if output.constrains_calls and name.startswith("structured_outputs"):
+    if name.startswith(OWN_FIELD):
+        constraint = read_constraint(body)
+        if constraint is not None and constraint.field != OWN_FIELD:
+            names[name] = constraint.field
+    if output.constrains_calls and name.startswith(OWN_FIELD):
         names[name] = "tools"
     if name not in names:
         return error

@@ -1,10 +1,12 @@
 """Responses of OpenAI's completions and chat completions: chunks of a stream, or the whole."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.prompt_entries import prompt_entries
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
 from serve.compact_json import json_bytes
@@ -61,6 +63,7 @@ class CompletionResponseBuilder:
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """The next chunk of choice `index`."""
+        delta = self._shown(delta)
         self._count(index, delta)
         choice: dict[str, Any] = {"index": index}
         text = delta.text
@@ -75,7 +78,7 @@ class CompletionResponseBuilder:
             finish_reason = message.finish_reason(finish_reason)
         else:
             choice["text"] = self._echo(index) + text if first else text
-        choice["logprobs"] = self._logprobs(index, delta.token_ids, delta.logprobs)
+        choice["logprobs"] = self._logprobs(index, delta)
         choice["finish_reason"] = finish_reason
         if delta.finished:
             choice["stop_reason"] = delta.stop_reason
@@ -107,8 +110,10 @@ class CompletionResponseBuilder:
             deltas: one a choice, with its whole output.
         """
         answer = self._head("chat.completion" if self._is_chat else "text_completion")
-        answer["choices"] = [self._choice(i, delta) for i, delta in enumerate(deltas)]
+        answer["choices"] = [self._choice(i, self._shown(delta)) for i, delta in enumerate(deltas)]
         answer["usage"] = self._usage()
+        if self._is_chat and self._call.prompt_logprobs:
+            answer["prompt_logprobs"] = self._prompt_logprobs(deltas[0])
         return answer
 
     def _choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
@@ -122,9 +127,11 @@ class CompletionResponseBuilder:
             finish_reason = message.finish_reason(finish_reason)
         else:
             choice["text"] = self._echo(index) + delta.text
-        choice["logprobs"] = self._logprobs(index, delta.token_ids, delta.logprobs)
+        choice["logprobs"] = self._logprobs(index, delta)
         choice["finish_reason"] = finish_reason
         choice["stop_reason"] = delta.stop_reason
+        if not self._is_chat and self._call.prompt_logprobs:
+            choice["prompt_logprobs"] = self._prompt_logprobs(delta)
         if self._call.token_ids:
             choice["token_ids"] = delta.token_ids
             choice["prompt_token_ids"] = delta.request.prompt_token_ids.tolist()
@@ -141,6 +148,19 @@ class CompletionResponseBuilder:
             "model": call.model,
             "system_fingerprint": None,
         }
+
+    def _shown(self, delta: OutputDelta) -> OutputDelta:
+        """The output as the client sees it: none at all where it asked for no token."""
+        if not self._call.without_output:
+            return delta
+        return dataclasses.replace(
+            delta,
+            text="",
+            token_ids=[],
+            logprobs=None if delta.logprobs is None else [],
+            finish_reason="length" if delta.finished else None,
+            stop_reason=None,
+        )
 
     def _count(self, index: int, delta: OutputDelta) -> None:
         self._num_tokens[index] += len(delta.token_ids)
@@ -165,26 +185,56 @@ class CompletionResponseBuilder:
 
     # --- log probabilities
 
-    def _logprobs(
-        self, index: int, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]] | None
-    ) -> dict[str, Any] | None:
-        if entries is None:
+    def _logprobs(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
+        """Log probabilities of new tokens, after those of the prompt where it is echoed."""
+        if delta.logprobs is None:
             return None
-        most = self._call.requests[index].params.logprobs or 0
-        pairs = list(zip(token_ids, entries, strict=True))
         if self._is_chat:
+            most = self._call.requests[index].params.logprobs or 0
+            pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             return {"content": [self._chat_logprob(t, entry, most) for t, entry in pairs]}
-        tokens = [self._token(t, entry[t]) for t, entry in pairs]
+        token_ids, entries = delta.token_ids, delta.logprobs
+        if self._call.echo_logprobs and delta.prompt_logprobs is not None:
+            prompt = delta.request.prompt_token_ids.tolist()
+            token_text = self._parts.assembler.token_text
+            token_ids, entries = (
+                prompt + token_ids,
+                [
+                    *prompt_entries(prompt, delta.prompt_logprobs, token_text),
+                    *entries,
+                ],
+            )
+            tokens = [self._text(t, token_text(t)) for t in token_ids]
+        else:
+            tokens = [self._token(t, entry[t]) for t, entry in zip(token_ids, entries, strict=True)]
         offsets = []
         for token in tokens:
             offsets.append(self._text_len[index])
             self._text_len[index] += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(entry[t].logprob) for t, entry in pairs],
-            "top_logprobs": [self._by_text(entry) for _, entry in pairs],
+            "token_logprobs": [
+                None if entry is None else _finite(entry[t].logprob)
+                for t, entry in zip(token_ids, entries, strict=True)
+            ],
+            "top_logprobs": [None if entry is None else self._by_text(entry) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _prompt_logprobs(self, delta: OutputDelta) -> list[dict[str, Any] | None] | None:
+        """Log probabilities of the prompt in vLLM's form: by token id, None for the first token."""
+        if delta.prompt_logprobs is None:
+            return None
+        prompt, token_text = delta.request.prompt_token_ids.tolist(), self._parts.assembler.token_text
+        return [
+            None
+            if entry is None
+            else {
+                str(token_id): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+                for token_id, one in entry.items()
+            }
+            for entry in prompt_entries(prompt, delta.prompt_logprobs, token_text)
+        ]
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
         """Log probabilities by text; of tokens with one text the sampled one, else the most likely one, which come
@@ -209,9 +259,10 @@ class CompletionResponseBuilder:
         }
 
     def _token(self, token_id: int, one: Logprob) -> str:
-        if self._call.tokens_as_ids or one.decoded_token is None:
-            return f"token_id:{token_id}"
-        return one.decoded_token
+        return self._text(token_id, one.decoded_token)
+
+    def _text(self, token_id: int, text: str | None) -> str:
+        return f"token_id:{token_id}" if self._call.tokens_as_ids or text is None else text
 
     def _bytes(self, token_id: int, one: Logprob) -> list[int]:
         tokenizer = self._parts.tokenizer
@@ -262,10 +313,10 @@ def _since(metrics: RequestMetrics, at_s: float | None) -> float | None:
     return None if at_s is None else _ms(at_s - metrics.arrival_s)
 
 
-def model_card(parts: EngineComponents, created_s: int) -> dict[str, Any]:
+def model_card(parts: EngineComponents, created_s: int, name: str) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
     return {
-        "id": parts.model_name,
+        "id": name,
         "object": "model",
         "created": created_s,
         "owned_by": "apt-jax",

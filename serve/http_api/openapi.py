@@ -5,7 +5,7 @@ engine, those of its model: lengths, vocabulary, name. Whatever a schema here fo
 objective in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must
 leave room for `max_tokens`, that two fields exclude each other, that 1.0 is not an integer or that a grammar must
 compile. Fields that no schema names are ignored, where a schema does not close its object. The pages of the dashboard
-are for people and not described.
+and the chat are for people and not described.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,14 @@ from typing import Any
 import apt_jax
 from apt_jax import validation
 from apt_jax.request import SamplingParams
-from apt_jax.text import chat
-from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, RequestLimits
+from apt_jax.text import chat, template_kwargs
+from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, FieldSpec, RequestLimits
 from serve import slo_headers as objectives
+from serve.http_api import constraint_fields
 from serve.http_api import openai_request as openai_api
+from serve.http_api.errors import DROPPED_REASON_KEYS
 from serve.http_api.openai_request import Kind
+from serve.http_api.unsupported_fields import UNSUPPORTED
 
 Schema = dict[str, Any]
 
@@ -131,7 +134,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
     return {
         "/v1/completions": post("Completion", "Continue prompts.", _generated("Completion", decisions), 429, parameters=_slo_headers()),
         "/v1/chat/completions": post("ChatCompletion", "Answer a conversation.", _generated("ChatCompletion", decisions), 429, parameters=_slo_headers()),
-        "/v1/models": get("Models", "The one model that is served.", {**_good("Models"), "links": {"model": model}}, 503),
+        "/v1/models": get("Models", "The model that is served, once for each of its names.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
             "Decisions", "Timeline of one of the last requests.", _good("Decisions"), 404, 503,
@@ -139,7 +142,13 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
         ),
         "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
         "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
+        "/tokenizer_info": get("TokenizerInfo", "Settings of the tokenizer.", _good("TokenizerInfo"), 404, 503),
         "/health": get("Health", "Liveness: 200 also while loading and draining.", {"description": "Alive."}, 503, open_=True),
+        "/ping": {
+            **get("Ping", "The same as /health, as SageMaker asks for it.", {"description": "Alive."}, 503, open_=True),
+            "post": _operation("PingPost", "The same as /health.", {"description": "Alive."}, (503,), needs_key=False),
+        },
+        "/version": get("Version", "The version of the package.", _good("Version")),
         "/ready": get("Ready", "Readiness for new requests.", {"description": "Ready."}, 503, open_=True),
         "/metrics": get("Metrics", "Numbers for Prometheus, in the format that it accepts.", {
             "description": "The exposition.",
@@ -153,7 +162,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool) -> Schema:
 def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool) -> Schema:
     statuses = sorted({*_ALWAYS, *more, *((401,) if needs_key else ())})
     bad = {str(s): {"$ref": f"#/components/responses/{_ERRORS[s][0]}"} for s in statuses}
-    if name.removesuffix("Head") in ("Health", "Ready"):
+    if name.removesuffix("Head") in ("Health", "Ping", "PingPost", "Ready"):
         bad["503"] = {"description": "No; without a body."}
     return {
         "operationId": name,
@@ -186,6 +195,12 @@ def _error(status: int) -> Schema:
     headers = {"retry-after": _header("Seconds after which to come again.", _COUNT | {"minimum": 1})}
     if status not in _LATER:
         headers = {"x-should-retry": _header("The same would fail again.", {"const": "false"})}
+    if status in _LATER:
+        reasons = {"enum": [f"rejected-{why}" for why in ("saturated", "ttl-expired", "shutting-down", "no-endpoints")]}
+        headers |= {
+            key: {"description": "Why, where the engine did not take it.", "schema": reasons}
+            for key in DROPPED_REASON_KEYS
+        }
     if status == 401:
         headers["www-authenticate"] = _header("How to send a key.", {"const": "Bearer"})
     if status == 405:
@@ -217,9 +232,12 @@ def _slo_headers() -> list[Schema]:
         **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
         **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
         objectives.TIER_KEY: "Class of the request, where the body has none.",
+        objectives.QUEUE_TTL_KEY: "Longest time in the queue (1500ms, 2s, 1m30s), where that is shorter than --max-queue-s; then 429.",
     }  # fmt: skip
+    ttl = {"type": "string", "pattern": f"^{objectives.DURATION_PATTERN}$", "examples": ["1500ms", "1m30s"]}
+    schemas = {objectives.TIER_KEY: tier, objectives.QUEUE_TTL_KEY: ttl}
     return [
-        {"name": name, "in": "header", "description": text, "schema": tier if name == objectives.TIER_KEY else decimal}
+        {"name": name, "in": "header", "description": text, "schema": schemas.get(name, decimal)}
         for name, text in texts.items()
     ]  # fmt: skip
 
@@ -250,14 +268,16 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         most = min(longest, limits.max_pool_tokens - 1)
     token = _integer(0, vocab)
     ids = _list(token, 1, longest)
-    texts = _list(_TEXT, 1, REQUEST_FIELDS["n"].max)
+    sequences = REQUEST_FIELDS["n"].max if limits is None else limits.max_sequences
+    texts = _list(_TEXT, 1, sequences)
     completion = {
-        **_common("completion", models, token, most),
+        **_common("completion", models, token, most, limits),
         "prompt": {
-            "anyOf": [_TEXT, texts, ids, _list(ids, 1, REQUEST_FIELDS["n"].max)],
+            "anyOf": [_TEXT, texts, ids, _list(ids, 1, sequences)],
             "description": "A text, texts, token ids, or lists of them.",
         },
-        "max_tokens": _or_null(_integer(1, most)) | {"default": SamplingParams().max_tokens},
+        "max_tokens": _or_null(_integer(0, most))
+        | {"default": SamplingParams().max_tokens, "description": "0 with `echo` or `prompt_logprobs` alone."},
         "logprobs": _or_null(_field("logprobs")),
         "echo": _or_null(_FLAG),
     }
@@ -267,9 +287,22 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "tools": _or_null(_list(_tool(), 0, chat.MAX_TOOLS)),
         "tool_choice": {"enum": ["auto", "none", None]},
         "add_generation_prompt": _or_null(_FLAG),
+        "continue_final_message": _or_null(_FLAG)
+        | {"description": "Go on with the last message; then without `add_generation_prompt`."},
+        "chat_template_kwargs": _or_null(
+            {
+                "type": "object",
+                "maxProperties": template_kwargs.MAX_KWARGS,
+                "propertyNames": {
+                    "pattern": "^[A-Za-z][A-Za-z0-9_]{0,63}$",
+                    "not": {"enum": sorted(template_kwargs.RESERVED)},
+                },
+                "description": "Variables of the chat template.",
+            }
+        ),
     }
     answer = {
-        **_common("chat", models, token, most),
+        **_common("chat", models, token, most, limits),
         **conversation,
         "max_tokens": _or_null(_integer(1, MAX_INTEGER)),
         "max_completion_tokens": _or_null(_integer(1, most)),
@@ -293,10 +326,16 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
     }
 
 
-def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
+def _common(kind: Kind, models: list[str], token: Schema, most: int, limits: RequestLimits | None) -> Schema:
     """Return the request schema that both kinds of completions share."""
     defaults = SamplingParams()
     sampling = {name: _field(name, token, most) for name in openai_api.PLAIN}
+    sequences, stops = (REQUEST_FIELDS[name] for name in ("n", "stop"))
+    most_outputs, most_stops = sequences.max, stops.max_items
+    if limits is not None:
+        most_outputs, most_stops = limits.max_sequences, limits.max_stop_strings
+    sampling["stop"] = _texts(stops, most_stops)
+    outputs = _or_null(_integer(1, most_outputs))
     special = openai_api.ADD_SPECIAL_TOKENS[kind]
     tier = sorted(objectives.TIERS)
     ttft, tbt, deadline, slo_class = (
@@ -310,9 +349,10 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
         "model": _model(models),
         "logit_bias": _or_null(_field("logit_bias", token, most)),
         "structured_outputs": _or_null(_structured_outputs()),
+        **_constraint_names(),
         "response_format": _or_null(_response_format()),
-        "n": _or_null(_field("n")) | {"description": f"With the prompts at most {REQUEST_FIELDS['n'].max} answers."},
-        "best_of": _or_null(_field("n")) | {"description": "Equal to `n`, or left out."},
+        "n": outputs | {"description": f"With the prompts at most {most_outputs} answers."},
+        "best_of": outputs | {"description": "Equal to `n`, or left out."},
         "stream": _or_null(_FLAG),
         "stream_options": _or_null(_object({name: _or_null(_FLAG) for name in ("include_usage", "continuous_usage_stats")})),
         "request_id": _or_null({"type": "string", "pattern": f"^{validation.REQUEST_ID_PATTERN}$"}),
@@ -326,7 +366,7 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int) -> Schema:
         "add_special_tokens": {"enum": [special, None]},
         **{
             name: {"enum": [*values, None], "description": "Not supported; these values ask for nothing."}
-            for name, values in openai_api.UNSUPPORTED.items()
+            for name, values in UNSUPPORTED.items()
         },
     }  # fmt: skip
 
@@ -336,16 +376,15 @@ def _field(name: str, token: Schema = _COUNT, most: float = MAX_INTEGER) -> Sche
     spec = REQUEST_FIELDS[name]
     match spec.type:
         case "integer":
-            return _integer(spec.min, most if name == "min_tokens" else spec.max)
-        case "number" if spec.or_zero:  # what lies between 0 and the least number is rejected
-            return _number(0, spec.max) | {"anyOf": [{"const": 0}, {"minimum": spec.min}]}
+            bounds = _integer(spec.min, most if name == "min_tokens" else spec.max)
+            return bounds | ({"not": {"const": 0}} if name == "truncate_prompt_tokens" else {})
         case "number":
             return _number(MIN_POSITIVE if spec.open_min else spec.min, spec.max)
         case "strings":
-            text = {"type": "string", "minLength": 1, "maxLength": spec.max_chars}
-            return {"anyOf": [text, _list(text, 0, spec.max_items)]}
+            texts = _texts(spec, spec.max_items)
+            return texts["anyOf"][1] if name == "bad_words" else texts
         case "token ids":
-            return _list(token, 0, spec.max_items)
+            return _list(token, int(name == "allowed_token_ids"), spec.max_items)
         case "bias map":
             return {
                 "type": "object",
@@ -358,43 +397,65 @@ def _field(name: str, token: Schema = _COUNT, most: float = MAX_INTEGER) -> Sche
     return _FLAG
 
 
+def _texts(spec: FieldSpec, most: float | None) -> Schema:
+    """A text, or at most so many of them."""
+    text = {"type": "string", "minLength": 1, "maxLength": spec.max_chars}
+    return {"anyOf": [text, _list(text, 0, most)]}
+
+
 def _model(models: list[str]) -> Schema:
     return {"enum": [*models, "", None]} if models else {"type": ["string", "null"]}
 
 
-def _structured_outputs() -> Schema:
-    """Return the schema of `structured_outputs`: closed, with exactly one constraint."""
+def _constraints() -> dict[str, Schema]:
+    """Return the schemas of constraints, by the name that they have in `structured_outputs`."""
     text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
-    pattern = {
-        "type": "string",
-        "minLength": 1,
-        "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES,
-    }
-    schema = {"anyOf": [text, {"type": ["object", "boolean"]}]}
-    constraints = {
-        "json": schema,
+    return {
+        "json": {"anyOf": [text, {"type": ["object", "boolean"]}]},
         "regex": text,
         "choice": _list(text, 1, validation.MAX_CHOICES),
         "grammar": text,
         "json_object": {"const": True},
     }
+
+
+def _whitespace() -> Schema:
+    return {"type": "string", "minLength": 1, "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES}
+
+
+def _structured_outputs() -> Schema:
+    """Return the schema of `structured_outputs`: closed, with exactly one constraint."""
+    constraints = _constraints()
     given = {name: _object({name: wanted}, required=(name,)) for name, wanted in constraints.items()}
-    options = {"disable_any_whitespace": _FLAG, "whitespace_pattern": _or_null(pattern)}
+    options = {"disable_any_whitespace": _FLAG, "whitespace_pattern": _or_null(_whitespace())}
     fields = {**{name: _or_null(wanted) for name, wanted in constraints.items()}, **options}
     fields["json_object"] = _or_null(_FLAG)
     return {**_object(fields, closed=True), "oneOf": list(given.values())}
 
 
+def _constraint_names() -> dict[str, Schema]:
+    """Return the schemas of constraints under the names of other servers."""
+    constraints = _constraints()
+    made = {
+        name: _or_null(constraints[ours]) | {"description": f"The same as `structured_outputs.{ours}`; instead of it."}
+        for name, ours in constraint_fields.OTHER_NAMES.items()
+    }
+    whitespace = _or_null(_whitespace()) | {
+        "description": "With `guided_json`: `structured_outputs.whitespace_pattern`."
+    }
+    return {**made, "guided_whitespace_pattern": whitespace}
+
+
 def _response_format() -> Schema:
     schema = {"type": ["object", "boolean", "string"]}
     named = _object({"schema": schema}, required=("schema",))
-    plain = {"type": {"enum": ["text", "json_object"]}}
     return {
         "anyOf": [
-            _object(plain, required=("type",)),
+            _object({"type": {"const": "text"}}, required=("type",)),
+            _object({"type": {"const": "json_object"}, "schema": _or_null(schema)}, required=("type",)),
+            _object({"type": {"const": "json_schema"}, "json_schema": named}, required=("type", "json_schema")),
             _object(
-                {"type": {"const": "json_schema"}, "json_schema": named},
-                required=("type", "json_schema"),
+                {"type": {"const": "json_schema"}, "schema": schema, "json_schema": _NULL}, required=("type", "schema")
             ),
         ]
     }
@@ -456,14 +517,19 @@ def _answers() -> Schema:
     of_chat = {"content": _many(_all({**named, "top_logprobs": _many(_all(named))}))}
     of_text = {
         "tokens": _many(_STRING),
-        "token_logprobs": _many(_NUMBER),
-        "top_logprobs": _many({"type": "object", "additionalProperties": _NUMBER}),
+        "token_logprobs": _many(maybe_number),
+        "top_logprobs": _many(_or_null({"type": "object", "additionalProperties": _NUMBER})),
         "text_offset": _many(_COUNT),
     }
     end = {
         "finish_reason": {"enum": ["stop", "length", "abort"]},
         "stop_reason": {"type": ["integer", "string", "null"]},
     }
+    of_prompt = _many(_or_null({
+        "type": "object",
+        "additionalProperties": _all({"logprob": _NUMBER, "rank": _COUNT, "decoded_token": _or_null(_STRING)}),
+    }))  # fmt: skip
+    prompt = {"prompt_logprobs": _or_null(of_prompt)}
     more = {"token_ids": _many(_COUNT), "prompt_token_ids": _many(_COUNT), "aptjax": served}
     made: Schema = {}
     for name, kind, logprobs in (
@@ -476,9 +542,14 @@ def _answers() -> Schema:
         whole = {"message": _all({**said, "refusal": _NULL})} if is_chat else {"text": _STRING}
         piece = {"delta": _all(said, optional=("role",))} if is_chat else {"text": _STRING}
         going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
-        choice = _all({**common, **whole, **end, **more}, optional=tuple(more))
+        of_choice = more if is_chat else {**more, **prompt}
+        choice = _all({**common, **whole, **end, **of_choice}, optional=tuple(of_choice))
         chunk_choice = _all({**common, **piece, **going, **more}, optional=("stop_reason", *more))
-        made[name] = _all({**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage})
+        of_call = prompt if is_chat else {}
+        made[name] = _all(
+            {**head, "object": {"const": kind}, "choices": _many(choice), "usage": usage, **of_call},
+            optional=tuple(of_call),
+        )
         kind += ".chunk" if is_chat else ""
         made[f"{name}Chunk"] = _all(
             {**head, "object": {"const": kind}, "choices": _many(chunk_choice), "usage": _or_null(usage)},
@@ -506,6 +577,8 @@ def _answers() -> Schema:
             "count": _COUNT, "max_model_len": _COUNT, "tokens": _many(_COUNT), "token_strs": _or_null(_many(_STRING)),
         }),
         "Detokenize": _all({"prompt": _STRING}),
+        "Version": _all({"version": _STRING}),
+        "TokenizerInfo": _object({"tokenizer_class": _STRING, "model_max_length": _COUNT}),
         "StartProfile": _all({"directory": _STRING, "ends_after_s": _NUMBER}),
         "StopProfile": _all({"directory": _STRING}),
         "Error": _all({"error": _all(error)}),

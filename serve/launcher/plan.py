@@ -26,6 +26,7 @@ from serve.errors import CommandError
 from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, is_loopback
 from serve.launcher.supervisor import ProcessSpec
 from serve.security.api_keys import FLAG, OPERATOR_FLAG
+from serve.security.single_key import KEY_FLAG, KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,7 @@ def _check_gateway(args: argparse.Namespace) -> None:
     if importlib.util.find_spec("smg") is None:
         raise ConfigError("several replicas need the gateway smg: pip install 'apt-jax[gateway]'")
     for flag, value in (
+        (f"{KEY_FLAG}, {KEY_VARIABLE}", args.api_key),
         (FLAG, args.api_key_file),
         (OPERATOR_FLAG, args.operator_key_file),
         ("--tls-cert", args.tls_cert),
@@ -212,7 +214,7 @@ def _replica(
     return ProcessSpec(
         name=name,
         command=command,
-        env={**env, "PYTHONUNBUFFERED": "1"},
+        env={**env, "PYTHONUNBUFFERED": "1", **({} if args.api_key is None else {KEY_VARIABLE: args.api_key})},
         cpus=cpus,
         is_healthy=is_healthy,
         keeps_json=args.log_format == "json",

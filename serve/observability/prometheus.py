@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -43,6 +43,7 @@ LATENCY_S = (
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
+_OUTPUTS = (1, 2, 5, 10, 20)
 _REASONS = ("stop", "length", "abort", "error")
 _OBJECTIVES = ("ttft", "tbt", "all")
 _CLASSES = ("rt", "be")
@@ -66,6 +67,11 @@ class _Sums:
     queue_s: Distribution
     prompt_tokens: Distribution
     generation_tokens: Distribution
+    prefill_s: Distribution
+    decode_s: Distribution
+    inference_s: Distribution
+    params_max_tokens: Distribution
+    params_n: Distribution
     attained: "collections.Counter[tuple[str, str]]"
     """By objective and class."""
     missed: "collections.Counter[tuple[str, str]]"
@@ -92,6 +98,11 @@ class ServerMetrics:
             queue_s=Distribution(LATENCY_S),
             prompt_tokens=Distribution(lens),
             generation_tokens=Distribution(lens),
+            prefill_s=Distribution(LATENCY_S),
+            decode_s=Distribution(LATENCY_S),
+            inference_s=Distribution(LATENCY_S),
+            params_max_tokens=Distribution(lens),
+            params_n=Distribution(_OUTPUTS),
             attained=collections.Counter(),
             missed=collections.Counter(),
         )
@@ -111,6 +122,13 @@ class ServerMetrics:
             sums.queue_s.add(metrics.first_scheduled_s - metrics.arrival_s)
             sums.prompt_tokens.add(delta.request.prompt_token_ids.size)
             sums.generation_tokens.add(len(times_s))
+            sums.params_max_tokens.add(delta.request.params.max_tokens)
+            if "#" not in delta.request.label:  # once a prompt
+                sums.params_n.add(delta.request.num_outputs)
+            if times_s:
+                sums.prefill_s.add(times_s[0] - metrics.first_scheduled_s)
+                sums.decode_s.add(times_s[-1] - times_s[0])
+                sums.inference_s.add(times_s[-1] - metrics.first_scheduled_s)
         self._count_slos(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
 
     def refused(self, request: EngineRequest) -> None:
@@ -139,6 +157,7 @@ class ServerMetrics:
         """The exposition in a format that the scraper accepts, and its content type."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(await asyncio.wrap_future(engine.call(self.read)))
+        ProcessCollector(registry=registry)
         encode, content_type = choose_encoder(accept)
         return encode(registry), content_type
 
@@ -349,6 +368,31 @@ class _Scrape(Collector):
                 "vllm:request_generation_tokens",
                 "Output tokens per request, of requests that ended with stop or length.",
                 sums.generation_tokens,
+            ),
+            (
+                "vllm:request_prefill_time_seconds",
+                "First step to first token, of requests that ended with stop or length.",
+                sums.prefill_s,
+            ),
+            (
+                "vllm:request_decode_time_seconds",
+                "First to last token, of requests that ended with stop or length.",
+                sums.decode_s,
+            ),
+            (
+                "vllm:request_inference_time_seconds",
+                "First step to last token, of requests that ended with stop or length.",
+                sums.inference_s,
+            ),
+            (
+                "vllm:request_params_max_tokens",
+                "max_tokens of requests that ended with stop or length.",
+                sums.params_max_tokens,
+            ),
+            (
+                "vllm:request_params_n",
+                "n of calls, once for each of their prompts whose first output ended with stop or length.",
+                sums.params_n,
             ),
             ("vllm:iteration_tokens_total", "Tokens per step.", stats.step_tokens),
             ("aptjax:scheduler_step_seconds", "The policy's time for a decision.", stats.schedule_s),

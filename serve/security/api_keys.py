@@ -18,6 +18,7 @@ from typing import NamedTuple
 from apt_jax.errors import ConfigError
 from apt_jax.request import engine_id, split_engine_id
 from serve.errors import OperatorKeyError
+from serve.security.single_key import KEY_FLAG, KEY_VARIABLE
 
 FLAG = "--api-key-file"
 OPERATOR_FLAG = "--operator-key-file"
@@ -68,17 +69,20 @@ class ApiKeys:
             raise ConfigError(f"a key of an operator is also one of a tenant ({OPERATOR_FLAG}, {FLAG})")
 
     @classmethod
-    def load(cls, path: str | None, operator_path: str | None = None) -> "ApiKeys":
+    def load(cls, path: str | None, operator_path: str | None = None, key: str | None = None) -> "ApiKeys":
         """Read files of one key a line; empty lines and lines that begin with ``#`` are left out.
 
         Args:
             path: keys of tenants; None: there are none.
             operator_path: keys of operators; None: there are none.
+            key: one more of a tenant (`serve.security.single_key`).
 
         Raises:
             ConfigError: a file cannot be read, anybody on the machine could, or it holds no usable key.
         """
-        return cls(_read(path, FLAG), _read(operator_path, OPERATOR_FLAG))
+        if key is not None:
+            _digests([key], f"{KEY_FLAG}, {KEY_VARIABLE}")
+        return cls([*_read(path, FLAG), *([] if key is None else [key])], _read(operator_path, OPERATOR_FLAG))
 
     @property
     def has_operators(self) -> bool:

@@ -3,10 +3,12 @@
 import dataclasses
 import importlib.resources
 import inspect
+import itertools
 import json
 import os
 import shutil
 import struct
+import threading
 from pathlib import Path
 
 import jax
@@ -25,6 +27,7 @@ from apt_jax.models import LoadedModel, load_model
 from apt_jax.models.reference import forward
 from apt_jax.request import CompletionOutput, RequestOutput
 from apt_jax.sched import CacheKindSpec
+from apt_jax.utils.activity import activity
 from tests.support.caches import calibrations_apart
 from tests.support.cases import ALL
 from tests.support.fake_executor import Fault, FaultKind, reference_tokens
@@ -665,18 +668,50 @@ def test_the_compile_cache_must_be_ours_alone(tmp_path, monkeypatch, caplog):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
-def test_progress_is_told_every_ten_seconds_where_there_is_no_terminal(monkeypatch):
+def test_no_part_of_a_start_is_silent_for_five_seconds(monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr("apt_jax.frontend.progress.time.monotonic", lambda: now[0])
-    bars = ProgressBars(say=said.append)
-    for done in range(6):
-        bars("preparing", done, 5)
-        now[0] += 4.0
-    assert said == [
-        "preparing 5 programs",
-        "preparing: 3 of 5 programs",
-        "prepared 5 programs in 20.0 s",
+    bars = ProgressBars(say=lambda line: said.append((now[0], line)))
+
+    def wait(seconds: float) -> None:
+        for _ in range(round(2 * seconds)):  # as the thread of `keep_reporting` does
+            now[0] += 0.5
+            bars.tick()
+
+    wait(9)
+    with activity("compiling the CPU kernels"):
+        wait(12)
+    for stage in ("preparing", "calibrating"):
+        for done in range(4):
+            bars(stage, done, 3)
+            wait((1.5, 30, 0.5, 6)[done])
+    bars.close()
+    times = [0.0, *(at for at, _ in said), now[0]]
+    assert max(b - a for a, b in itertools.pairwise(times)) <= 5
+    lines = [line for _, line in said]
+    assert lines[:3] == [
+        "starting: 4 s since the start",
+        "starting: 8 s since the start",
+        "compiling the CPU kernels: 12 s since the start",
     ]
+    assert "preparing 3 programs" in lines
+    assert "preparing: 1 of 3 programs, 4 s" in lines
+    assert "prepared 3 programs in 32.0 s" in lines
+    assert "calibrating: 1 of 3 steps, 8 s" in lines
+    assert all(len(lines) < 80 for lines in lines)
+
+
+def test_a_thread_reports_while_nobody_calls(monkeypatch):
+    said = threading.Event()
+    monkeypatch.setattr(ProgressBars, "_REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(ProgressBars, "_TICK_S", 0.005)
+    quiet = ProgressBars(disable=True, say=lambda line: pytest.fail(line)).keep_reporting()
+    bars = ProgressBars(say=lambda line: said.set()).keep_reporting()
+    assert said.wait(10)
+    before = threading.active_count()
+    bars.close()
+    quiet.close()
+    assert threading.active_count() == before - 1
 
 
 def test_progress_is_drawn_on_a_terminal_that_has_no_size(monkeypatch):

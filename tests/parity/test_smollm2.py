@@ -12,6 +12,7 @@ import pytest
 from apt_jax import LLM, SamplingParams
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.loading.resolve import resolve_model
+from tests.support.cases import num_cases
 
 _WHERE = "runs in the reference environment (make reference)"
 torch = pytest.importorskip("torch", reason=_WHERE)
@@ -99,3 +100,32 @@ def test_logits_of_a_long_text(llm, theirs) -> None:
     assert len(entries) >= 20
     for token, entry in entries.items():
         assert entry.logprob == pytest.approx(log_p[token], abs=1e-3)
+
+
+def _documents(count: int) -> list[str]:
+    """Pieces of this repository's pages."""
+    pages = sorted((Path(__file__).resolve().parents[2] / "docs").rglob("*.md"))
+    pieces = [piece for page in pages for piece in page.read_text().split("\n\n") if len(piece) > 200]
+    return [piece[:900] for piece in pieces[:: max(1, len(pieces) // count)]][:count]
+
+
+@pytest.mark.seeds
+@pytest.mark.timeout(1800)
+def test_log_likelihoods_of_documents(llm, theirs) -> None:
+    """Sums over a document's tokens, as lm-eval compares them, and each of them: within 1e-3."""
+    documents = [llm.tokenizer.encode(text)[:250] for text in _documents(num_cases(6, 200))]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    outputs = llm.generate(documents, params, use_tqdm=False)
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        with torch.no_grad():
+            logits = theirs(ids).logits[0, :-1].double()
+        wanted = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+        assert output.prompt_logprobs is not None
+        entries = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        found = np.array([entry[token].logprob for token, entry in entries if entry is not None])
+        np.testing.assert_allclose(found, wanted, atol=1e-3)
+        assert found.sum() == pytest.approx(wanted.sum(), abs=1e-3)
+        best = logits.argmax(-1).tolist()
+        greedy = [min(entry, key=lambda t, entry=entry: entry[t].rank) for entry in output.prompt_logprobs[1:]]
+        assert np.mean(np.equal(best, greedy)) > 0.999

@@ -1,8 +1,10 @@
-"""A gRPC server in the test's own process and event loop, over an engine without a model."""
+"""A gRPC server in the test's own process and event loop, over an engine without a model; and a browser."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -61,3 +63,42 @@ def serve_toy():
         asyncio.run(whole())
 
     return run
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[Any]:
+    """Headless Chromium; skipped where there is none."""
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path_factory.mktemp('browser') / 'profile'}",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    try:
+        yield made
+    finally:
+        made.quit()
+
+
+@pytest.fixture
+def browser(chromium) -> Iterator[Any]:
+    """Chromium with an empty page and an empty log; what a page has stored is of its origin alone."""
+    chromium.get_log("browser")
+    yield chromium
+    chromium.get("about:blank")

@@ -7,10 +7,9 @@ import dataclasses
 import functools
 import json
 import re
-import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability.prometheus import ServerMetrics
 from serve.security.api_keys import ApiKeys, Caller
 from serve.watcher_slots import MAX_WATCHERS
+from tests.support.browser import LAPTOP, PHONE, Page
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.http_serving import HttpServed, bearer
 from tests.support.http_serving import run as run_within
@@ -440,87 +440,6 @@ def test_no_dashboard():
 
 
 # --- in a browser --------------------------------------------------------------------------------------------------
-
-LAPTOP, PHONE = (1280, 800), (390, 844)
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory) -> Iterator[Any]:
-    """Headless Chromium; skipped where there is none."""
-    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("chromium and chromedriver are not installed")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path_factory.mktemp('browser') / 'profile'}",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        yield made
-    finally:
-        made.quit()
-
-
-@pytest.fixture
-def browser(chromium) -> Iterator[Any]:
-    """Chromium with an empty page and an empty log; what a page has stored is of its origin alone."""
-    chromium.get_log("browser")
-    yield chromium
-    chromium.get("about:blank")
-
-
-class Page:
-    """The dashboard in the browser; every method runs in a thread, so that the server goes on."""
-
-    def __init__(self, driver: Any, port: int) -> None:
-        self.driver, self.url = driver, f"http://127.0.0.1:{port}/dashboard"
-
-    async def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.to_thread(function, *args)
-
-    async def js(self, script: str, *args: Any) -> Any:
-        return await self.do(lambda: self.driver.execute_script(script, *args))
-
-    async def open(self, size: tuple[int, int], theme: str) -> None:
-        for command, value in (
-            (
-                "setDeviceMetricsOverride",
-                {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600},
-            ),
-            ("setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]}),
-        ):
-            await self.do(self.driver.execute_cdp_cmd, f"Emulation.{command}", value)
-        await self.do(self.driver.get, self.url)
-
-    async def until(self, script: str, *args: Any, timeout_s: float = 60.0) -> Any:
-        """The value of an expression, as soon as it is true."""
-        async with asyncio.timeout(timeout_s):
-            while not (value := await self.js(f"return {script}", *args)):
-                await asyncio.sleep(0.05)
-        return value
-
-    async def errors(self) -> list[str]:
-        return [entry["message"] for entry in await self.do(self.driver.get_log, "browser")]
-
-    async def keys(self, *keys: str) -> None:
-        from selenium.webdriver import ActionChains
-
-        await self.do(ActionChains(self.driver).send_keys(*keys).perform)
-
 
 TEXT = "document.querySelector(arguments[0])?.textContent"
 

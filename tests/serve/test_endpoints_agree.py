@@ -49,7 +49,7 @@ SAMPLING: dict[str, list[Any]] = {
     "top_k": [*at(-1, VOCAB_SIZE, V.MAX_INTEGER), 1, 2**32 - 1],
     "top_p": [*near(0.0, 1.0), -0.0, 0.1, 0.5, *NO_NUMBERS],
     "min_p": [*near(0.0, 1.0), -0.0, 0.5, *NO_NUMBERS],
-    "seed": [*at(0, 2**31 - 1, V.MAX_SEED), -(2**31)],
+    "seed": [0, 1, *at(2**31 - 1, V.MAX_SEED), -2, -(2**31)],  # -1: another one each time
     "repetition_penalty": [*near(V.MIN_REPETITION_PENALTY, V.MAX_REPETITION_PENALTY), 0.0, -1.0, 1e-9, *NO_NUMBERS],
     "presence_penalty": [*near(-V.MAX_PENALTY, V.MAX_PENALTY), 0.3, -0.0, *NO_NUMBERS],
     "frequency_penalty": [*near(-V.MAX_PENALTY, V.MAX_PENALTY), 0.3, -0.0, *NO_NUMBERS],
@@ -64,6 +64,7 @@ SAMPLING: dict[str, list[Any]] = {
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
     "logprobs": [*at(0, V.MAX_LOGPROBS), 3, 2**31 - 1],
+    "prompt_logprobs": [*at(0, V.MAX_LOGPROBS), 3, 2**31 - 1],
     "structured_outputs": [
         {}, {"json_object": False}, {"json_object": True}, {"disable_any_whitespace": True}, {"json": "{}"}, {"json": "{"}, {"json": ""}, {"json": "3"},
         {"json": '{"type": "strin"}'}, {"json": '{"x-guidance": 1}'}, {"regex": "a+"}, {"regex": "("}, {"regex": ""}, {"choice": ["yes"]},
@@ -103,12 +104,13 @@ REQUESTS: list[Request] = [
 ]  # fmt: skip
 # Of VllmEngine's sampling parameters.
 CONSTRAINTS = {"json_schema", "regex", "grammar", "json_object", "choice"}
-ELSEWHERE = {"n", "prompt_logprobs", "truncate_prompt_tokens", "structural_tag"}
+ELSEWHERE = {"n", "truncate_prompt_tokens", "structural_tag"}
+NOT_IN_APTSERVE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens"}
 NO_EFFECT = {"spaces_between_special_tokens", "grammar_from_first_token"}
 
 
 def test_every_sampling_parameter_is_in_the_table():
-    assert set(SAMPLING) == set(SamplingParams.__dataclass_fields__)
+    assert set(SAMPLING) | NOT_IN_APTSERVE == set(SamplingParams.__dataclass_fields__)
     names = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert names == (set(SAMPLING) - {"structured_outputs"}) | CONSTRAINTS | ELSEWHERE | NO_EFFECT
 
@@ -127,8 +129,9 @@ class Endpoints:
     async def agree(self, case: Request) -> None:
         """Send a case to every endpoint that can express it; require the same verdict in the same words, or the same
         tokens and text."""
-        # The engine's own seeds count requests.
-        case = {**case, "params": {"seed": 11} | dict(case["params"])}
+        # The engine's own seeds count requests, and -1 is another one each time.
+        params = {"seed": 11} | dict(case["params"])
+        case = {**case, "params": params | {"seed": 11} if params["seed"] == -1 else params}
         python = ask_python(self._llm, case)
         self.counts[f"python {python[0]}"] += 1
         for name, ask in (("http", ask_http), ("aptserve", ask_aptserve), ("vllm", ask_vllm)):

@@ -219,6 +219,10 @@ HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/dashboard/dashboard.js"): shows_nothing(),
     ("GET", "/dashboard/charts.js"): shows_nothing(),
     ("GET", "/dashboard/icon.svg"): shows_nothing(),
+    ("GET", "/chat"): shows_nothing(),
+    ("GET", "/chat/chat.css"): shows_nothing(),
+    ("GET", "/chat/chat.js"): shows_nothing(),
+    ("GET", "/chat/timeline.js"): shows_nothing(),
     ("GET", "/dashboard/events"): events_by_tenant,
 }
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, StepBatch, StepResult
-from apt_jax.request import Grammar, SamplingParams
+from apt_jax.executor import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, PromptTargets, StepBatch, StepResult
+from apt_jax.request import Grammar, PromptLogprobs, SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.utils.clock import VirtualClock
 
@@ -149,6 +149,25 @@ def reference_tokens(
     return out
 
 
+def _scored(sums: NDArray[np.uint64], token_ids: NDArray[np.int32]) -> PromptLogprobs:
+    """Log probabilities of tokens after sequences with these hashes, by a hash of both."""
+    state = _mix(sums + token_ids.astype(np.uint64) * np.uint64(0xA24BAED4963EE407))
+    steps = np.arange(1, 21, dtype=np.float32)
+    return PromptLogprobs(
+        logprob=-(state % np.uint64(4096)).astype(np.float32) / np.float32(256),
+        rank=1 + (state % np.uint64(31)).astype(np.int32),
+        top_ids=((state % np.uint64(97)).astype(np.int32)[:, None] + np.arange(20, dtype=np.int32)),
+        top_logprobs=-(state % np.uint64(13)).astype(np.float32)[:, None] - steps,
+    )
+
+
+def reference_prompt_logprobs(prompt: NDArray[np.integer]) -> PromptLogprobs:
+    """Log probabilities of all tokens of a prompt but the first, computed without a cache."""
+    known = np.asarray(prompt, np.int64)
+    sums = np.cumsum(_pairs(known, np.arange(known.size)), dtype=np.uint64)
+    return _scored(sums[:-1], known[1:].astype(np.int32))
+
+
 @dataclasses.dataclass(slots=True)
 class _Handle:
     """A step whose tokens are known and not yet delivered."""
@@ -240,6 +259,9 @@ class FakeExecutor:
     @property
     def compilations(self) -> int:
         return 0
+
+    def prepare_prompt_logprobs(self) -> None:
+        pass
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         if progress is not None:
@@ -380,6 +402,23 @@ class FakeExecutor:
         fault: Fault | None,
         allowed: Mapping[int, NDArray[np.bool_]],
     ) -> StepResult:
+        prompts = {row: self._score(batch, row, targets) for row, targets in batch.prompt_targets.items()}
+        return dataclasses.replace(self._draw_tokens(batch, fault, allowed), prompt_logprobs=prompts)
+
+    def _score(self, batch: StepBatch, row: int, targets: PromptTargets) -> PromptLogprobs:
+        """Log probabilities from what the row reads back, position by position."""
+        hidden = batch.kind[row] == HIDDEN
+        size = self.hidden_block_size if hidden else self.block_size
+        position = np.arange(targets.position + targets.token_ids.size)
+        block, slot = batch.block_tables[row, 0, position // size], position % size
+        pairs = _pairs(self._token[block, slot], self._position[block, slot])
+        wrong = (self._tag[block, slot] != (_TAG_X if hidden else _TAG_K)) | (self._position[block, slot] != position)
+        sums = np.cumsum(np.where(wrong, _mix(pairs + np.uint64(0xBAD)), pairs), dtype=np.uint64)
+        return _scored(sums[targets.position :], targets.token_ids)
+
+    def _draw_tokens(
+        self, batch: StepBatch, fault: Fault | None, allowed: Mapping[int, NDArray[np.bool_]]
+    ) -> StepResult:
         n = batch.num_tokens.size
         sampled = _draw(self._sums(batch), batch.position, batch.params, self.vocab_size, allowed)
         finite = np.ones(n, np.bool_)
@@ -433,6 +472,13 @@ class FakeExecutor:
             batch.block_tables.shape[:2] == (n, 2) and batch.block_tables.dtype == np.int32,
             "block tables",
         )
+        first = np.cumsum(batch.num_tokens) - batch.num_tokens
+        for row, targets in batch.prompt_targets.items():
+            require(0 <= row < n and batch.params[row].prompt_logprobs is not None, "targets that nobody asked for")
+            begin, count = targets.position - int(batch.start[row]), targets.token_ids.size
+            require(count and begin >= 0 and begin + count <= batch.num_tokens[row], "targets outside of the step")
+            inside = batch.token_ids[first[row] + begin + 1 : first[row] + batch.num_tokens[row]][:count]
+            require((inside == targets.token_ids[: inside.size]).all(), "targets that are not the prompt's tokens")
         require(len(batch.params) == len(batch.history) == n, "params or history of another length")
         require(np.unique(batch.slots).size == n, "two rows on one slot")
         require(

@@ -5,7 +5,7 @@ import numpy as np
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
-from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.request import EngineRequest, PromptLogprobs, SamplingParams
 from apt_jax.sched import check_plan, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.view import CacheKindSpec, Plan, SchedulerView
@@ -85,15 +85,18 @@ class Served:
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
         self.cached: dict[str, int] = {}
 
-    def add(self, prompt, max_tokens: int = 4, name: str | None = None, grammar=None) -> str:
+    def add(
+        self, prompt, max_tokens: int = 4, name: str | None = None, grammar=None, prompt_logprobs: int | None = None
+    ) -> str:
         name = name or f"r{len(self.requests)}"
         self.requests[name] = EngineRequest(
             request_id=name,
             prompt=None,
             prompt_token_ids=np.asarray(prompt, np.int32),
-            params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            params=SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=prompt_logprobs),
             slo=SLO(ttft_s=1.0, tbt_s=0.5),
             arrival_s=self.clock.now_s(),
             grammar=grammar,
@@ -108,6 +111,9 @@ class Served:
         for output in self.engine.step():
             name = output.request_id
             self.tokens[name] += output.new_token_ids
+            if output.prompt_logprobs is not None:
+                assert name not in self.prompt_logprobs
+                self.prompt_logprobs[name] = output.prompt_logprobs
             if output.finish_reason is not None:
                 self.ended[name] = output.finish_reason
                 self.cached[name] = output.metrics.num_cached_tokens

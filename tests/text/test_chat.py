@@ -1,5 +1,6 @@
 """Chat templates: what they render, and that a message cannot become anything but text."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from apt_jax.errors import InvalidRequestError, ModelLoadError
 from apt_jax.text.chat import ChatTemplate, load_chat_template
+from apt_jax.text.template_kwargs import checked_template_kwargs
 from apt_jax.text.tokenizer import Tokenizer
 from tests.support.chat_templates import (
     CHATML,
@@ -494,3 +496,67 @@ def test_LLM_chat_answers_by_the_template(tmp_path, model):
     bare = LLM.from_parts(dataclasses.replace(llm.parts, chat_template=None))
     with pytest.raises(InvalidRequestError, match="no chat template"):
         bare.chat([message], params)
+
+
+# --- variables of requests, and messages that are gone on with ---------------------------------------------------
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim if trims else m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>"
+    "{% endif %}{{ hint }}{% endif %}"
+)
+
+
+def encoded(template: ChatTemplate, messages, **options) -> str:
+    tokenizer = _byte_level()
+    return tokenizer.decode(template.encode(tokenizer, messages, **options), skip_special_tokens=False)
+
+
+def test_variables_reach_the_template_as_plain_text():
+    with contextlib.closing(ChatTemplate(THINKING)) as template:
+        hello = [{"role": "user", "content": "hi"}]
+        plain = encoded(template, hello)
+        assert "<think>" not in plain
+        assert encoded(template, hello, template_kwargs={"enable_thinking": False}) == f"{plain}<think></think>"
+        tokenizer = _byte_level()
+        special = next(iter(tokenizer.special_ids))
+        mark = tokenizer.backend.id_to_token(special) or ""
+        with_hint = template.encode(tokenizer, hello, template_kwargs={"hint": mark})
+        without = template.encode(tokenizer, hello)
+        assert tokenizer.decode(with_hint, skip_special_tokens=False).endswith(mark)
+        assert sum(i in tokenizer.special_ids for i in with_hint) == sum(i in tokenizer.special_ids for i in without)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        5, [], {"messages": []}, {"tools": []}, {"add_generation_prompt": False}, {"bos_token": "x"}, {"raise_exception": 1},
+        {"a-b": 1}, {"_x": 1}, {"": 1}, {1: 2}, {f"a{i}": 1 for i in range(65)}, {"a": "x" * 2**15}, {"a": float("nan")},
+        {"a": "\ud800"}, {"a": {1, 2}},
+    ],
+)  # fmt: skip
+def test_variables_that_are_others_to_set_or_too_large_are_refused(value):
+    with pytest.raises(InvalidRequestError, match=r"^chat_template_kwargs: ") as caught:
+        checked_template_kwargs(value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@pytest.mark.parametrize("content", ["well", "well ", "a <|im_end|> b", " "])
+def test_a_prompt_ends_where_the_last_message_does(content, trims):
+    with contextlib.closing(ChatTemplate(THINKING)) as template:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        variables = {"trims": trims}
+        options = {"add_generation_prompt": False, "template_kwargs": variables}
+        got = encoded(template, messages, continue_final_message=True, **options)
+        head = encoded(template, messages[:1], **options) + "<|im_start|>assistant\n"
+        assert got == (head + content).rstrip() if trims else got == head + content
+
+
+def test_a_template_that_hides_the_last_message_cannot_go_on_with_it():
+    hides = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    with contextlib.closing(ChatTemplate(hides)) as template, pytest.raises(InvalidRequestError) as caught:
+        encoded(template, [{"role": "user", "content": "hi"}], continue_final_message=True)
+    assert caught.value.field == "continue_final_message"

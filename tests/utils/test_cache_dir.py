@@ -41,6 +41,18 @@ def _private() -> Path:
     return directory
 
 
+def test_the_variables_of_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_dir.cache_dir() == tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir.cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("APT_JAX_CACHE_DIR")
+    assert cache_dir.cache_dir() == tmp_path / "xdg" / "apt-jax"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert cache_dir.cache_dir() == tmp_path / ".cache" / "apt-jax"
+
+
 def test_a_file_is_found_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "f"
     assert cache_dir.read_verified(path) is None

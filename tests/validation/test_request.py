@@ -12,7 +12,7 @@ from apt_jax import validation
 from apt_jax.config import SLO
 from apt_jax.errors import ConfigError, InvalidRequestError
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
-from apt_jax.validation import RequestLimits, build_request, build_requests, unsupported
+from apt_jax.validation import RequestLimits, build_request, build_requests, sampling, unsupported
 
 LIMITS = RequestLimits(
     vocab_size=300,
@@ -33,9 +33,9 @@ class ByteEncoder:
     def __init__(self) -> None:
         self.num_encoded = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.num_encoded += 1
-        return [2, *(3 + b for b in text.encode())]
+        return [*([2] if add_special_tokens else []), *(3 + b for b in text.encode())]
 
     def min_tokens(self, text: str) -> int:
         return len(text.encode())
@@ -93,8 +93,10 @@ def test_deadlines_are_positive_and_a_day_at_most():
 
 
 def test_the_answers_of_one_call_are_limited():
-    assert validation.check_sequences(1, 16) == 16
-    assert validation.check_sequences(4, 4) == 4
+    few = dataclasses.replace(LIMITS, max_sequences=16)
+    assert validation.check_sequences(LIMITS, 1, 128) == 128
+    assert validation.check_sequences(few, 1, 16) == 16
+    assert validation.check_sequences(few, 4, 4) == 4
     for num_prompts, n, field in (
         (1, 17, "n"),
         (1, 0, "n"),
@@ -104,7 +106,7 @@ def test_the_answers_of_one_call_are_limited():
         (1, True, "n"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            validation.check_sequences(num_prompts, n)
+            validation.check_sequences(few, num_prompts, n)
         assert caught.value.field == field
 
 
@@ -200,7 +202,7 @@ def test_R3_what_can_never_fit_the_pool_is_refused():
 
 def test_text_of_special_tokens_alone_is_a_prompt():
     class Nothing(ByteEncoder):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [2]
 
     assert build(" ", tokenizer=Nothing()).prompt_token_ids.tolist() == [2]
@@ -208,7 +210,7 @@ def test_text_of_special_tokens_alone_is_a_prompt():
 
 def test_text_without_any_token_and_models_without_tokenizer():
     class Nothing(ByteEncoder):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return []
 
     refused("prompt", prompt="x", tokenizer=Nothing())
@@ -253,11 +255,11 @@ NOT_FINITE = [math.nan, math.inf, -math.inf, np.float32("nan"), TINY, -TINY, 5e-
 NOT_INTEGERS = ["2", True, [1], 1.5, 1.0, math.nan, np.float64(2.0)]
 BAD = {
     "max_tokens": [0, -1, 2**31, 2**63, HUGE, *NOT_INTEGERS],
-    "temperature": [-0.1, -0.0, 2.1, 0.001, *NOT_NUMBERS, *NOT_FINITE],
+    "temperature": [-0.1, -0.0, 2.1, *NOT_NUMBERS, *NOT_FINITE],
     "top_k": [-2, 2**31, HUGE, None, *NOT_INTEGERS],
     "top_p": [0.0, -0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
     "min_p": [-0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
-    "seed": [-1, 2**63, HUGE, *NOT_INTEGERS],
+    "seed": [-2, 2**63, HUGE, *NOT_INTEGERS],
     "repetition_penalty": [0.0, -0.0, -1.0, 2.1, 1e-9, *NOT_NUMBERS, *NOT_FINITE],
     "presence_penalty": [-2.1, 2.1, *NOT_NUMBERS, *NOT_FINITE],
     "frequency_penalty": [-2.1, 2.1, *NOT_NUMBERS, *NOT_FINITE],
@@ -266,16 +268,20 @@ BAD = {
         {1: math.inf}, {1: 100.5}, {1: -101}, {1: TINY}, [(1, 1.0)], "x", 5, dict.fromkeys(range(301), 1.0),
     ],
     "min_tokens": [-1, 17, None, 2**63, HUGE, *NOT_INTEGERS],
-    "stop": ["", [""], ["a"] * 5, ["a" * 257], ["a" * 10**6], [1], [None], [b"a"], b"a", 5, True, ["\ud800"], {"a"}],
+    "stop": ["", [""], ["a"] * 17, ["a" * 257], ["a" * 10**6], [1], [None], [b"a"], b"a", 5, True, ["\ud800"], {"a"}],
     "stop_token_ids": [[300], [-1], [2**40], ["2"], [True], [1.0], "12", 5, list(range(17)), {2}],
     "ignore_eos": [0, 1, "true", None],
     "include_stop_str_in_output": [0, "yes", None],
     "skip_special_tokens": [1, "no", None],
     "logprobs": [-1, 21, HUGE, *NOT_INTEGERS],
+    "prompt_logprobs": [-1, 21, HUGE, *NOT_INTEGERS],
     "structured_outputs": [
         5, "{}", True, [], {}, {"json": None}, {"json_object": False}, {"jsn": "{}"}, {1: 2}, {"json": "{}", "regex": "a"},
         {"json_object": True, "choice": ["a"]}, StructuredOutputsParams(), StructuredOutputsParams(json={}, grammar="a"),
     ],
+    "bad_words": ["a", [""], ["a"] * 129, ["a" * 257], [1], [None], b"a", 5, True, ["\ud800"], {"a"}],
+    "allowed_token_ids": [[], [300], [-1], ["2"], [True], [1.0], "12", 5, {2}],
+    "truncate_prompt_tokens": [0, -2, 2**31, HUGE, *NOT_INTEGERS],
 }  # fmt: skip
 
 
@@ -307,10 +313,15 @@ GOOD = [
     {"frequency_penalty": 2.0},
     {"logit_bias": {0: -100, 299: 100.0}},
     {"min_tokens": 16},
-    {"stop": ("a" * 256, "b", "c", "d")},
+    {"stop": ("a" * 256, "b", *(f"{i}" for i in range(14)))},
+    {"bad_words": ("a" * 256, "b")},
+    {"allowed_token_ids": (0, 299)},
+    {"truncate_prompt_tokens": 1},
     {"stop_token_ids": tuple(range(16))},
     {"logprobs": 0},
     {"logprobs": 20},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": 20},
 ]
 
 
@@ -321,6 +332,70 @@ def test_values_on_the_border_are_taken(fields):
         got = getattr(checked, name)
         assert set(value) <= set(got) if name == "stop_token_ids" else got == value
         assert not isinstance(got, np.generic)
+
+
+def test_a_temperature_that_is_too_small_is_raised_and_said_so_once(caplog, monkeypatch):
+    monkeypatch.setattr(sampling, "_raised_temperatures", sampling._RaisedTemperatures())
+    with caplog.at_level("WARNING", logger="apt_jax.validation"):
+        assert [build(params={"temperature": t}).params.temperature for t in (1e-8, 0.001, 0.00999)] == [0.01] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "temperature 1e-08 is raised to 0.01, below which results may overflow (1 times since this was last said)"
+    ]
+    assert build(params={"temperature": 0.0}).params.is_greedy
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert build(params={"seed": -1}, fallback_seed=7).params == build(fallback_seed=7).params
+
+
+def test_only_the_last_tokens_of_a_prompt_are_kept():
+    ids = list(range(30))
+    kept = build(None, prompt_token_ids=ids, params={"truncate_prompt_tokens": 4})
+    assert kept.prompt_token_ids.tolist() == [26, 27, 28, 29]
+    assert build(None, prompt_token_ids=ids, params={"truncate_prompt_tokens": 31}).prompt_token_ids.tolist() == ids
+    long = [5] * (10 * LIMITS.max_model_len)
+    room = build(None, prompt_token_ids=long, params={"truncate_prompt_tokens": -1, "max_tokens": 10})
+    assert room.prompt_token_ids.size + 10 == min(LIMITS.max_model_len, LIMITS.max_pool_tokens or 10**9)
+    text = build("hello " * 2000, params={"truncate_prompt_tokens": 3})
+    assert text.prompt_token_ids.tolist() == [2, 3 + ord("o"), 3 + ord(" ")]
+    assert text.prompt is None  # it is not what was read
+    with pytest.raises(InvalidRequestError, match="characters"):
+        build("hello " * 10**6, params={"truncate_prompt_tokens": 3})
+
+
+def test_the_first_special_token_of_a_text_is_kept():
+    class Tokenizer:
+        vocab_size = 300
+
+        def encode(self, text, *, add_special_tokens=True):
+            return [*([1] if add_special_tokens else []), *(ord(letter) for letter in text)]
+
+        def min_tokens(self, text):
+            return len(text)
+
+    def kept(count: int) -> list[int]:
+        return build("abcd", tokenizer=Tokenizer(), params={"truncate_prompt_tokens": count}).prompt_token_ids.tolist()
+
+    assert kept(5) == [1, 97, 98, 99, 100]
+    assert kept(3) == [1, 99, 100]
+    assert kept(1) == [100]
+
+
+def test_bad_words_are_tokens_with_and_without_a_space():
+    class Tokenizer:
+        vocab_size = 300
+        ids = {"cat": [4], " cat": [5], "a b": [6, 7], " a b": [8, 7], "dog": [9, 1], " dog": [10], "big": [400]}  # noqa: RUF012
+
+        def encode(self, text, *, add_special_tokens=True):
+            return [*([1] if add_special_tokens else []), *self.ids.get(text, [3])]
+
+        def min_tokens(self, text):
+            return 1
+
+    request = build("x", tokenizer=Tokenizer(), params={"bad_words": ["cat", " a b", "dog"]})
+    assert request.bad_words_token_ids == ((4,), (5,), (6, 7), (8, 7), (9, 1))
+    with pytest.raises(InvalidRequestError, match="bad_words: 'big' holds a token outside the model's vocabulary"):
+        build("x", tokenizer=Tokenizer(), params={"bad_words": ["big"]})
 
 
 def test_values_that_mean_off_are_made_one():
@@ -359,15 +434,13 @@ def test_R6_n_outputs_are_n_requests():
     assert [r.params.seed for r in (first, second, third)] == [2**63 - 2, 2**63 - 1, 0]
     assert second.prompt_token_ids is first.prompt_token_ids
     assert [r.params.seed for r in many(n=2, fallback_seed=7)] == [7, 8]
-    for bad in (0, 17, -1, True, "2", 1.0, None, HUGE):
+    for bad in (0, 129, -1, True, "2", 1.0, None, HUGE):
         with pytest.raises(InvalidRequestError, match=r"^n: "):
             many(n=bad)
     refused("request_id", request_id="a#1")  # no client can name one of them
 
 
 def test_what_other_engines_take_is_refused_with_the_reason():
-    assert "not computed" in refused("prompt_logprobs", params={"prompt_logprobs": 1})
-    assert "never cut" in refused("truncate_prompt_tokens", params={"truncate_prompt_tokens": -1})
     refused("structural_tag", params={"structured_outputs": {"structural_tag": "{}"}})
     assert str(unsupported("mm_inputs")).startswith("mm_inputs: the model takes text alone")
 

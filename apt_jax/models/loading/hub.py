@@ -11,6 +11,7 @@ from typing import Any
 
 from apt_jax.errors import ModelLoadError, one_line
 from apt_jax.models.loading.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+from apt_jax.utils.activity import activity
 
 _REPO = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,128}))?")
 
@@ -70,7 +71,8 @@ def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] |
         if _is_complete(cached):
             return cached
     try:
-        return Path(download(repo, **options))
+        with activity(f"downloading {name} from the hub"):
+            return Path(download(repo, **options))
     except Exception as error:  # of the library, its HTTP client, the operating system
         raise ModelLoadError(_reason(name, error)) from None
 

@@ -31,6 +31,7 @@ from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import TIED_HEAD, ModelFamily, Source
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.loading.auto_dtype import with_auto_dtype
 from apt_jax.models.loading.checkpoint import (
     Checkpoint,
     format_names,
@@ -445,7 +446,7 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
             where,
             " and ".join(ignored),
         )
-    dtype, weights = np.dtype(jnp.dtype(config.dtype)), "random"
+    dtype, weights = np.dtype(jnp.dtype(with_auto_dtype(config, fields).dtype)), "random"
     if dummy:
         _check_memory(model_config, dtype, sharding)
         place = None if sharding is None else functools.partial(sharding, model_config)

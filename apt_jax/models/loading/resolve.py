@@ -112,6 +112,8 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
             f"model {name!r} is a size without files; give a directory with its files or its hub id (owner/{preset})"
             + (", or run it with random weights (--load-format dummy)" if offer_preset else "")
         )
+    if given.suffix.lower() == ".gguf":
+        raise ModelLoadError(f"model {name!r:.200}: no such file")
     raise ModelLoadError(
         f"model {name!r:.200} is neither a directory, a .gguf file, a hub id (owner/model) nor a known name"
         f"{_nearest(name, with_presets=offer_preset)} `apt-jax info --list` shows the known ones"

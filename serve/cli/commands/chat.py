@@ -1,4 +1,4 @@
-"""Talk with a model: by its chat template, or where it has none, in a plain transcript that the model goes on with.
+"""Talk with a model, loaded here or of a running server: by its chat template, or where it has none, in a plain transcript that the model goes on with.
 
 Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-D ends, too. Where standard
 input is no terminal, every line is a question, and the answers alone are printed.
@@ -12,13 +12,16 @@ from typing import Any, Protocol
 
 from apt_jax.errors import InvalidRequestError
 from serve.cli import options
-from serve.cli.completion_client import Completer, open_completer, verdict
+from serve.cli.completer import Completer
+from serve.cli.completion_client import open_completer, verdict
+
+NO_TEMPLATE = "apt-jax chat: this model has no chat template: it is given a plain transcript to go on with"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_argument(parser)
+    options.add_model_argument(parser, say_default=True)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="MODEL, as a flag")
-    options.add_target_argument(parser)
+    options.add_target_argument(parser, http=True)
     parser.add_argument("--you", metavar="NAME", default="User", help="your name in the transcript")
     parser.add_argument("--name", metavar="NAME", default="Assistant", help="the model's name in the transcript")
     parser.add_argument("--system", metavar="TEXT", default="", help="text at the top of the transcript")
@@ -34,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     args.model = args.model_flag or args.model
+    if args.model is None and args.target is None:
+        sys.stderr.write(f"apt-jax chat: {options.no_model_given('chat')}\n")
     return asyncio.run(_talk(args))
 
 
@@ -124,12 +129,14 @@ class Transcript:
 async def _talk(args: argparse.Namespace) -> int:
     fields = options.request_fields(args)
     shown, code = sys.stdin.isatty(), 0
-    async with open_completer(args) as completer:
+    async with open_completer(args, chat=True) as completer:
         longest = await completer.max_model_len()
         if args.max_tokens >= longest:
             raise InvalidRequestError(
                 "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
             )  # fmt: skip
+        if not completer.has_chat and (args.model is not None or args.target is not None):
+            sys.stderr.write(f"{NO_TEMPLATE}\n")
         talk: ChatSession = (
             Conversation(args.system) if completer.has_chat else Transcript(args.you, args.name, args.system)
         )
@@ -184,7 +191,7 @@ async def _answer(
         except InvalidRequestError as error:
             if error.field != "max_tokens" and error.field.split(".")[0] in fields:
                 raise  # of every question alike
-            too_long = error.field in ("prompt", "prompt_token_ids", "max_tokens")
+            too_long = error.field in ("messages", "prompt", "prompt_token_ids", "max_tokens")
             if not too_long or not talk.forget_oldest():
                 sys.stderr.write(f"apt-jax chat: {error}\n")
                 return False

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=("orbax", "safetensors"), default="orbax", help="format to write")
     parser.add_argument(
         "--dtype",
-        choices=get_args(DType),
+        choices=tuple(name for name in get_args(DType) if name != "auto"),
         help="data type of the weights (default: as stored; bfloat16 where quantized)",
     )
     parser.add_argument(

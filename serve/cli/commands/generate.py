@@ -10,7 +10,8 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from serve.cli import options
-from serve.cli.completion_client import Completer, open_completer, verdict
+from serve.cli.completer import Completer
+from serve.cli.completion_client import open_completer, verdict
 from serve.cli.output import write_json
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 

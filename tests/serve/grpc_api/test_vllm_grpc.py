@@ -285,10 +285,10 @@ async def serving_parts(parts) -> AsyncIterator[Served]:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("n", {"sampling_params": {"n": 17}}),
+    ("n", {"sampling_params": {"n": 129}}),
     ("n", {"sampling_params": {"n": 2**32 - 1}}),
-    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 0}}),
-    ("truncate_prompt_tokens", {"sampling_params": {"truncate_prompt_tokens": -1}}),
+    ("prompt_logprobs", {"sampling_params": {"prompt_logprobs": 21}}),
+    ("truncate_prompt_tokens", {"sampling_params": {"truncate_prompt_tokens": -2}}),
     ("structural_tag", {"sampling_params": {"structural_tag": "{}"}}),
     ("mm_inputs", {"mm_inputs": {"mm_hashes": ["x"]}}),
     ("mm_inputs", {"mm_inputs": {}}),

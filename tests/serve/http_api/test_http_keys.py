@@ -44,6 +44,7 @@ def test_P16_O6_every_endpoint_but_health_wants_a_key():
             b"/health",
             b"/ready",
             *(f"/dashboard{p}".encode() for p in page),
+            *(f"/chat{p}".encode() for p in ("", "/chat.css", "/chat.js", "/timeline.js")),
         }
         for method, path in routes:
             where = path.replace("{name:path}", "toy")

@@ -16,6 +16,7 @@ from serve.http_api import openai_request as openai_api
 from serve.http_api import openapi
 from serve.http_api.app import HttpApp
 from serve.http_api.calls import AppConfig
+from serve.http_api.constraint_fields import OTHER_NAMES
 from serve.http_api.openai_request import Kind
 from serve.observability.profiler import Profiler
 from serve.security.api_keys import ApiKeys
@@ -84,7 +85,7 @@ def test_without_keys_no_operation_asks_for_one(document):
     open_paths = {
         path for path, methods in with_keys.items() if not methods.get("get", methods.get("post"))["security"]
     }
-    assert open_paths == {"/health", "/ready"}
+    assert open_paths == {"/health", "/ping", "/ready"}
 
 
 # --- bounds --------------------------------------------------------------------------------------------------------
@@ -111,8 +112,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "min_tokens": {"max_tokens": None},
 }
-NOT_ALONE = {"min_tokens", "max_tokens", "max_completion_tokens", "best_of"}
-"""Schemas allow what the length of the prompt, or `n`, does not."""
+NOT_ALONE = {"min_tokens", "max_tokens", "max_completion_tokens", "best_of", "guided_whitespace_pattern", *OTHER_NAMES}
+"""Schemas allow what the length of the prompt, `n` or a compiler of constraints does not."""
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])

@@ -472,6 +472,24 @@ def planned(*argv: str, env: dict[str, str] | None = None) -> launch_command.Pla
     return launch_command.plan(parser.parse_args(argv), argv, env or {})
 
 
+def test_O5_a_replica_gets_the_key_by_its_environment_alone():
+    key = "sk-0123456789abcdefghij"
+    for argv in (("--api-key", key), (f"--api-key={key}",)):
+        (replica,) = planned("tiny-opt", *argv, "--grpc-port", "0", "--http-port", "0").replicas
+        assert replica.env["APT_JAX_API_KEY"] == key
+        assert not any(key in word or word == "--api-key" for word in replica.command)
+        assert "tiny-opt" in replica.command
+    (other,) = planned("--model", "tiny-opt", "--grpc-port", "0", "--http-port", "0").replicas
+    assert "APT_JAX_API_KEY" not in other.env
+    assert other.command[other.command.index("--model") + 1] == "tiny-opt"
+
+
+@needs_gateway
+def test_O5_a_gateway_refuses_a_key_that_it_does_not_check():
+    with pytest.raises(ConfigError, match=r"--api-key, APT_JAX_API_KEY: the gateway has neither keys nor TLS"):
+        planned("tiny-opt", "--replicas", "2", "--api-key", "sk-0123456789abcdefghij")
+
+
 @needs_gateway
 def test_O1_a_gateway_that_others_reach_is_refused_or_warned_of(caplog):
     flags = ("tiny-opt", "--replicas", "2", "--host", "0.0.0.0", "--grpc-port", "0", "--http-port", "0")

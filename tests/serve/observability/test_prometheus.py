@@ -27,6 +27,8 @@ class Scraped:
         self.kinds, self.samples = {}, {}
         for family in parse_text(response.text):
             self.kinds[family.name] = family.type
+            if family.name.startswith("process_"):  # prometheus_client's own, without labels
+                continue
             for sample in family.samples:
                 assert sample.labels.items() >= LABELS.items(), sample
                 rest = {k: v for k, v in sample.labels.items() if k not in LABELS}
@@ -66,6 +68,8 @@ def test_the_names_of_the_contract_are_there():
         "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
         "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
         "vllm:iteration_tokens_total", "aptjax:scheduler_step_seconds",
+        "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds",
+        "vllm:request_params_max_tokens", "vllm:request_params_n",
     ]  # fmt: skip
 
     async def scenario(served):
@@ -73,6 +77,7 @@ def test_the_names_of_the_contract_are_there():
         assert {kinds[name] for name in gauges} == {"gauge"}
         assert {kinds[name] for name in counters} == {"counter"}
         assert {kinds[name] for name in histograms} == {"histogram"}
+        assert {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"} <= set(kinds)
         text = (await served.http.get("/metrics")).text
         for name in counters:
             assert f"\n{name}_total{{" in text
@@ -119,8 +124,20 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
                 assert count == sum(value <= bound for value in values)
         assert first.value("vllm:time_to_first_token_seconds_count") == 6
         assert first.value("vllm:inter_token_latency_seconds_count") == sum(n - 1 for n in outputs)
-        for name in ("vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds"):
+        for name in (
+            "vllm:e2e_request_latency_seconds",
+            "vllm:request_queue_time_seconds",
+            "vllm:request_params_max_tokens",
+        ):
             assert first.value(f"{name}_count") == 6
+        prefill, decode, inference = (
+            first.value(f"vllm:request_{phase}_time_seconds_sum") for phase in ("prefill", "decode", "inference")
+        )
+        assert inference == pytest.approx(prefill + decode)
+        queued, whole = (
+            first.value(f"vllm:{name}_seconds_sum") for name in ("request_queue_time", "e2e_request_latency")
+        )
+        assert 0 < queued + inference <= whole
         stats = served.parts.engine.stats()
         steps = sum(stats.iterations.values())
         assert first.value("vllm:iteration_tokens_total_count") == steps
@@ -140,6 +157,17 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
         assert slo("missed", "tbt", "rt") == slo("missed", "all", "rt") == 2
         assert slo("attained", "tbt", "rt") == slo("missed", "ttft", "rt") == 0
         assert slo("attained", "tbt", "be") == slo("missed", "tbt", "be") == 0
+
+    run(scenario)
+
+
+def test_outputs_of_one_prompt_are_one_observation():
+    async def scenario(served):
+        await served.ask(["a", "b"], n=3, max_tokens=2)
+        found = await scrape(served)
+        assert found.value("vllm:request_params_n_count") == 2
+        assert found.value("vllm:request_params_n_sum") == 6
+        assert found.value("vllm:request_params_max_tokens_sum") == 12
 
     run(scenario)
 

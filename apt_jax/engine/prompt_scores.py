@@ -1,0 +1,79 @@
+"""Log probabilities of one request's prompt, collected step by step.
+
+What has been committed is never computed again: a request that is preempted goes on where it was. Until all are there,
+it finds nothing in the prefix cache, as cached positions have no logits; what it computes is cached for others as usual.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.executor import PromptTargets
+from apt_jax.request import PromptLogprobs
+
+
+class PromptScores:
+    """The log probabilities of a prompt so far, host memory for `num_top` + 2 numbers a token.
+
+    Args:
+        token_ids: (prompt_len,) the prompt.
+        num_top: most likely tokens to keep for each.
+    """
+
+    def __init__(self, token_ids: NDArray[np.int32], num_top: int) -> None:
+        self._targets = token_ids[1:]
+        self._num_top = num_top
+        self._parts: list[PromptLogprobs] = []
+        self.num_done = 0
+        """Tokens whose log probabilities have been committed; those after it follow in order."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done == self._targets.size
+
+    def targets(self, start: int, num_tokens: int) -> PromptTargets | None:
+        """The tokens whose log probabilities a step is to return that computes positions
+        `[start, start + num_tokens)`; None: nothing is missing there."""
+        begin, end = max(start, self.num_done), min(start + num_tokens, self._targets.size)
+        return PromptTargets(position=begin, token_ids=self._targets[begin:end]) if begin < end else None
+
+    def add(self, targets: PromptTargets, found: PromptLogprobs) -> bool:
+        """Keep what a step has returned, unless another one has before.
+
+        Returns:
+            False: the model's output is not finite, and nothing was kept.
+
+        Raises:
+            ValueError: what comes before it is missing.
+        """
+        if targets.position > self.num_done:
+            raise ValueError(f"log probabilities from position {targets.position} arrive after {self.num_done}")
+        known = self.num_done - targets.position
+        if known >= targets.token_ids.size:
+            return True
+        part = PromptLogprobs(
+            logprob=found.logprob[known:],
+            rank=found.rank[known:],
+            top_ids=found.top_ids[known:, : self._num_top].copy(),
+            top_logprobs=found.top_logprobs[known:, : self._num_top].copy(),
+        )
+        if np.isnan(part.logprob).any():
+            return False
+        self._parts.append(part)
+        self.num_done += part.logprob.size
+        return True
+
+    def joined(self) -> PromptLogprobs:
+        """All of them."""
+        empty = PromptLogprobs(
+            logprob=np.zeros(0, np.float32),
+            rank=np.zeros(0, np.int32),
+            top_ids=np.zeros((0, self._num_top), np.int32),
+            top_logprobs=np.zeros((0, self._num_top), np.float32),
+        )
+        parts = self._parts or [empty]
+        return PromptLogprobs(
+            logprob=np.concatenate([p.logprob for p in parts]),
+            rank=np.concatenate([p.rank for p in parts]),
+            top_ids=np.concatenate([p.top_ids for p in parts]),
+            top_logprobs=np.concatenate([p.top_logprobs for p in parts]),
+        )

@@ -1,0 +1,115 @@
+"""Log probabilities of prompt tokens: the programs that compute them, compiled when the first request asks for them.
+
+A step with `StepBatch.prompt_targets` runs as one program that gives the hidden states of all its tokens
+(`Programs.forward_all`). Then `Programs.score_prompts` turns them into logits, a few rows at a time, and these into the
+log probabilities of the targets and of the most likely tokens: the logits of a whole prompt are never in memory.
+
+Most servers never need them, so they are no part of the warm-up: `PromptPrograms.prepare` compiles them in the thread of
+its caller, ahead of time and beside the steps that run.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from apt_jax.executor.base import StepBatch
+from apt_jax.executor.packing import Ints
+from apt_jax.executor.runner import ProgramCall, ProgramRunner
+from apt_jax.request import PromptLogprobs
+
+_ROWS = 128
+"""Tokens whose logits are in memory at once."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DispatchedPromptLogprobs:
+    """Log probabilities of a dispatched step's prompt tokens.
+
+    Args:
+        rows: number of targets by row of the batch, in the order of the device arrays.
+        chunks: results of `Programs.score_prompts`; all full but the last.
+    """
+
+    rows: Mapping[int, int]
+    chunks: list[tuple[Array, ...]]
+
+    def result(self) -> dict[int, PromptLogprobs]:
+        """Wait for them and fetch them."""
+        columns = [np.concatenate([np.asarray(part) for part in parts]) for parts in zip(*self.chunks, strict=True)]
+        found, at = {}, 0
+        for row, count in self.rows.items():
+            logprob, rank, ids, values = (column[at : at + count] for column in columns)
+            found[row] = PromptLogprobs(logprob=logprob, rank=rank, top_ids=ids, top_logprobs=values)
+            at += count
+        return found
+
+
+class PromptPrograms:
+    """The programs of steps with prompt targets, compiled ahead of time.
+
+    Args:
+        runner: of the executor.
+        prefill: padded numbers of tokens that steps have, ascending.
+    """
+
+    def __init__(self, runner: ProgramRunner, prefill: list[int]) -> None:
+        self._runner = runner
+        # Every second one: half as many programs to compile, for at most four times the tokens.
+        self.buckets = sorted({*prefill[::-1][::2]})
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()
+        self._is_ready = False
+
+    def prepare(self) -> None:
+        """Compile them, unless that has been done; from any thread."""
+        with self._lock:
+            if self._is_ready:
+                return
+            for bucket in self.buckets:
+                self._compile(self._runner.empty_forward_all_call(bucket))
+                self._compile(self._runner.empty_score_call(bucket, _ROWS))
+            self._is_ready = True
+
+    def run(self, call: ProgramCall) -> Any:
+        """Dispatch one of them, compiled here if it is not yet."""
+        if self._key(call) not in self._compiled:
+            with self._lock:
+                self._compile(call)
+        return call.run(self._compiled[self._key(call)])
+
+    def score(self, batch: StepBatch, places: NDArray[np.int64], states: Array) -> DispatchedPromptLogprobs:
+        """Dispatch the log probabilities of a step's targets.
+
+        Args:
+            batch: the step.
+            places: (n,) of the first token of each row among `states`.
+            states: of all its tokens.
+        """
+        tokens = [targets.token_ids for targets in batch.prompt_targets.values()]
+        first = [places[row] + t.position - batch.start[row] for row, t in batch.prompt_targets.items()]
+        rows = np.concatenate([at + np.arange(ids.size) for at, ids in zip(first, tokens, strict=True)])
+        pairs = np.stack([rows, np.concatenate(tokens)]).astype(np.int32)
+        chunks = []
+        for begin in range(0, pairs.shape[1], _ROWS):
+            ints: Ints = np.zeros((2, _ROWS), np.int32)
+            part = pairs[:, begin : begin + _ROWS]
+            ints[:, : part.shape[1]] = part
+            chunks.append(self.run(self._runner.score_call(states, ints, _ROWS)))
+        return DispatchedPromptLogprobs(
+            rows={row: t.token_ids.size for row, t in batch.prompt_targets.items()}, chunks=chunks
+        )
+
+    def _compile(self, call: ProgramCall) -> None:
+        key = self._key(call)
+        if key not in self._compiled:
+            self._compiled[key] = call.lower().compile()
+
+    @staticmethod
+    def _key(call: ProgramCall) -> tuple[Any, ...]:
+        states = call.args[1].shape[0] if call.program == "score_prompts" else 0
+        return (call.program, states, *call.static.values())

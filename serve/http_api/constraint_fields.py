@@ -1,0 +1,94 @@
+"""Constraints on the output, under the names that clients of OpenAI, vLLM, SGLang and llama.cpp have for them.
+
+All of them become fields of `apt_jax.request.StructuredOutputsParams`; what they mean and whether they are valid is
+decided there and in `apt_jax.validation`. A body has one constraint, under any name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.validation import check_mapping
+
+OWN_FIELD = "structured_outputs"
+RESPONSE_FORMAT = "response_format"
+
+OTHER_NAMES: dict[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""Fields of other servers that hold a constraint, and ours: vLLM's before `structured_outputs`, SGLang's, llama.cpp's."""
+
+_WHITESPACE = "guided_whitespace_pattern"
+_NONE = {"grammar": ""}
+"""Values that ask for nothing, besides null."""
+
+
+class Constraint(NamedTuple):
+    """The constraint of a body."""
+
+    field: str
+    """Its name in the body."""
+    value: Any
+    """`structured_outputs`, raw."""
+
+
+def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
+    """Return the constraint of a body; None: it has none.
+
+    Raises:
+        InvalidRequestError: it has two that differ, or `response_format` is malformed.
+    """
+    given: list[Constraint] = []
+    if body.get(OWN_FIELD) is not None:
+        given.append(Constraint(OWN_FIELD, body[OWN_FIELD]))
+    wanted = _response_format(body.get(RESPONSE_FORMAT))
+    if wanted is not None:
+        given.append(Constraint(RESPONSE_FORMAT, wanted))
+    for name, ours in OTHER_NAMES.items():
+        value = body.get(name)
+        if value is not None and value != _NONE.get(name):
+            given.append(Constraint(name, {ours: value}))
+    if not given:
+        if body.get(_WHITESPACE) is not None:
+            raise InvalidRequestError(_WHITESPACE, "goes with guided_json alone")
+        return None
+    first = given[0]
+    for other in given[1:]:
+        if other.value != first.value:
+            raise InvalidRequestError(
+                other.field, f"cannot be given together with {first.field}; an output has one constraint"
+            )
+    if body.get(_WHITESPACE) is not None:
+        if first.field != "guided_json":
+            raise InvalidRequestError(_WHITESPACE, "goes with guided_json alone")
+        return Constraint(first.field, {**first.value, "whitespace_pattern": body[_WHITESPACE]})
+    return first
+
+
+def _response_format(value: object) -> dict[str, object] | None:
+    """The equivalent of `response_format`; None: plain text."""
+    if value is None:
+        return None
+    answer = check_mapping(RESPONSE_FORMAT, value)
+    match answer.get("type"):
+        case "text":
+            return None
+        case "json_object":  # with a schema: llama.cpp's and Together's form, and that of instructor before 1.4
+            schema = answer.get("schema")
+            return {"json_object": True} if schema is None else {"json": schema}
+        case "json_schema":
+            named = answer.get("json_schema")
+            if named is None and answer.get("schema") is not None:
+                return {"json": answer["schema"]}
+            schema = check_mapping(f"{RESPONSE_FORMAT}.json_schema", named).get("schema")
+            if schema is None:
+                raise InvalidRequestError(f"{RESPONSE_FORMAT}.json_schema", "has no schema")
+            return {"json": schema}
+    raise InvalidRequestError(RESPONSE_FORMAT, "type must be one of text, json_object, json_schema")

@@ -1,0 +1,116 @@
+"""Fields of other servers that would change the output and are not supported: each is rejected by its name.
+
+Fields that change nothing (`cache_prompt`, `id_slot`, `user`, ...) are ignored, as everything that nobody knows.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError
+
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    # OpenAI
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "web_search_options": (),
+    # vLLM
+    "cache_salt": (),
+    "chat_template": (),
+    "documents": ([],),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    # SGLang
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "lora_path": (),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "session_params": ({},),
+    "stop_regex": ("", []),
+    "structural_tag": (),
+    # llama.cpp
+    "adaptive_target": (-1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "image_data": ([],),
+    "lora": ([],),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "n_indent": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "repeat_penalty": (1,),
+    "samplers": (),
+    "t_max_predict_ms": (0,),
+    "top_n_sigma": (-1, 0),
+    "typical_p": (1,),
+    "xtc_probability": (0,),
+    # text-generation-webui, KoboldCpp, transformers
+    "ban_eos_token": (False,),
+    "banned_strings": ([],),
+    "custom_token_bans": ("",),
+    "do_sample": (True,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "guidance_scale": (1,),
+    "max_length": (),
+    "max_new_tokens": (),
+    "mirostat_mode": (0,),
+    "negative_prompt": ("",),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "rep_pen": (1,),
+    "smoothing_factor": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "typical": (1,),
+}
+"""The fields, with the values that change nothing; null never does."""
+
+_HINTS = {
+    **dict.fromkeys(("functions", "function_call"), "use tools"),
+    **dict.fromkeys(("max_length", "max_new_tokens", "n_predict"), "use max_tokens"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), "use repetition_penalty"),
+    **dict.fromkeys(("banned_strings", "custom_token_bans"), "use bad_words or logit_bias"),
+    "ban_eos_token": "use ignore_eos",
+    "do_sample": "use a temperature of 0 for greedy outputs",
+    "n_probs": "use logprobs",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "stop_regex": "use stop",
+    "t_max_predict_ms": "use deadline_ms",
+}
+
+
+def reject_unsupported(body: Mapping[str, Any]) -> None:
+    """Check that a body asks for nothing of `UNSUPPORTED`.
+
+    Raises:
+        InvalidRequestError: it does; the field is named, and one that does the same if there is one.
+    """
+    for name in body.keys() & UNSUPPORTED.keys():
+        value = body[name]
+        if value is None or any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+            continue
+        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
+        raise InvalidRequestError(name, f"is not supported{hint}")
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Return whether two values are equal in JSON, where 1 is 1.0 and not true."""
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)

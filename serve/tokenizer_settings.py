@@ -1,0 +1,40 @@
+"""Settings of a server's tokenizer, as a tokenizer_config.json has them: special tokens, chat template and the like.
+
+They are made from what was loaded, so they say what the server does, whatever file it came from (GGUF, vocab.json) and
+whatever was chosen at start (``--tokenizer``, ``--chat-template``).
+"""
+
+import contextlib
+from typing import Any
+
+from apt_jax.frontend.components import EngineComponents
+from apt_jax.text.tokenizer import Tokenizer, tokenizer_config
+
+
+def tokenizer_settings(parts: EngineComponents) -> dict[str, Any] | None:
+    """The settings, read from the model's files; None: the model has no tokenizer."""
+    if parts.tokenizer is None:
+        return None
+    settings = _stored(parts.tokenizer)
+    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    settings["model_max_length"] = parts.limits.max_model_len
+    settings.pop("chat_template", None)
+    if parts.chat_template is not None:
+        settings |= parts.chat_template.special_tokens
+        settings["chat_template"] = parts.chat_template.source
+    return settings
+
+
+def _stored(tokenizer: Tokenizer) -> dict[str, Any]:
+    path = tokenizer.path
+    if path is None:
+        return {}
+    if path.is_dir():
+        settings = tokenizer_config(path)
+        settings.pop("auto_map", None)  # names code, which must not be run
+        return settings
+    from apt_jax.models.loading.gguf.file import GgufFile
+    from apt_jax.models.loading.gguf.tokenizer import gguf_special_tokens
+
+    with contextlib.closing(GgufFile(path)) as file:
+        return dict(gguf_special_tokens(file))

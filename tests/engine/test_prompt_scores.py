@@ -1,0 +1,99 @@
+"""Log probabilities of prompts come whole and once, whatever happens to their requests."""
+
+import numpy as np
+import pytest
+
+from apt_jax.engine.prompt_scores import PromptScores
+from apt_jax.request import PromptLogprobs
+from tests.support.cases import num_cases
+from tests.support.fake_executor import Fault, FaultKind, reference_prompt_logprobs
+from tests.support.fake_serving import Served, prompt
+from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
+
+
+def assert_right(served: Served) -> None:
+    for name, request in served.requests.items():
+        most = request.params.prompt_logprobs
+        assert name in served.ended
+        if most is None:
+            assert name not in served.prompt_logprobs
+        if most is None or (served.ended[name] == "abort" and name not in served.prompt_logprobs):
+            continue
+        found, wanted = served.prompt_logprobs[name], reference_prompt_logprobs(request.prompt_token_ids)
+        np.testing.assert_array_equal(found.logprob, wanted.logprob)
+        np.testing.assert_array_equal(found.rank, wanted.rank)
+        np.testing.assert_array_equal(found.top_ids, wanted.top_ids[:, :most])
+        np.testing.assert_array_equal(found.top_logprobs, wanted.top_logprobs[:, :most])
+    for name in [name for name, reason in served.ended.items() if reason == "abort"]:
+        del served.tokens[name]  # which are the first ones only
+    served.assert_as_expected()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("budget", [8, 11, 64])
+@pytest.mark.parametrize("offered", [(True, False), (False, True), (True, True)])
+def test_chunks_of_any_size_give_all_of_them(overlap, budget, offered):
+    served = Served(budget=budget, overlap=overlap, offered=offered)
+    for i, length in enumerate((1, 2, 17, 40, 23)):
+        served.add(prompt(length, i), 3, prompt_logprobs=(0, 1, 5, None, 20)[i])
+    served.drain()
+    assert_right(served)
+
+
+def test_cached_prefixes_are_not_skipped_and_are_left_for_others():
+    served = Served()
+    text = prompt(17)
+    served.serve(text)
+    scored = served.add(text, prompt_logprobs=1)
+    served.drain()
+    assert served.cached[scored] == 0
+    assert served.prefilled(-4) == (0, 17)
+    assert served.cached[served.serve(text)] == 16
+    other = prompt(17, 1)
+    served.add(other, prompt_logprobs=1)
+    served.drain()
+    assert served.cached[served.serve(other)] == 16
+    assert_right(served)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(num_cases(20, 300)))
+def test_preemptions_switches_conversions_failures_and_aborts(seed):
+    rng = np.random.default_rng([19, seed])
+    steps = iter(range(10**6))
+    fails = {int(rng.integers(2, 12))} if seed % 3 == 0 else set()
+
+    def fault(_batch) -> Fault | None:
+        return Fault(kind=FaultKind.RAISE_IN_RESULT) if next(steps) in fails else None
+
+    served = Served(budget=int(rng.integers(8, 40)), overlap=bool(seed % 2), debug=True, fault=fault)
+    whims = RandomPlanPolicy(preempt=0.15, skip=0.1, chunk=0.4, flip=0.3, convert=0.3)
+    served.engine.policy = RandomPolicy(seed, whims)
+    shared = prompt(12)
+    for i in range(6):
+        most = None if rng.random() < 0.3 else int(rng.integers(0, 21))
+        text = np.concatenate([shared[: int(rng.integers(0, 13))], prompt(int(rng.integers(1, 30)), i)])
+        served.add(text, int(rng.integers(1, 6)), prompt_logprobs=most)
+        served.step()
+    if seed % 4 == 1:
+        served.engine.abort("r2")
+    served.drain()
+    assert_right(served)
+
+
+def test_a_model_that_is_not_finite_ends_its_request_alone():
+    scores = PromptScores(np.arange(9, dtype=np.int32), 2)
+    targets = scores.targets(0, 4)
+    assert targets is not None
+    bad = PromptLogprobs(
+        logprob=np.array([-1, np.nan, -2, -3], np.float32),
+        rank=np.ones(4, np.int32),
+        top_ids=np.zeros((4, 20), np.int32),
+        top_logprobs=np.zeros((4, 20), np.float32),
+    )
+    assert not scores.add(targets, bad)
+    assert scores.num_done == 0
+    late = scores.targets(4, 5)
+    assert late is not None
+    with pytest.raises(ValueError, match="arrive after 0"):
+        scores.add(late, bad)
