@@ -59,6 +59,7 @@ def calls_grammar(
     *,
     max_calls: int,
     free_text: bool,
+    answer: str | None = None,
     reasoning: str | None,
 ) -> str:
     """The grammar of outputs with calls.
@@ -69,41 +70,54 @@ def calls_grammar(
         literal: from `literals_of`.
         max_calls: at most so many.
         free_text: there may be content, and no call; else there is at least one call and no content.
+        answer: rules of what may stand in place of calls, from `answer_rules`; then there is no other content.
         reasoning: ``inside`` an output begins, ``optional``, or None for no reasoning.
     """
     rules = [_start(literal, reasoning)]
-    if free_text and form.mark:
+    if free_text and form.mark and answer is None:
         rules += _marked(form, literal, max_calls, reasoning)
         opening = form.opening.removeprefix(form.mark)
+        rules.append(f"call: {_call(form, opening, literal)}")
     else:
-        if free_text:
+        if answer is not None:
+            rules += ["output: calls | answer", answer]
+        elif free_text:
             rules += [f"output: calls | {_FREE}", _leading_text(form, reasoning)]
-        rules.append(f"{'calls' if free_text else 'output'}: {_sequence(form, literal, max_calls)}")
-        opening = form.opening
-    return "\n".join([*rules, *_call_rules(form, opening, functions, literal)]) + "\n"
+        else:
+            rules.append("output: calls")
+        rules += _sequence(form, literal, max_calls)
+    return "\n".join([*rules, *_function_rules(form, functions, literal)]) + "\n"
 
 
-def after_reasoning(constraint: StructuredOutputsParams, literal: Literal, reasoning: str) -> str | None:
-    """The grammar of reasoning and then what a checked constraint allows; None: it cannot be expressed."""
+def answer_grammar(answer: str, literal: Literal, reasoning: str) -> str:
+    """The grammar of reasoning and then an answer.
+
+    Args:
+        answer: from `answer_rules`.
+        literal, reasoning: as for `calls_grammar`.
+    """
+    return f"{_start(literal, reasoning)}\noutput: answer\n{answer}\n"
+
+
+def answer_rules(constraint: StructuredOutputsParams) -> str | None:
+    """The rule ``answer`` of what a checked constraint allows; None: it has rules of its own."""
     if constraint.grammar is not None:
         return None
     if constraint.regex is not None:
-        body = "ANSWER\nANSWER: /" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", constraint.regex) + "/"
-        if "\n" in constraint.regex:
-            return None
-    elif constraint.choice is not None:
-        body = " | ".join(json.dumps(text) for text in constraint.choice)
-    else:
-        schema = json.loads(constraint.json) if isinstance(constraint.json, str) else {"type": "object"}
-        if schema is False or not isinstance(schema, dict):
-            schema = {} if schema else {"enum": []}
-        options: dict[str, Any] = (
-            {"whitespace_flexible": False}
-            if constraint.disable_any_whitespace
-            else {"whitespace_pattern": constraint.whitespace_pattern or DEFAULT_WHITESPACE}
-        )
-        body = "%json " + json.dumps({**schema, "x-guidance": options})
-    return f"{_start(literal, reasoning)}\noutput: {body}\n"
+        # A slash would end the expression, and so would a line.
+        regex = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), constraint.regex)
+        return f"answer: ANSWER\nANSWER: /{regex}/"
+    if constraint.choice is not None:
+        return "answer: " + " | ".join(json.dumps(text) for text in constraint.choice)
+    schema = json.loads(constraint.json) if isinstance(constraint.json, str) else {"type": "object"}
+    if not isinstance(schema, dict):  # true: any value
+        schema = {} if schema else {"enum": []}
+    options: dict[str, Any] = (
+        {"whitespace_flexible": False}
+        if constraint.disable_any_whitespace
+        else {"whitespace_pattern": constraint.whitespace_pattern or DEFAULT_WHITESPACE}
+    )
+    return "answer: %json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _start(literal: Literal, reasoning: str | None) -> str:
@@ -119,12 +133,21 @@ def _start(literal: Literal, reasoning: str | None) -> str:
     return f"start: {start}\nthought: {thought}\nSPACE: /{_SPACE}{{0,4}}/"
 
 
-def _sequence(form: CallForm, literal: Literal, max_calls: int) -> str:
+def _sequence(form: CallForm, literal: Literal, max_calls: int) -> list[str]:
+    """Calls and nothing else. What the first begins with is one lexeme: a lexer that has seen a part of it can still go
+    on with other text."""
     if max_calls == 1:
-        return "call"
-    separator = literal(form.separator) if form.separator else ""
-    prefix, suffix = (literal(text) if text else "" for text in (form.prefix, form.suffix))
-    return f"{prefix} call ({separator} call){{0,{max_calls - 1}}} {suffix}".strip()
+        return [f"calls: {_call(form, form.opening, literal)}"]
+    suffix = f" {literal(form.suffix)}" if form.suffix else ""
+    return [
+        f"calls: {_call(form, form.prefix + form.opening, literal)} call{{0,{max_calls - 1}}}{suffix}",
+        f"call: {_call(form, form.separator + form.opening, literal)}",
+    ]
+
+
+def _call(form: CallForm, opening: str, literal: Literal) -> str:
+    parts = [literal(opening) if opening else "", "function", literal(form.closing) if form.closing else ""]
+    return " ".join(filter(None, parts))
 
 
 def _leading_text(form: CallForm, reasoning: str | None) -> str:
@@ -139,10 +162,12 @@ def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | N
     mark = literal(form.mark)
     # Reasoning is none of the content: a mark in it begins no call.
     first = f" & ~/{_SPACE}*{OPENING}{_ANY}/" if reasoning == "optional" else ""
-    more = "first_call" if max_calls == 1 else (
-        f"first_call (more_call){{0,{max_calls - 1}}} | first_call (more_call){{0,{max_calls - 2}}} {_FREE}"
-    )  # fmt: skip
-    rules = [f"output: FIRST | {more}", f"FIRST: /{_ANY}/{first}", f"{_FREE}: /{_ANY}/"]
+    calls = ["first_call"]
+    if max_calls > 1:
+        # The text after the last call that is allowed would be read for another one.
+        before_text = f" (more_call){{0,{max_calls - 2}}}" if max_calls > 2 else ""
+        calls = [f"first_call (more_call){{0,{max_calls - 1}}}", f"first_call{before_text} {_FREE}"]
+    rules = [f"output: {' | '.join(['FIRST', *calls])}", f"FIRST: /{_ANY}/{first}", f"{_FREE}: /{_ANY}/"]
     if mark.startswith('"'):
         text = re.escape(form.mark).replace("/", r"\/")
         rules += [
@@ -159,10 +184,8 @@ def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | N
     return rules
 
 
-def _call_rules(form: CallForm, opening: str, functions: Sequence[Function], literal: Literal) -> list[str]:
-    names = " | ".join(f"function_{number}" for number in range(len(functions)))
-    parts = [literal(opening) if opening else "", f"({names})", literal(form.closing) if form.closing else ""]
-    rules = [f"call: {' '.join(filter(None, parts))}"]
+def _function_rules(form: CallForm, functions: Sequence[Function], literal: Literal) -> list[str]:
+    rules = [f"function: {' | '.join(f'function_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         schema = {"type": "object", **closed(function.parameters), "x-guidance": _WHITESPACE}
         rules.append(f"function_{number}: {literal(function.name + form.middle)} %json {json.dumps(schema)}")

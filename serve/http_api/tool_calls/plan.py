@@ -6,12 +6,13 @@ from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
+from apt_jax.request import StructuredOutputsParams
 from apt_jax.validation.structured import checked_structured_outputs
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import ToolSet
 from serve.http_api.tool_calls.events import OutputParser, PlainText
 from serve.http_api.tool_calls.forms import JSON_FORM, CallForm, form_of
-from serve.http_api.tool_calls.grammar import Literal, after_reasoning, calls_grammar, literals_of
+from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, literals_of
 from serve.http_api.tool_calls.reasoning import (
     CLOSING,
     OPENING,
@@ -62,30 +63,37 @@ def plan_output(parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[
                 "tool_choice", "requires a call: leave out the constraint on the text, or the choice"
             )
     literal = literals_of(tokenizer)
+    answer = None if constraint is None else answer_rules(_checked(constraint))
     fields: dict[str, Any] = {}
     marks = [OPENING, CLOSING] if reasoning else []
     make_inner: Callable[[], OutputParser] = PlainText
-    constrains = form is not None and constraint is None and _needs_grammar(tools)
+    constrains = False
     if form is not None:
         marks += [form.prefix, form.opening, form.middle, form.closing, *form.other_marks]
         names = frozenset(function.name for function in tools.functions)
-        if constrains:
-            free_text = tools.mode == "auto"
-            fields["structured_outputs"] = {
-                "grammar": calls_grammar(
-                    form,
-                    tools.functions,
-                    literal,
-                    max_calls=tools.max_calls,
-                    free_text=free_text,
-                    reasoning=reasoning,
-                )
-            }
-            make_inner = _constrained(form, names, single=tools.max_calls == 1, free_text=free_text)
-        elif constraint is None:
-            make_inner = _free(form, names, tools.max_calls)
-    if reasoning is not None and constraint is not None:
-        fields["structured_outputs"] = _after_reasoning(constraint, literal, reasoning)
+        make_inner = _free(form, names, tools.max_calls)
+        # Without a mark a call and an answer in JSON begin alike, so that the constraint holds alone.
+        beside = answer is not None and bool(form.mark)
+        if beside or (constraint is None and _needs_grammar(tools)):
+            constrains, free_text = True, tools.mode == "auto"
+            grammar = calls_grammar(
+                form,
+                tools.functions,
+                literal,
+                max_calls=tools.max_calls,
+                free_text=free_text,
+                answer=answer,
+                reasoning=reasoning,
+            )
+            fields["structured_outputs"] = {"grammar": grammar}
+            make_inner = _constrained(form, names, single=tools.max_calls == 1, free_text=free_text and answer is None)
+    if reasoning is not None and constraint is not None and not constrains:
+        if answer is None:
+            raise InvalidRequestError(
+                "structured_outputs",
+                "a grammar cannot follow the model's reasoning; use a JSON schema, or start the server with --reasoning-parser none",
+            )
+        fields["structured_outputs"] = {"grammar": answer_grammar(answer, literal, reasoning)}
     if tokenizer.special_pattern is not None and any(map(tokenizer.special_pattern.search, marks)):
         fields["skip_special_tokens"] = False
     if reasoning is None and make_inner is PlainText:
@@ -109,16 +117,10 @@ def _reasoning(parts: EngineComponents, template: str, prompt_token_ids: list[in
     return None if end.rstrip().endswith(CLOSING) else "optional"
 
 
-def _after_reasoning(constraint: object, literal: Literal, reasoning: str) -> object:
+def _checked(constraint: object) -> StructuredOutputsParams:
     checked = checked_structured_outputs(constraint)
     assert checked is not None
-    grammar = after_reasoning(checked, literal, reasoning)
-    if grammar is None:
-        raise InvalidRequestError(
-            "structured_outputs",
-            "this grammar cannot follow the model's reasoning; use a JSON schema, or start the server with --reasoning-parser none",
-        )
-    return {"grammar": grammar}
+    return checked
 
 
 def _constrained(form: CallForm, names: frozenset[str], *, single: bool, free_text: bool) -> Callable[[], OutputParser]:
