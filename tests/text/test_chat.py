@@ -272,11 +272,11 @@ def test_tools_and_calls_stand_where_the_template_puts_them(tools_template):
     )
 
 
-def test_a_template_without_a_place_for_tools_refuses_them(templates):
+def test_a_template_without_a_place_for_tools_has_them_in_the_system_message(templates):
     messages, tokenizer = CALLED[:1], TOKENIZERS["byte-level"]
-    with pytest.raises(InvalidRequestError, match="no place for tools") as caught:
-        templates["chatml"].encode(tokenizer, messages, tools=[WEATHER])
-    assert caught.value.field == "tools"
+    text = tokenizer.decode(templates["chatml"].encode(tokenizer, messages, tools=[WEATHER]), skip_special_tokens=False)
+    assert json.dumps(WEATHER["function"]["name"]) in text
+    assert text.index("system") < text.index('"weather"') < text.index("Rain?")
     assert templates["chatml"].encode(tokenizer, messages, tools=[]) == templates["chatml"].encode(tokenizer, messages)
 
 
