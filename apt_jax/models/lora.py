@@ -49,7 +49,7 @@ class LoraAdapter:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerAdapters:
-    """What the adapters add to the matrices of one layer; None: none of them adds anything."""
+    """Low-rank additions of the adapters to the matrices of one layer; None: none of them adds anything."""
 
     wq: LowRank | None = None
     wk: LowRank | None = None
@@ -134,7 +134,7 @@ def addition(
     index: Int32[Array, " T"] | None,
     ops: KernelBackend,
 ) -> Float[Array, "T O"] | None:
-    """What adapters add to the product with one matrix, float32; None: nothing."""
+    """Compute the adapters' part of the product with one matrix, float32; None: nothing."""
     part = adapter_of(p, field)
     if part is None or index is None:
         return None
@@ -142,5 +142,5 @@ def addition(
 
 
 def adapter_of(params: LayerParams, field: str) -> Any:
-    """What adapters add to a matrix of a layer, a `LowRank`; None: nothing."""
+    """Return the adapters' part of a matrix of a layer, a `LowRank`; None: nothing."""
     return None if params.adapters is None else getattr(params.adapters, field)

@@ -32,7 +32,7 @@ class KernelBackend:
     head_products: Callable[..., Array] = linear.head_products
     """Products of heads with matrices of their own, `linear.head_products`."""
     add_low_rank: Callable[..., Array] = low_rank.add_low_rank
-    """What adapters add to products, `low_rank.add_low_rank`."""
+    """Low-rank additions of adapters to products, `low_rank.add_low_rank`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
     """`sampling.greedy` of the products of `dense`, from the same arguments; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None

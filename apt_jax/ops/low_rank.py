@@ -18,7 +18,7 @@ from apt_jax.ops.linear import dot
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """What S adapters add to one matrix (O, I); those of a lower rank than R, or without this matrix, have zeros."""
+    """Additions of S adapters to one matrix (O, I); those of a lower rank than R, or without this matrix, have zeros."""
 
     a: Any
     """(S, R, I)"""
@@ -35,7 +35,7 @@ class LowRank:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValueAdapters:
-    """What adapters add to W_k and W_v, for keys and values that are computed from cached layer inputs of rows."""
+    """Additions of adapters to W_k and W_v, for keys and values that are computed from cached layer inputs of rows."""
 
     k: LowRank | None
     v: LowRank | None
@@ -79,7 +79,7 @@ def _of_rows(w: LowRank, index: Int32[Array, " B"]) -> tuple[Array, Array]:
 def low_rank_of_rows(
     x: Float[Array, "B T I"], w: LowRank | None, index: Int32[Array, " B"]
 ) -> Float[Array, "B T O"] | None:
-    """What is added to products of several inputs of each row, float32; None: nothing."""
+    """Compute the addition to products of several inputs of each row, float32; None: nothing."""
     if w is None:
         return None
     a, b = _of_rows(w, index)
@@ -90,7 +90,7 @@ def low_rank_of_rows(
 def additions(
     x: Float[Array, "R T D"], adapters: KeyValueAdapters | None, rows: Int32[Array, " R"]
 ) -> tuple[Array | None, Array | None]:
-    """What is added to keys and to values of layer inputs of some rows, (R * T, E); None: nothing."""
+    """Compute the additions to keys and to values of layer inputs of some rows, (R * T, E); None: nothing."""
     if adapters is None:
         return None, None
     index = adapters.index[rows]
@@ -102,7 +102,7 @@ def additions(
 def absorbed_low_rank(
     x: Float[Array, "B N R"], w: LowRank, index: Int32[Array, " B"], num_kv_heads: int, *, onto_inputs: bool
 ) -> Array:
-    """What is added to `linear.head_products` of the heads of each row, float32.
+    """Compute the addition to `linear.head_products` of the heads of each row, float32.
 
     Of queries (B, N, H), with `onto_inputs`: `A^T (B_h q)` (B, N, I). Of sums of layer inputs (B, N, I): `B_h (A x)`
     (B, N, H).

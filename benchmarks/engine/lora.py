@@ -48,7 +48,7 @@ class Result:
     without_tokens_s: float
     adapters_tokens_s: float
     unused_tokens_s: float
-    """Of an engine with adapters whose requests name none."""
+    """Value for an engine with adapters whose requests name none."""
     share: float
     """Throughput with adapters over that without."""
     unused_share: float

@@ -38,7 +38,7 @@ def model_of(name: str) -> ModelParams:
 
 @functools.cache
 def adapters_of(name: str):
-    """Of all matrices, of another rank, of queries and values alone, of one layer's feed-forward alone."""
+    """Adapters of all matrices, of another rank, of queries and values alone, of one layer's feed-forward alone."""
     config = FAMILIES[name]
     return (
         random_adapter(config, "all", 1),
@@ -97,7 +97,7 @@ def expected(name: str) -> list[list[int]]:
 
 
 def serve(executor: JaxExecutor, name: str, policy: Policy, offered: tuple[bool, bool], *, caching: bool = True):
-    """What requests of all adapters say at once; and the engine's statistics."""
+    """Outputs of requests of all adapters at once; and the engine's statistics."""
     executor.reset()
     kinds = (
         CacheKindSpec(name="kv", blocks_per_group=2, offered=offered[0]),

@@ -62,7 +62,7 @@ def test_rank_and_alpha_of_single_modules(tmp_path, fields, q_scale, fc1_scale):
 
 
 def test_parts_of_fused_tensors(tmp_path):
-    """Of head-by-head q, k and v (BLOOM), one after another (Phi-3), and inputs first (GPT-2)."""
+    """Tensors of head-by-head q, k and v (BLOOM), one after another (Phi-3), and inputs first (GPT-2)."""
     bloom = {"architectures": ["BloomForCausalLM"], "vocab_size": 48, "hidden_size": 8, "n_layer": 1, "n_head": 2}
     tensors = write_adapter(tmp_path / "b", {"transformer.h.0.self_attention.query_key_value": (8, 24)}, alpha=4.0)
     stored = tensors["base_model.model.transformer.h.0.self_attention.query_key_value.lora_B.weight"]

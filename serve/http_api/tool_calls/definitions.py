@@ -1,4 +1,4 @@
-"""What a client says about tools: the functions, and which of them the model may or must call."""
+"""Definitions of tools as a client sends them: the functions, and which of them the model may or must call."""
 
 import dataclasses
 import re
