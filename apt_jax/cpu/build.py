@@ -5,14 +5,17 @@ thread, before JAX is imported.
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import importlib.util
 import logging
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from apt_jax.cpu.compiler import KernelBuildError, compile_library, find_compiler, library_name
@@ -43,8 +46,8 @@ _TARGETS = (
 _MOST_KEPT = 12
 """Libraries in the cache directory: of several versions, compilers and flags."""
 
-_begun: "dict[str, concurrent.futures.Future[bytes]]" = {}
-"""Libraries that `begin` compiles, by the name of the library."""
+_begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
+"""Libraries that `begin` makes, by the name of the library: results of `_make`."""
 
 
 def begin() -> None:
@@ -60,11 +63,11 @@ def begin() -> None:
     name = library_name(compiler)
     if name in _begun or (directory / name).exists():
         return
-    made: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+    made: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
 
     def work() -> None:
         try:
-            made.set_result(compile_library(compiler))
+            made.set_result(_make(compiler, directory, name))
         except BaseException as error:
             made.set_exception(error)
 
@@ -72,10 +75,36 @@ def begin() -> None:
     threading.Thread(target=work, name="apt-jax-kernels", daemon=True).start()
 
 
-def _made(compiler: list[str], name: str) -> bytes:
-    """The library of this name: what `begin` has begun, or compiled now."""
-    begun = _begun.pop(name, None)
-    return compile_library(compiler) if begun is None else begun.result()
+def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | None:
+    """Compile the library and keep it; None: another process has kept it meanwhile."""
+    with _alone(directory):
+        if directory is not None and (directory / name).exists():
+            return None
+        made = compile_library(compiler)
+        if directory is not None:
+            try:
+                write_verified(directory / name, made)
+            except OSError as error:
+                log_not_kept(error)
+            else:
+                remove_leftovers(directory)
+                remove_least_recent(directory, "kernels-*.so", _MOST_KEPT)
+        return made
+
+
+@contextlib.contextmanager
+def _alone(directory: Path | None) -> Iterator[None]:
+    """Wait until no other process compiles for this directory: side by side, each would take as long as all."""
+    if directory is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
@@ -105,17 +134,12 @@ def _library() -> ctypes.CDLL:
     directory = private_dir("kernels")
     if directory is not None and (library := _kept(directory / name)) is not None:
         return library
-    made = _made(compiler, name)
-    if directory is not None:
-        try:
-            write_verified(directory / name, made)
-        except OSError as error:
-            log_not_kept(error)
-        else:
-            remove_leftovers(directory)
-            remove_least_recent(directory, "kernels-*.so", _MOST_KEPT)
-            if (library := _kept(directory / name)) is not None:
-                return library
+    begun = _begun.pop(name, None)
+    made = _make(compiler, directory, name) if begun is None else begun.result()
+    if directory is not None and (library := _kept(directory / name)) is not None:
+        return library
+    if made is None:  # what another process kept is damaged, and gone now
+        made = compile_library(compiler)
     with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
         path = Path(own) / name
         try:

@@ -20,7 +20,9 @@
 // Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.
 
 #include "layer.cc"
+#if APT_HAS_PART(2)
 #include "low_rank.cc"
+#endif
 
 #if APT_HAS_PART(1)
 

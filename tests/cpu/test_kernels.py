@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -456,3 +458,11 @@ def test_kernels_of_a_directory_that_others_write_are_not_loaded(
     assert len(count.read_text().split()) == CALLS
     assert [path.name for path in directory.iterdir()] == ["kernels-planted.so"]
     assert stat.S_IMODE(directory.stat().st_mode) == 0o777
+
+
+def test_processes_that_start_together_compile_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = _counting(fresh, monkeypatch, whole=False)
+    script = "from apt_jax.cpu import build; build._library()"
+    started = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    assert count.read_text().split() == ["x"] * 3  # two parts and their link
