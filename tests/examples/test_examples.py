@@ -72,6 +72,7 @@ def test_every_example_is_here():
         "offline.py",
         "openai_client.py",
         "structured_output.py",
+        "tool_calls.py",
         "two_replicas.md",
         "what_if.py",
     }
