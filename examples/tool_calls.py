@@ -28,7 +28,7 @@ WEATHER: ChatCompletionFunctionToolParam = {
 
 
 def get_weather(city: str, unit: str) -> str:
-    """What a program would look up."""
+    """Return a weather report, in place of a real look-up."""
     return f"Sunny in {city}, {25 if unit == 'celsius' else 77} degrees {unit}."
 
 

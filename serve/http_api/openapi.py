@@ -517,7 +517,7 @@ def _said() -> Schema:
 
 
 def _delta() -> Schema:
-    """What a chunk adds to the message: of a call its name first, then pieces of its arguments."""
+    """Addition of a chunk to the message: of a call its name first, then pieces of its arguments."""
     function = _all({"name": _STRING, "arguments": _STRING}, optional=("name",))
     call = {"index": _COUNT, "id": _STRING, "type": {"const": "function"}, "function": function}
     calls = _many(_all(call, optional=("id", "type")))

@@ -47,6 +47,7 @@ def test_every_required_call_parses_and_validates(llm, template):
         parts = dataclasses.replace(parts, chat_template=ChatTemplate(QWEN, special_tokens=special))
 
     async def scenario(served: Any) -> None:
+        served.http.timeout = 600  # programs are compiled when they are first needed
         num_calls = 0
         for seed in range(num_cases(4, 100)):
             random_ = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What a client says about tools: the functions, and which of them the model may or must call."""
+"""Tools of a request: the functions, and which of them the model may or must call."""
 
 import dataclasses
 import re

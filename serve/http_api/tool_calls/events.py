@@ -25,9 +25,9 @@ class CallStart:
     index: int
     """0 for the first call of the output, then 1, and so on."""
     id: str
-    """Of the call, for the message with its result."""
+    """Id of the call, for the message with its result."""
     name: str
-    """Of the function."""
+    """Name of the function."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def plan_output(parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[
         constraint: value of `structured_outputs`, raw, or None.
 
     Raises:
-        InvalidRequestError: the constraint is malformed, or cannot be had together with the tools or with reasoning.
+        InvalidRequestError: the constraint is malformed, or does not go together with the tools or with reasoning.
     """
     template, tokenizer = parts.chat_template, parts.tokenizer
     assert tokenizer is not None  # there is a prompt

@@ -111,6 +111,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best_of": {"n": 16},
     "stream_options": {"stream": True},
     "min_tokens": {"max_tokens": None},
+    "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}]},
 }
 NOT_ALONE = {"min_tokens", "max_tokens", "max_completion_tokens", "best_of", "guided_whitespace_pattern", *OTHER_NAMES}
 """Schemas allow what the length of the prompt, `n` or a compiler of constraints does not."""
