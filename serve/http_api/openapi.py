@@ -36,6 +36,7 @@ from serve.http_api.json_schemas import ref as _ref
 from serve.http_api.messages import schemas as messages_schemas
 from serve.http_api.openai_request import Kind
 from serve.http_api.responses import schemas as responses_schemas
+from serve.http_api.tool_calls.definitions import NAME_PATTERN
 from serve.http_api.unsupported_fields import UNSUPPORTED
 
 if TYPE_CHECKING:
@@ -333,7 +334,8 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
     conversation = {
         "messages": messages,
         "tools": _or_null(_list(_tool(), 0, chat.MAX_TOOLS)),
-        "tool_choice": {"enum": ["auto", "none", None]},
+        "tool_choice": _tool_choice(),
+        "parallel_tool_calls": _or_null(_FLAG) | {"description": "False: one call at most."},
         "add_generation_prompt": _or_null(_FLAG),
         "continue_final_message": _or_null(_FLAG)
         | {"description": "Go on with the last message; then without `add_generation_prompt`."},
@@ -522,6 +524,7 @@ def _message() -> Schema:
         "role": {"type": "string", "pattern": f"^{chat.ROLE_PATTERN}$"},
         "name": name,
         "tool_call_id": name,
+        "reasoning_content": _or_null(_STRING),
     }
     says = {**fields, "content": content, "tool_calls": _or_null(calls)}
     does = {**fields, "content": _or_null(content), "tool_calls": calls | {"minItems": 1}}
@@ -535,11 +538,41 @@ def _message() -> Schema:
 
 
 def _tool() -> Schema:
-    function = _object({"name": _STRING}, required=("name",))
+    name = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
+    fields = {
+        "name": name,
+        "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+        "strict": _or_null(_FLAG),
+    }
+    function = _object(fields, required=("name",))
     return _object({"type": {"const": "function"}, "function": function}, required=("type", "function"))
 
 
+def _tool_choice() -> Schema:
+    named = _object({"name": _STRING}, required=("name",))
+    one = _object({"type": {"const": "function"}, "function": named}, required=("type", "function"))
+    return {"anyOf": [{"enum": ["none", "auto", "required", None]}, one]}
+
+
 # --- answers -------------------------------------------------------------------------------------------------------
+
+
+def _said() -> Schema:
+    """The message of a chat's choice; where there are calls and no text its content is null."""
+    function = _all({"name": _STRING, "arguments": _STRING})
+    call = _all({"id": _STRING, "type": {"const": "function"}, "function": function})
+    fields = {"role": {"const": "assistant"}, "content": _or_null(_STRING), "refusal": _NULL}
+    more = {"reasoning_content": _STRING, "tool_calls": _many(call)}
+    return _all({**fields, **more}, optional=tuple(more))
+
+
+def _delta() -> Schema:
+    """Addition of a chunk to the message: of a call its name first, then pieces of its arguments."""
+    function = _all({"name": _STRING, "arguments": _STRING}, optional=("name",))
+    call = {"index": _COUNT, "id": _STRING, "type": {"const": "function"}, "function": function}
+    calls = _many(_all(call, optional=("id", "type")))
+    fields = {"role": {"const": "assistant"}, "content": _STRING, "reasoning_content": _STRING, "tool_calls": calls}
+    return _all(fields, optional=tuple(fields))
 
 
 def _answers() -> Schema:
@@ -572,7 +605,6 @@ def _answers() -> Schema:
         "text_offset": _many(_COUNT),
     }
     end = {
-        "finish_reason": {"enum": ["stop", "length", "abort"]},
         "stop_reason": {"type": ["integer", "string", "null"]},
     }
     of_prompt = _many(_or_null({
@@ -588,9 +620,9 @@ def _answers() -> Schema:
     ):
         is_chat = name == "ChatCompletion"
         common = {"index": _COUNT, "logprobs": _or_null(_all(logprobs))}
-        said = {"role": {"const": "assistant"}, "content": _STRING}
-        whole = {"message": _all({**said, "refusal": _NULL})} if is_chat else {"text": _STRING}
-        piece = {"delta": _all(said, optional=("role",))} if is_chat else {"text": _STRING}
+        whole = {"message": _said()} if is_chat else {"text": _STRING}
+        piece = {"delta": _delta()} if is_chat else {"text": _STRING}
+        end = {**end, "finish_reason": {"enum": ["stop", "length", *(["tool_calls"] if is_chat else []), "abort"]}}
         going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
         of_choice = more if is_chat else {**more, **prompt}
         choice = _all({**common, **whole, **end, **of_choice}, optional=tuple(of_choice))

@@ -75,6 +75,7 @@ def test_every_example_is_here():
         "openai_client.py",
         "responses_client.py",
         "structured_output.py",
+        "tool_calls.py",
         "two_replicas.md",
         "what_if.py",
     }

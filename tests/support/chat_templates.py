@@ -82,3 +82,17 @@ CONVERSATIONS = [
     [{"role": "user", "content": ""}],
 ]
 WITH_SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+QWEN = (
+    "{% if tools %}{{ '<|im_start|>system\n# Tools\n\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
+    '{{ \'\n</tools>\n\nFor each call write <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n\' }}{% endif %}'
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + message.role }}{% if message.content %}{{ '\n' + message.content }}{% endif %}"
+    "{% for call in message.tool_calls %}"
+    "{{ '\n<tool_call>\n{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""In the manner of Qwen 2.5."""

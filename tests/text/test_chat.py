@@ -272,12 +272,19 @@ def test_tools_and_calls_stand_where_the_template_puts_them(tools_template):
     )
 
 
-def test_a_template_without_a_place_for_tools_has_them_in_the_system_message(templates):
-    messages, tokenizer = CALLED[:1], TOKENIZERS["byte-level"]
-    text = tokenizer.decode(templates["chatml"].encode(tokenizer, messages, tools=[WEATHER]), skip_special_tokens=False)
-    assert json.dumps(WEATHER["function"]["name"]) in text
-    assert text.index("system") < text.index('"weather"') < text.index("Rain?")
-    assert templates["chatml"].encode(tokenizer, messages, tools=[]) == templates["chatml"].encode(tokenizer, messages)
+def test_a_template_without_a_place_for_tools_gets_them_as_text(templates):
+    tokenizer, template = TOKENIZERS["byte-level"], templates["chatml"]
+    prompt = tokenizer.decode(template.encode(tokenizer, CALLED, tools=[WEATHER]), skip_special_tokens=False)
+    definition = json.dumps(WEATHER["function"], ensure_ascii=False)
+    assert prompt.startswith("<|im_start|>system\nYou can call functions.")
+    assert prompt.index(definition) < prompt.index("<|im_start|>user")
+    call = CALLED[1]["tool_calls"][0]["function"]
+    assert f'{{"name": "{call["name"]}", "arguments": ' in prompt
+    assert f"<|im_start|>user\nResult of {call['name']}: {CALLED[2]['content']}<|im_end|>" in prompt
+    system = [{"role": "system", "content": "Be brief."}, *CALLED[:1]]
+    prompt = tokenizer.decode(template.encode(tokenizer, system, tools=[WEATHER]))
+    assert prompt.index("Be brief.\n\nYou can call functions.") < prompt.index(definition)
+    assert template.encode(tokenizer, CALLED[:1], tools=[]) == template.encode(tokenizer, CALLED[:1])
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class ConstrainedCalls:
         return True
 
     def _head(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Read the text before the arguments, or the end of the calls."""
+        """Text before the arguments, or the end of the calls."""
         form, text = self._form, self._text
         lead = self._prefix if not self._num_calls else form.separator
         if self._has_text:  # each call stands alone
@@ -96,7 +96,7 @@ class ConstrainedCalls:
         return True
 
     def _close(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Read the text after the arguments."""
+        """Text after the arguments."""
         del events
         closing = self._form.closing
         if self._text.startswith(closing):
@@ -111,7 +111,7 @@ class ConstrainedCalls:
         return True
 
     def _over(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Read text that is no call, and what follows it."""
+        """Text that is no call, and all that follows it."""
         del finished
         self._text, self._space = self._space + self._text, ""
         self._content(events, len(self._text))

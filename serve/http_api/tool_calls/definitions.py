@@ -1,4 +1,4 @@
-"""Definitions of tools as a client sends them: the functions, and which of them the model may or must call."""
+"""Tools of a request: the functions, and which of them the model may or must call."""
 
 import dataclasses
 import re

@@ -23,12 +23,12 @@ class CallForm:
     closing: str = ""
     separator: str = ""
     prefix: str = ""
-    """Text between several calls; a single one has none."""
+    """Text before several calls; a single one has none."""
     suffix: str = ""
     mark: str = ""
     """Text that tells a call from content wherever it stands. Empty: calls begin the output or there are none."""
     other_marks: tuple[str, ...] = ()
-    """Further text that models write around calls."""
+    """Other texts that models write around calls."""
     alphanumeric_ids: bool = False
     """Ids of calls are nine letters and digits, as the templates demand."""
 
@@ -97,7 +97,7 @@ def form_of(parser: str, template: str) -> CallForm | None:
 
 
 JSON_FORM = _FORMS["json"]
-"""Form of a required call where text is not read."""
+"""Form of required calls where text is not read for calls."""
 
 
 def _by_template(template: str) -> str:

@@ -11,9 +11,9 @@ class LeadingCalls(CallsInText):
     """Finds JSON where the output begins, and where the JSON before it has ended."""
 
     prefixes: tuple[str, ...] = ()
-    """Text that may stand before the JSON."""
+    """Texts that may stand before the JSON."""
     brackets = "{"
-    """Beginnings of the JSON."""
+    """Characters that the JSON may begin with."""
 
     def _read(self, text: str, finished: bool) -> Found | None:
         at = skip_space(text, 1) if self._num_calls and text[0] in ";," else 0

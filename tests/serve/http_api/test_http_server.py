@@ -410,7 +410,7 @@ def test_R1_R12_R13_chats_that_are_refused():
             ({"messages": MESSAGES, "logprobs": 5}, "logprobs"),
             ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
             ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
-            ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools[0]"),
+            ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0]"),
             ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
             ({"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
             ({"messages": MESSAGES, "continue_final_message": 1}, "continue_final_message"),

@@ -124,6 +124,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "best_of": {"n": 16},
     "stream_options": {"stream": True},
     "min_tokens": {"max_tokens": None},
+    "tool_choice": {"tools": [{"type": "function", "function": {"name": "f"}}]},
 }
 NOT_ALONE = {
     "min_tokens",

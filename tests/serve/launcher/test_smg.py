@@ -13,6 +13,7 @@ import http.client
 import importlib.util
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,12 +22,16 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from apt_jax import LLM
 from apt_jax.frontend.components import EngineComponents
 from serve.client import AptClient
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
+from tests.support.cases import num_cases
+from tests.support.random_schemas import random_schema
+from tests.support.tool_calls import tool
 from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
 
@@ -401,6 +406,36 @@ def test_structured_output_through_the_gateway(fleet):
     status, answer = fleet.ask("/v1/chat/completions", body)
     assert status == 200
     assert isinstance(json.loads(answer["choices"][0]["message"]["content"])["yes"], bool)
+
+
+@pytest.mark.seeds
+def test_tool_calls_through_the_gateway(fleet):
+    """The gateway makes a constraint of the schemas; ours has to hold it."""
+    pytest.importorskip("llguidance", reason="structured outputs need the extra `structured`")
+    for seed in range(num_cases(2, 100)):
+        random_ = random.Random(seed)
+        tools = [tool(f"f{i}", random_schema(random_)) for i in range(2)]
+        schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
+        body = {
+            **ENDPOINTS["chat"].body(500), "tools": tools, "tool_choice": {"type": "function", "function": {"name": "f1"}},
+        }  # fmt: skip
+        status, answer = fleet.ask("/v1/chat/completions", body)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "f1"
+        arguments = call["function"]["arguments"]
+        jsonschema.validate(json.loads(arguments), schemas["f1"])
+        with contextlib.closing(fleet.send("/v1/chat/completions", {**body, "stream": True})) as connection:
+            lines = connection.getresponse().read().decode().splitlines()
+        deltas = [
+            c["delta"]
+            for x in lines
+            if x.startswith("data: {")
+            for c in json.loads(x.removeprefix("data: "))["choices"]
+        ]
+        pieces = [call["function"].get("arguments") or "" for d in deltas for call in d.get("tool_calls") or []]
+        assert json.loads("".join(pieces)) == json.loads(arguments)
 
 
 def test_bad_requests_get_our_line_and_are_not_sent_again(fleet):
