@@ -18,9 +18,9 @@ from apt_jax.request import EngineRequest
 from serve.batches.records import Outcome
 from serve.generate_call import CallService, EngineCall, run_generate
 from serve.http_api.endpoints import ENDPOINTS as HTTP_ENDPOINTS
-from serve.http_api.endpoints import Endpoint, ResponseBuilder
+from serve.http_api.endpoints import Endpoint, ResponseBuilder, TextCall
 from serve.http_api.errors import to_http_error
-from serve.http_api.openai_request import Body, CompletionCall, flag, parse_json
+from serve.http_api.openai_request import Body, flag, parse_json
 from serve.observability.call_record import CallRecord
 from serve.slo_headers import TIER_KEY
 
@@ -53,7 +53,7 @@ class BatchCall:
         self.num_requests = 0
         """Requests that it has given to the engine."""
         self._on_read = on_read
-        self._call: CompletionCall
+        self._call: TextCall
         self._response: ResponseBuilder
         self._collected: dict[int, OutputDelta] = {}
 
@@ -62,19 +62,19 @@ class BatchCall:
         owner, work = ("batch", self._tenant), self._service.work
         parts, arrival_s = engine.parts, engine.parts.clock.now_s()
 
-        def read() -> CompletionCall:
+        def read() -> TextCall:
             body = parse_json(self._data)["body"]
             if flag(body, "stream"):
                 raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
             call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)
-            return dataclasses.replace(call, requests=[_without_objectives(request) for request in call.requests])
+            return call.with_requests([_without_objectives(request) for request in call.requests])
 
         call = await work.run(read, owner, num_bytes=len(self._data))
         try:
             requests = await work.compile_grammars(call.requests, owner)
         except InvalidRequestError as error:
             raise call.renamed(error) from None
-        self._call = dataclasses.replace(call, requests=requests)
+        self._call = call.with_requests(requests)
         self._response = self._endpoint.respond(parts, self._call)
         self.num_requests = len(requests)
         self._on_read()
