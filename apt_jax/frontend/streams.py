@@ -6,6 +6,7 @@ by the request's `max_tokens`. A stream ends once: with a delta that has a `fini
 """
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -13,6 +14,9 @@ from typing import Literal
 from apt_jax.errors import AptJaxError, EngineDeadError
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest, RequestMetrics
+
+_TAKEN_AT_ONCE = 16
+"""Outputs of one call between which other calls of its event loop have a turn."""
 
 
 class EngineClosedError(EngineDeadError):
@@ -130,6 +134,7 @@ class RequestStreamGroup:
         self.streams = tuple(streams)
         self._updated = updated
         self._next = 0
+        self._num_taken = 0
 
     def __aiter__(self) -> "RequestStreamGroup":
         return self
@@ -138,11 +143,14 @@ class RequestStreamGroup:
         if len(self.streams) == 1:
             return 0, await anext(self.streams[0])
         count = len(self.streams)
+        self._num_taken += 1
+        if self._num_taken % _TAKEN_AT_ONCE == 0:  # before anything is taken: it may be cancelled here
+            await asyncio.sleep(0)
         while not all(stream._read_to_end for stream in self.streams):
             self._updated.clear()
-            failed = [i for i in range(count) if self.streams[i]._error is not None]
+            failed = [i for i, stream in enumerate(self.streams) if stream._error is not None]
             # Round robin, but a failed one first: its error decides what becomes of the others.
-            for index in (*failed, *((self._next + i) % count for i in range(count))):
+            for index in itertools.chain(failed, ((self._next + i) % count for i in range(count))):
                 delta = self.streams[index]._take()
                 if delta is not None:
                     self._next = index + 1

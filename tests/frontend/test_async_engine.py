@@ -542,7 +542,7 @@ BAD_REQUESTS = {
     "R8_negative_sampling_values": ({"params": {"top_p": -0.5}}, "top_p"),
     "R9_max_tokens_0": ({"params": {"max_tokens": 0}}, "max_tokens"),
     "R9_min_tokens_above_max_tokens": ({"params": {"min_tokens": 17}}, "min_tokens"),
-    "R10_five_stop_strings": ({"params": {"stop": ["a", "b", "c", "d", "e"]}}, "stop"),
+    "R10_17_stop_strings": ({"params": {"stop": ["a"] * 17}}, "stop"),
     "R14_a_flag_for_a_number": ({"params": {"max_tokens": True}}, "max_tokens"),
     "R14_an_unknown_parameter": ({"params": {"best_of": 2}}, "best_of"),
     "R15_invalid_utf8": ({"prompt": "a\udcff"}, "prompt"),

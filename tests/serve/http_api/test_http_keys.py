@@ -42,6 +42,7 @@ def test_P16_O6_every_endpoint_but_health_wants_a_key():
         page = ("", "/style.css", "/dashboard.js", "/charts.js", "/icon.svg")
         assert set(OPEN_PATHS) == {
             b"/health",
+            b"/ping",
             b"/ready",
             *(f"/dashboard{p}".encode() for p in page),
             *(f"/chat{p}".encode() for p in ("", "/chat.css", "/chat.js", "/timeline.js")),
@@ -306,7 +307,7 @@ def test_files_of_keys_of_operators(tmp_path):
 
 def test_keys_of_operators_are_read_again_too(tmp_path, caplog):
     file = Path(key_file(tmp_path / "operators", KEY))
-    args = argparse.Namespace(api_key_file=None, operator_key_file=str(file))
+    args = argparse.Namespace(api_key=None, api_key_file=None, operator_key_file=str(file))
     keys = ApiKeys.load(None, str(file))
     file.write_text(OTHER)
     _reload(args, keys, None)
