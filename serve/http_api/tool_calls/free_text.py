@@ -11,9 +11,12 @@ from serve.http_api.tool_calls.json_text import JsonEnd, ParsedCall
 
 MAX_CALL_CHARS = 2**16
 """Longest text of a call; a longer one is content."""
+MAX_FAILED = 64
+"""Marks of calls with something else after them; further ones are not looked at."""
 MAX_SPACE_CHARS = 64
 """Whitespace between a call and content that is left out; more of it is content."""
 _NAME = re.compile(NAME_PATTERN)
+_SLICE_CHARS = 1024
 _MARKS_CHARS = 256
 """More than what stands around the JSON of a call."""
 
@@ -62,17 +65,18 @@ class CallsInText(abc.ABC):
         """Place in `_text` of what may be a call; before it there is whitespace alone."""
         self._is_over = False
         """No call may follow."""
-        self._num_calls = 0
+        self._num_calls = self._num_failed = 0
         self._after_call = False
         """The last thing that was given out is a call: whitespace after it is none's."""
         self._end = JsonEnd()
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """See `OutputParser`."""
-        self._text += text
+        """See `OutputParser`. A long text is taken in slices, as every call or mark in it copies what follows."""
         events: list[OutputEvent] = []
-        while self._step(events, finished):
-            pass
+        for start in range(0, max(len(text), 1), _SLICE_CHARS):
+            self._text += text[start : start + _SLICE_CHARS]
+            while self._step(events, finished and start + _SLICE_CHARS >= len(text)):
+                pass
         return events
 
     @abc.abstractmethod
@@ -141,7 +145,8 @@ class CallsInText(abc.ABC):
         )
         if not is_call:
             self._content(events, start + found.end)
-            self._is_over = not self.mark
+            self._num_failed += 1
+            self._is_over = not self.mark or self._num_failed > MAX_FAILED
             return True
         for call in found.calls:
             events.append(CallStart(self._num_calls, new_call_id(self.alphanumeric_ids), call.name))

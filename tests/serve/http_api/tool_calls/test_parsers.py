@@ -9,7 +9,7 @@ import pytest
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, PlainText, ReasoningText
 from serve.http_api.tool_calls.forms import PARSERS, form_of
-from serve.http_api.tool_calls.free_text import MAX_CALL_CHARS
+from serve.http_api.tool_calls.free_text import MAX_CALL_CHARS, MAX_FAILED
 from serve.http_api.tool_calls.openai_message import OpenAIMessage
 from serve.http_api.tool_calls.reasoning import ReasoningFirst
 from tests.support.cases import num_cases
@@ -132,6 +132,8 @@ def test_a_call_is_bounded():
     text = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * MAX_CALL_CHARS + '"}}</tool_call>'
     assert read(parser_of("hermes"), [text]) == (text, "", [])
     assert read(parser_of("hermes"), [text[i : i + 999] for i in range(0, len(text), 999)]) == (text, "", [])
+    after = "<tool_call>" * (MAX_FAILED + 1) + f"<tool_call>{PARIS}</tool_call>"
+    assert read(parser_of("hermes"), [after]) == (after, "", [])
     many = f"<tool_call>{PARIS}</tool_call>" * 3
     content, _, calls = read(parser_of("hermes", 2), [many])
     assert (content, len(calls)) == (f"<tool_call>{PARIS}</tool_call>", 2)
