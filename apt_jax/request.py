@@ -84,6 +84,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Return the log probability of each token of the prompt after the first, and of this many most likely ones in its
     place."""
+    pooling: Literal["mean", "last"] | None = None
+    """Return the hidden states of the prompt after the final norm, their mean or the last token's."""
     structured_outputs: StructuredOutputsParams | None = None
     """Structured output constraint: tokens that lead to no allowed output are masked at every step."""
 
