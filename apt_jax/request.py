@@ -278,3 +278,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token where the request asked for it, None for the first: the token and the most likely
     ones in its place."""
+    pooled: NDArray[np.float32] | None = None
+    """(D,) pooled states of the prompt, not normalised, where `SamplingParams.pooling` asked for them."""
