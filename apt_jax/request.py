@@ -84,6 +84,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Return the log probability of each token of the prompt after the first, and of this many most likely ones in its
     place."""
+    pooling: Literal["mean", "last"] | None = None
+    """Return the hidden states of the prompt after the final norm, their mean or the last token's."""
     structured_outputs: StructuredOutputsParams | None = None
     """Structured output constraint: tokens that lead to no allowed output are masked at every step."""
     bad_words: tuple[str, ...] = ()
@@ -297,3 +299,5 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token where the request asked for it, None for the first: the token and the most likely
     ones in its place."""
+    pooled: NDArray[np.float32] | None = None
+    """(D,) pooled states of the prompt, not normalised, where `SamplingParams.pooling` asked for them."""

@@ -12,7 +12,7 @@ from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import StepLimits
 from apt_jax.engine.request_state import FilledBlocks, RequestState
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
-from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, PromptTargets, StepBatch
+from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, PoolSpan, PromptTargets, StepBatch
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, NUM_KINDS
 from apt_jax.sched.view import Plan
 
@@ -344,6 +344,7 @@ class BatchBuilder:
             masked=_masked_rows(requests, samples),
             prompt_targets=_prompt_targets(requests, start, num_tokens),
             adapters=states.adapter[rows] if states.adapters else None,
+            pool_spans=_pool_spans(requests, start, num_tokens),
         )
 
     def _copies(self, sources: dict[int, NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -429,6 +430,18 @@ def _prompt_targets(
             if found is not None:
                 targets[row] = found
     return targets
+
+
+def _pool_spans(
+    requests: list[RequestState], start: NDArray[np.int32], num_tokens: NDArray[np.int32]
+) -> dict[int, PoolSpan]:
+    spans: dict[int, PoolSpan] = {}
+    for row, state in enumerate(requests):
+        if state.pooled is not None:
+            span = state.pooled.take_span(int(start[row]), int(num_tokens[row]))
+            if span is not None:
+                spans[row] = span
+    return spans
 
 
 def _conversions_of(rows: NDArray[np.int32], inputs: dict[int, NDArray[np.int32]]) -> Conversions:

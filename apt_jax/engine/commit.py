@@ -97,6 +97,8 @@ class TokenCommitter:
         states, requests = self._states, step.requests
         if step.prompt_targets:
             self._keep_prompt_logprobs(step, result)
+        if step.pool_spans:
+            self._keep_pooled(step, result)
         has_prefixes = self._cache.prefixes is not None
         if has_prefixes:
             self._commit_prefixes(step, result)
@@ -148,6 +150,21 @@ class TokenCommitter:
             elif state.prompt_scores.is_complete and self._states.status[state.row] == WAITING:
                 self._states.await_hits(state)  # it was preempted: from now on cached prefixes serve it
 
+    def _keep_pooled(self, step: InFlightStep, result: StepResult) -> None:
+        """Add the sums of states of prompts, and end the requests where they are not finite."""
+        for row, span in step.pool_spans.items():
+            state = step.requests[row]
+            if state.ended or state.pooled is None:
+                continue
+            try:
+                finite = state.pooled.add(span, result.pooled[row])
+            except (KeyError, ValueError) as error:
+                raise CacheIntegrityError(f"pooled states of a prompt are missing: {error}") from error
+            if not finite:
+                self._states.finish(state, "error", error=_NOT_FINITE)
+            elif state.pooled.is_complete and self._states.status[state.row] == WAITING:
+                self._states.await_hits(state)
+
     def _deliver(self, state: RequestState, token: int, now_s: float, logprobs: list[TokenLogprobs] | None) -> None:
         """Append one token, and end the request where it is the last."""
         params, known, counters = state.params, state.num_known, self._counters
@@ -174,7 +191,12 @@ class TokenCommitter:
             state.expected_ttft_s = None
         counters.generation_tokens += 1
         prompt_logprobs: PromptLogprobs | None = None
+        pooled: NDArray[np.float32] | None = None
         if count == 1:
+            if state.pooled is not None and not self._lengths_only:
+                if not state.pooled.is_complete:
+                    raise CacheIntegrityError("a first token arrives before the pooled states of its prompt")
+                pooled, state.pooled = state.pooled.result(), None
             counters.prompt_tokens += state.prompt_len
             if state.prompt_scores is not None and not self._lengths_only:
                 if not state.prompt_scores.is_complete:
@@ -189,6 +211,7 @@ class TokenCommitter:
                 new_token_ids=[token],
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                pooled=pooled,
             )
         elif not self._lengths_only:
             self._states.outputs.append(
@@ -197,6 +220,7 @@ class TokenCommitter:
                     new_token_ids=[token],
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    pooled=pooled,
                     num_outputs=count,
                     metrics=state.metrics,
                 )

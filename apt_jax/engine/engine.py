@@ -384,6 +384,7 @@ class Engine:
             predicted_s=self._predicted_s(plan, batch),
             has_chunks=plan.iteration != "decode",
             prompt_targets=batch.prompt_targets,
+            pool_spans=batch.pool_spans,
             iteration=self._recorder.current,
         )
 

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.engine.events import Iteration
+from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
-from apt_jax.executor import PromptTargets, StepHandle
+from apt_jax.executor import PoolSpan, PromptTargets, StepHandle
 from apt_jax.request import (
     EngineRequest,
     FinishReason,
@@ -56,6 +57,8 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None
     """One entry per new token where the request asked for it."""
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: NDArray[np.float32] | None = None
+    """(D,) pooled states of the prompt, with the first token."""
     """With the first token, where the request asked for it: of all prompt tokens but the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -110,11 +113,15 @@ class RequestState:
     """The kind held last."""
     prompt_scores: PromptScores | None = None
     """Log probabilities of its prompt so far; None: it asked for none, or they have been delivered."""
+    pooled: PooledPrompt | None = None
+    """Pooled states of its prompt so far; None: it asked for none, or they have been delivered."""
     ended: bool = False
 
     @property
     def needs_all_states(self) -> bool:
-        """True while log probabilities of its prompt are missing: cached positions have none."""
+        """True while what it asks of its prompt is missing: cached positions have neither states nor logits."""
+        if self.pooled is not None and self.pooled.needs_all_states:
+            return True
         return self.prompt_scores is not None and not self.prompt_scores.is_complete
 
 
@@ -151,6 +158,8 @@ class InFlightStep:
     """Its time by the cost model; None: this step is not measured."""
     has_chunks: bool
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
+    """As in the batch."""
+    pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
     """As in the batch."""
     iteration: Iteration | None
     """Reported when the step has ended; None: there is no listener."""

@@ -15,6 +15,7 @@ from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.iteration_recorder import IterationRecorder
+from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics
@@ -90,7 +91,7 @@ class RequestPrefixes:
         Callable from any thread: what is found may be gone a moment later.
         """
         prefixes, most = self._cache.prefixes, 0
-        if prefixes is None or request.params.prompt_logprobs is not None:
+        if prefixes is None or request.params.prompt_logprobs is not None or request.params.pooling == "mean":
             return 0
         root = self.root_of(request)
         for kind in self._offered:
@@ -292,6 +293,8 @@ class RequestStates(ColumnTable):
         )
         if params.prompt_logprobs is not None:
             state.prompt_scores = PromptScores(request.prompt_token_ids, params.prompt_logprobs)
+        if params.pooling is not None:
+            state.pooled = PooledPrompt(prompt_len, params.pooling)
         self._next_rank += 1
         self.by_row[row] = state
         self.by_id[request.request_id] = state
@@ -420,6 +423,7 @@ class RequestStates(ColumnTable):
         new_token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        pooled: NDArray[np.float32] | None = None,
     ) -> None:
         """End a request, from any state: the only place where requests end while the engine lives."""
         row = state.row
@@ -433,7 +437,7 @@ class RequestStates(ColumnTable):
         if reason in ("stop", "length"):
             self.table.record_output_length(state.num_known - state.prompt_len)
         self.table.remove(row)
-        self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs, prompt_logprobs)
+        self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs, prompt_logprobs, pooled)
         if state.metrics.first_scheduled_s is not None:
             self.finish_times_s.append(self._clock.now_s())
 
@@ -453,9 +457,11 @@ class RequestStates(ColumnTable):
         new_token_ids: list[int],
         logprobs: list[TokenLogprobs] | None,
         prompt_logprobs: PromptLogprobs | None = None,
+        pooled: NDArray[np.float32] | None = None,
     ) -> None:
         state.ended = True
         state.prompt_scores = None
+        state.pooled = None
         state.metrics.finished_s = self._clock.now_s()
         self._counters.finished[reason] += 1
         self.outputs.append(
@@ -464,6 +470,7 @@ class RequestStates(ColumnTable):
                 new_token_ids=new_token_ids,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                pooled=pooled,
                 finish_reason=reason,
                 stop_reason=stop_reason,
                 error=error,

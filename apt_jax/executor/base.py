@@ -48,6 +48,14 @@ class PromptTargets:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolSpan:
+    """Positions of a prompt whose hidden states a step sums."""
+
+    position: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One step, on the host. `n` rows; T = sum of `num_tokens`; J = most blocks of one row (of one half for KV).
 
@@ -91,6 +99,13 @@ class StepBatch:
     """Done after the copies and before the step; None: there are none."""
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
     """By row, where the row's request asks for log probabilities of its prompt."""
+    pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
+    """By row, where the row's request asks for pooled states of its prompt."""
+
+    @property
+    def needs_all_states(self) -> bool:
+        """True if results need the hidden states of tokens that do not sample."""
+        return bool(self.prompt_targets or self.pool_spans)
 
     @property
     def num_converted_tokens(self) -> int:
@@ -118,6 +133,9 @@ class StepBatch:
                 place: self.prompt_targets[row] for place, row in enumerate(rows.tolist()) if row in self.prompt_targets
             },
             adapters=None if self.adapters is None else self.adapters[rows],
+            pool_spans={
+                place: self.pool_spans[row] for place, row in enumerate(rows.tolist()) if row in self.pool_spans
+            },
         )
 
 
@@ -137,6 +155,8 @@ class StepResult:
     """(n, k)"""
     prompt_logprobs: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
     """By row, of the tokens of `StepBatch.prompt_targets`."""
+    pooled: Mapping[int, NDArray[np.float32]] = dataclasses.field(default_factory=dict)
+    """By row, (D,) sums of the hidden states in `StepBatch.pool_spans`."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -23,10 +23,17 @@ class DeviceStepHandle:
     states: Array | None = None
     """Result of a step without a row that samples, which has ended when these are there."""
     prompts: DispatchedPromptLogprobs | None = None
+    pooled: tuple[list[int], Array] | None = None
+    """Rows, and sums of states by row of the batch."""
 
     def result(self) -> StepResult:
         result = self._sampled()
-        return result if self.prompts is None else dataclasses.replace(result, prompt_logprobs=self.prompts.result())
+        if self.prompts is not None:
+            result = dataclasses.replace(result, prompt_logprobs=self.prompts.result())
+        if self.pooled is not None:
+            rows, sums = self.pooled[0], np.asarray(self.pooled[1])
+            result = dataclasses.replace(result, pooled={row: sums[row].copy() for row in rows})
+        return result
 
     def _sampled(self) -> StepResult:
         token_ids = np.full(self.num_rows, NO_TOKEN, np.int32)
@@ -71,9 +78,10 @@ class JoinedStepHandle:
                 out[rows] = values
             return out
 
-        arrays = [f.name for f in dataclasses.fields(StepResult) if f.name != "prompt_logprobs"]
+        arrays = [f.name for f in dataclasses.fields(StepResult) if f.name not in ("prompt_logprobs", "pooled")]
         prompts = {int(rows[place]): given for rows, r in results for place, given in r.prompt_logprobs.items()}
-        return StepResult(**{name: joined(name) for name in arrays}, prompt_logprobs=prompts)
+        pooled = {int(rows[place]): given for rows, r in results for place, given in r.pooled.items()}
+        return StepResult(**{name: joined(name) for name in arrays}, prompt_logprobs=prompts, pooled=pooled)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -340,8 +340,8 @@ class JaxExecutor:
         if batch.conversions is not None:
             self._run_conversions(batch, batch.conversions)
         single = batch.num_tokens == 1
-        single[list(batch.prompt_targets)] = False
-        if (self.mixed and not batch.prompt_targets) or batch.masked is not None or single.all() or not single.any():
+        single[[*batch.prompt_targets, *batch.pool_spans]] = False
+        if (self.mixed and not batch.needs_all_states) or batch.masked is not None or single.all() or not single.any():
             return self._dispatch(batch)
         # Decode rows as chunks of one token take several times as long as in a program of their own.
         parts = [np.flatnonzero(single), np.flatnonzero(~single)]
@@ -356,13 +356,12 @@ class JaxExecutor:
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""
         runner, step_format, branches = self.runner, self.step_format, self.programs.branches
-        targets = batch.prompt_targets
         step = pack_forward(
             batch,
             step_format,
             mixed=self.mixed,
             sizes=self.ready.sizes,
-            only_chunks=self._prompts.buckets if targets else None,
+            only_chunks=self._prompts.buckets if batch.needs_all_states else None,
         )
         kinds = self.programs.kind_set_of(batch.kind)
         rows = np.flatnonzero(batch.samples)
@@ -375,10 +374,14 @@ class JaxExecutor:
             sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, step_format)
             tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant).run()
             return done(tokens=tokens, logprobs=None)
-        if targets:
+        if batch.needs_all_states:
             states, of_all = self._prompts.run(runner.forward_all_call(step.ints, step.num_prefill))
             places = np.cumsum(batch.num_tokens) - batch.num_tokens
-            done = functools.partial(done, prompts=self._prompts.score(batch, places, of_all))
+            if batch.prompt_targets:
+                done = functools.partial(done, prompts=self._prompts.score(batch, places, of_all))
+            if batch.pool_spans:
+                pooled = (list(batch.pool_spans), self._prompts.pool(batch, places, of_all))
+                done = functools.partial(done, pooled=pooled)
         else:
             states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
         if not len(rows):

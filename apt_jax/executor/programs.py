@@ -84,6 +84,7 @@ class Programs:
             "copy": self._jit(self.copy, donate=("pools",), results=(pools,)),
             "forward_all": self._jit(self.forward_all, donate=("pools",), results=(pools, alike, alike)),
             "score_prompts": self._jit(self.score_prompts, donate=(), results=alike),
+            "pool_prompts": self._jit(self.pool_prompts, donate=(), results=alike),
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
         }
 
@@ -179,6 +180,19 @@ class Programs:
             parts[name] = parts[name] > 0
         batch = DecoderBatch(**parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2])
         return batch, self._options(num_decode, kinds), sample_rows
+
+    def pool_prompts(self, states: Array, segments: Array) -> Array:
+        """Sums of hidden states by row of a step.
+
+        Args:
+            states: (T, D) hidden states of a step, from `forward_all`.
+            segments: (T,) int32 row of each token; `max_num_seqs` where it is not summed.
+
+        Returns:
+            (max_num_seqs, D) float32.
+        """
+        rows = self.step_format.max_num_seqs
+        return jax.ops.segment_sum(states.astype(jnp.float32), segments, num_segments=rows + 1)[:rows]
 
     def score_prompts(
         self, head: ModelParams, states: Array, ints: Array, *, rows: int

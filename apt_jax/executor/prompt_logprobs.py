@@ -73,6 +73,7 @@ class PromptPrograms:
             for bucket in self.buckets:
                 self._compile(self._runner.empty_forward_all_call(bucket))
                 self._compile(self._runner.empty_score_call(bucket, _ROWS))
+                self._compile(self._runner.empty_pool_call(bucket))
             self._is_ready = True
 
     def run(self, call: ProgramCall) -> Any:
@@ -104,6 +105,15 @@ class PromptPrograms:
             rows={row: t.token_ids.size for row, t in batch.prompt_targets.items()}, chunks=chunks
         )
 
+    def pool(self, batch: StepBatch, places: NDArray[np.int64], states: Array) -> Array:
+        """Dispatch the sums of a step's spans; arguments as of `score`. Gives (max_num_seqs, D) float32, rows as in
+        the batch."""
+        segments: Ints = np.full(states.shape[0], self._runner.step_format.max_num_seqs, np.int32)
+        for row, span in batch.pool_spans.items():
+            first = int(places[row]) + span.position - int(batch.start[row])
+            segments[first : first + span.num_tokens] = row
+        return self.run(self._runner.pool_call(states, segments))
+
     def _compile(self, call: ProgramCall) -> None:
         key = self._key(call)
         if key not in self._compiled:
@@ -111,5 +121,6 @@ class PromptPrograms:
 
     @staticmethod
     def _key(call: ProgramCall) -> tuple[Any, ...]:
-        states = call.args[1].shape[0] if call.program == "score_prompts" else 0
+        at = {"score_prompts": 1, "pool_prompts": 0}.get(call.program)
+        states = 0 if at is None else call.args[at].shape[0]
         return (call.program, states, *call.static.values())

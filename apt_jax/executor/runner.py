@@ -111,6 +111,10 @@ class ProgramRunner:
         """Gives log probabilities of prompt tokens."""
         return ProgramCall(self, "score_prompts", (self._head, states, ints), {"rows": rows})
 
+    def pool_call(self, states: Array, segments: Ints) -> ProgramCall:
+        """Gives sums of hidden states by row."""
+        return ProgramCall(self, "pool_prompts", (states, segments), {})
+
     def decode_call(
         self, forward_ints: Ints, sample_ints: Ints, num_decode: int, kinds: KindSet, variant: SamplerVariant
     ) -> ProgramCall:
@@ -156,6 +160,11 @@ class ProgramRunner:
         states = self._memory.empty_states(num_states, self.params.dtype)
         return self.score_call(states, np.zeros((2, rows), np.int32), rows)
 
+    def empty_pool_call(self, num_states: int) -> ProgramCall:
+        """A call on padding alone."""
+        states = self._memory.empty_states(num_states, self.params.dtype)
+        return self.pool_call(states, np.full(num_states, self.step_format.max_num_seqs, np.int32))
+
     def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
         """A call on padding alone."""
         step_format = self.step_format
@@ -185,6 +194,9 @@ class ProgramRunner:
         if plan.program == "score_prompts":
             assert self._all_states is not None, "rank 0 scores prompts after a forward program of all tokens"
             return self.score_call(self._all_states, *arrays, **static).run()
+        if plan.program == "pool_prompts":
+            assert self._all_states is not None, "rank 0 pools prompts after a forward program of all tokens"
+            return self.pool_call(self._all_states, *arrays, **static).run()
         if plan.program == "decode":
             return self.decode_call(*arrays, **static).run()
         if plan.program == "sample":

@@ -158,7 +158,7 @@ class AsyncEngine:
         Nothing happens where it has been compiled. A request that is submitted without it waits for the compiler as all
         others do.
         """
-        if all(request.params.prompt_logprobs is None for request in requests):
+        if all(request.params.prompt_logprobs is None and request.params.pooling is None for request in requests):
             return
         with self._work:
             prepared = self._prompts_prepared

@@ -4,9 +4,10 @@ import collections
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
@@ -14,6 +15,7 @@ from apt_jax.engine import Engine
 from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, nearest
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
+from apt_jax.frontend.embedding import check_dimensions, embedding
 from apt_jax.frontend.outputs import RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.options import options_of
@@ -226,6 +228,43 @@ class LLM:
             for one in conversations
         ]
         return self.generate(prompts, sampling_params, slo=slo, lora_request=lora_request, use_tqdm=use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Literal["mean", "last"] = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[NDArray[np.float32]]:
+        """Embed prompts: their pooled hidden states after the model's final norm.
+
+        Args:
+            prompts: as for `generate`; each leaves room for one token.
+            pooling: the mean over all tokens, or the last token's states.
+            normalize: scale each embedding to length 1.
+            dimensions: keep the first ones only, before they are scaled; None: all of them.
+            use_tqdm: show progress.
+
+        Returns:
+            One (D,) float32 array per prompt.
+
+        Raises:
+            InvalidRequestError: an invalid prompt or parameter; then nothing has run.
+            RuntimeError: the model's output for a prompt is not finite.
+            EngineDeadError: the engine has ended.
+        """
+        config = self.parts.model_config
+        if config is not None:
+            check_dimensions(dimensions, config.embedding_size or config.hidden_size)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, pooling=pooling)
+        found = []
+        for number, output in enumerate(self.generate(prompts, params, use_tqdm=use_tqdm)):
+            if output.pooled is None:
+                raise RuntimeError(f"prompts[{number}] has no embedding: {output.error}")
+            found.append(embedding(output.pooled, dimensions=dimensions, normalize=normalize))
+        return found
 
     def _abort_unfinished(self, requests: Sequence[EngineRequest]) -> None:
         """Abort the unfinished requests of an interrupted call, so that the next one starts clean."""

@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from apt_jax.engine import StepOutput, TokenLogprobs
 from apt_jax.frontend.prompt_entries import TokenText, prompt_entries
 from apt_jax.request import (
@@ -31,6 +34,8 @@ class OutputDelta:
     """Sum over `token_ids`; 0 without `logprobs`."""
     prompt_logprobs: PromptLogprobs | None = None
     """With the first token, where the request asked for it: of all prompt tokens but the first."""
+    pooled: NDArray[np.float32] | None = None
+    """(D,) with the first token, where the request asked for it: pooled states of the prompt."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -50,6 +55,7 @@ class OutputDelta:
             self.logprobs += later.logprobs
         self.cumulative_logprob += later.cumulative_logprob
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.pooled = later.pooled if self.pooled is None else self.pooled
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.metrics = later.error, later.metrics
 
@@ -107,6 +113,7 @@ class OutputAssembler:
             logprobs=logprobs,
             cumulative_logprob=total,
             prompt_logprobs=output.prompt_logprobs,
+            pooled=output.pooled,
             finish_reason=output.finish_reason,
             stop_reason=stop_reason,
             error=output.error,
@@ -159,6 +166,7 @@ class RequestState:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None
         self._cumulative_logprob = 0.0
+        self._pooled: NDArray[np.float32] | None = None
         self._last: OutputDelta | None = None
 
     def add(self, delta: OutputDelta) -> None:
@@ -171,6 +179,8 @@ class RequestState:
         if delta.prompt_logprobs is not None:
             token_ids = self.request.prompt_token_ids.tolist()
             self._prompt_logprobs = prompt_entries(token_ids, delta.prompt_logprobs, self._token_text)
+        if delta.pooled is not None:
+            self._pooled = delta.pooled
         self._last = delta
 
     def output(self) -> RequestOutput:
@@ -201,4 +211,5 @@ class RequestState:
             metrics=metrics,
             error=last.error if last else None,
             prompt_logprobs=self._prompt_logprobs,
+            pooled=self._pooled,
         )

@@ -5,7 +5,7 @@ import difflib
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import SamplingParams
@@ -97,11 +97,18 @@ def checked_sampling_params(
         skip_special_tokens=check_flag("skip_special_tokens", params.skip_special_tokens),
         logprobs=None if params.logprobs is None else _checked("logprobs", params.logprobs),
         prompt_logprobs=None if params.prompt_logprobs is None else _checked("prompt_logprobs", params.prompt_logprobs),
+        pooling=_pooling(params.pooling),
         structured_outputs=checked_structured_outputs(params.structured_outputs),
         bad_words=_bad_words(tokenizer, params.bad_words),
         allowed_token_ids=_allowed_token_ids(limits, params.allowed_token_ids),
         truncate_prompt_tokens=_truncation(params.truncate_prompt_tokens),
     )
+
+
+def _pooling(value: object) -> Literal["mean", "last"] | None:
+    if value is not None and value not in ("mean", "last"):
+        raise InvalidRequestError("pooling", f"{value!r:.40} is none of 'mean' and 'last'")
+    return cast('Literal["mean", "last"] | None', value)
 
 
 def _checked(name: str, value: object) -> Any:

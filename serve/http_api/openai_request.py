@@ -46,7 +46,7 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 PLAIN = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs")
+    if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs", "pooling")
 )
 
 ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}

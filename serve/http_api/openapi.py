@@ -17,7 +17,7 @@ from apt_jax.request import SamplingParams
 from apt_jax.text import chat, template_kwargs
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, FieldSpec, RequestLimits
 from serve import slo_headers as objectives
-from serve.http_api import constraint_fields
+from serve.http_api import constraint_fields, embeddings
 from serve.http_api import openai_request as openai_api
 from serve.http_api.errors import DROPPED_REASON_KEYS
 from serve.http_api.json_schemas import COUNT as _COUNT
@@ -166,6 +166,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API); nothing is stored.", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages/count_tokens": post("CountTokens", "Length of the prompt that a conversation makes.", _good("CountTokens")),
+        "/v1/embeddings": post("Embedding", "Embed texts: their pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         "/v1/models": get("Models", "The model that is served, once for each of its names, and its LoRA adapters, whose `parent` it is.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
@@ -304,6 +305,7 @@ _EXAMPLES: dict[str, Schema] = {
     "Responses": responses_schemas.EXAMPLES,
     "Messages": messages_schemas.EXAMPLES,
     "CountTokens": messages_schemas.COUNT_EXAMPLES,
+    "Embedding": {"texts": {"value": {"input": ["One text.", "Another one."]}}},
     "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
     "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
 }  # fmt: skip
@@ -360,6 +362,14 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "top_logprobs": _or_null(_field("logprobs")),
         "echo": {"enum": [False, None]},
     }
+    embedding = {
+        **{name: completion[name] for name in embeddings.CARRIED if name in completion},
+        "input": completion["prompt"],
+        "pooling": {"enum": [*embeddings.POOLINGS, None], "default": embeddings.POOLINGS[0]},
+        "normalize": _or_null(_FLAG) | {"default": True, "description": "Scale to length 1."},
+        "dimensions": _or_null(_integer(1, MAX_INTEGER)) | {"description": "Keep the first ones."},
+        "encoding_format": {"enum": [*embeddings.ENCODINGS, None], "default": embeddings.ENCODINGS[0]},
+    }
     shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
     text = {**shared, "prompt": _STRING, "messages": _NULL, "add_special_tokens": _or_null(_FLAG)}
     ids_of_text = {"type": "array", "items": token, "maxItems": MAX_INTEGER if limits is None else limits.max_model_len}
@@ -368,6 +378,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "ChatCompletionRequest": _object(answer, required=("messages",)),
         **responses_schemas.requests(answer),
         **messages_schemas.requests(answer),
+        "EmbeddingRequest": _object(embedding, required=("input",)),
         "TokenizeRequest": {
             "anyOf": [
                 _object(text, required=("prompt",)),
@@ -661,6 +672,14 @@ def _answers() -> Schema:
             "count": _COUNT, "max_model_len": _COUNT, "tokens": _many(_COUNT), "token_strs": _or_null(_many(_STRING)),
         }),
         "Detokenize": _all({"prompt": _STRING}),
+        "Embedding": _all({
+            "id": _STRING, "object": {"const": "list"}, "model": _STRING,
+            "data": _many(_all({
+                "object": {"const": "embedding"}, "index": _COUNT,
+                "embedding": {"anyOf": [_many(_NUMBER), {**_STRING, "description": "float32, little endian, in base64."}]},
+            })),
+            "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+        }),
         "Version": _all({"version": _STRING}),
         "TokenizerInfo": _object({"tokenizer_class": _STRING, "model_max_length": _COUNT}),
         "StartProfile": _all({"directory": _STRING, "ends_after_s": _NUMBER}),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, PromptTargets, StepBatch, StepResult
+from apt_jax.executor import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, PoolSpan, PromptTargets, StepBatch, StepResult
 from apt_jax.request import Grammar, PromptLogprobs, SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.utils.clock import VirtualClock
@@ -163,6 +163,17 @@ def _scored(sums: NDArray[np.uint64], token_ids: NDArray[np.int32]) -> PromptLog
         top_ids=((state % np.uint64(97)).astype(np.int32)[:, None] + np.arange(20, dtype=np.int32)),
         top_logprobs=-(state % np.uint64(13)).astype(np.float32)[:, None] - steps,
     )
+
+
+def _states(token_ids: NDArray[np.integer]) -> NDArray[np.float32]:
+    """(T, 4) hidden states of tokens."""
+    return (np.asarray(token_ids, np.int64)[:, None] * (1, 3, 5, 7) % (11, 13, 17, 19)).astype(np.float32) - 4
+
+
+def reference_embedding(prompt: NDArray[np.integer], pooling: str) -> NDArray[np.float32]:
+    """(4,) pooled states of a prompt, not normalised."""
+    states = _states(prompt)
+    return states[-1] if pooling == "last" else states.sum(axis=0) / np.float32(len(states))
 
 
 def reference_prompt_logprobs(prompt: NDArray[np.integer]) -> PromptLogprobs:
@@ -408,7 +419,15 @@ class FakeExecutor:
         allowed: Mapping[int, NDArray[np.bool_]],
     ) -> StepResult:
         prompts = {row: self._score(batch, row, targets) for row, targets in batch.prompt_targets.items()}
-        return dataclasses.replace(self._draw_tokens(batch, fault, allowed), prompt_logprobs=prompts)
+        pooled = {row: self._pool(batch, row, span) for row, span in batch.pool_spans.items()}
+        return dataclasses.replace(self._draw_tokens(batch, fault, allowed), prompt_logprobs=prompts, pooled=pooled)
+
+    def _pool(self, batch: StepBatch, row: int, span: PoolSpan) -> NDArray[np.float32]:
+        """Sum of the states of positions, from what the row reads back."""
+        size = self.hidden_block_size if batch.kind[row] == HIDDEN else self.block_size
+        position = np.arange(span.position, span.position + span.num_tokens)
+        block, slot = batch.block_tables[row, 0, position // size], position % size
+        return _states(self._token[block, slot]).sum(axis=0)
 
     def _score(self, batch: StepBatch, row: int, targets: PromptTargets) -> PromptLogprobs:
         """Log probabilities from what the row reads back, position by position."""

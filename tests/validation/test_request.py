@@ -282,6 +282,7 @@ BAD = {
     "bad_words": ["a", [""], ["a"] * 129, ["a" * 257], [1], [None], b"a", 5, True, ["\ud800"], {"a"}],
     "allowed_token_ids": [[], [300], [-1], ["2"], [True], [1.0], "12", 5, {2}],
     "truncate_prompt_tokens": [0, -2, 2**31, HUGE, *NOT_INTEGERS],
+    "pooling": ["max", "", 1, True],
 }  # fmt: skip
 
 

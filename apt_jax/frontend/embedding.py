@@ -1,0 +1,26 @@
+"""Embeddings from pooled hidden states."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.errors import InvalidRequestError
+
+
+def check_dimensions(dimensions: object, size: int) -> None:
+    """Check how many dimensions of a model's `size` are asked for.
+
+    Raises:
+        InvalidRequestError: not an integer from 1 to `size`.
+    """
+    if dimensions is None:
+        return
+    if not isinstance(dimensions, int) or isinstance(dimensions, bool) or not 1 <= dimensions <= size:
+        raise InvalidRequestError("dimensions", f"{dimensions!r:.40} is not an integer from 1 to {size}")
+
+
+def embedding(pooled: NDArray[np.float32], *, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
+    """Cut (D,) pooled states to their first `dimensions`, and scale what is left to length 1 where asked for."""
+    cut = pooled[:dimensions]
+    if not normalize:
+        return cut.copy()
+    return cut / max(np.linalg.norm(cut), np.float32(1e-12))
