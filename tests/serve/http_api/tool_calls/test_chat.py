@@ -29,7 +29,7 @@ OUTPUT = 'Look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par
 
 
 def parts(template: str = QWEN, **config: Any):
-    made = toy_parts(chat_template=ChatTemplate(template), max_model_len=4000, num_blocks=4096)
+    made = toy_parts(chat_template=ChatTemplate(template), max_model_len=4000, num_blocks=4096, debug=False)
     return dataclasses.replace(made, config=dataclasses.replace(made.config, **config))
 
 
@@ -219,6 +219,7 @@ def test_random_schemas():
     """Every required call parses and validates, streamed as not."""
 
     async def scenario(served):
+        served.http.timeout = 300
         for seed in range(num_cases(2, 100)):
             random_ = random.Random(seed)
             tools = [tool(f"f{i}", random_schema(random_), strict=True) for i in range(random_.randint(1, 3))]
@@ -233,4 +234,8 @@ def test_random_schemas():
                 jsonschema.validate(json.loads(arguments), schemas[name])
             assert await ask_streamed(served, **fields) == [one]
 
-    run(scenario, limit_s=900, parts=toy_parts(chat_template=ChatTemplate(QWEN), max_model_len=8000, num_blocks=8192))
+    run(
+        scenario,
+        limit_s=900,
+        parts=toy_parts(chat_template=ChatTemplate(QWEN), max_model_len=8000, num_blocks=8192, debug=False),
+    )
