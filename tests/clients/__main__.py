@@ -1,0 +1,181 @@
+"""Try other people's clients on a server, each in an environment of its own: `make clients`, `python -m tests.clients NAME ...`.
+
+Not part of the main tests: it installs sixteen packages with all that they need. The matrix goes to docs/clients.md.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from apt_jax.version import __version__
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "clients.md"
+BEGIN, END = "<!-- matrix: written by `make clients` -->", "<!-- end of the matrix -->"
+LIMIT_S = 600.0
+"""Time limit for one client."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Client:
+    name: str
+    packages: Sequence[str]
+    script: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one client could do."""
+
+    version: str
+    features: Mapping[str, str]
+    """By feature: empty where it works, else what the client raised."""
+
+
+def read_clients() -> list[Client]:
+    table = tomllib.loads((HERE / "environments.toml").read_text())
+    return [Client(name=name, **row) for name, row in table.items()]
+
+
+def environment(client: Client, folder: Path) -> Path:
+    """The interpreter of a client's environment, which is made if need be."""
+    made = folder / client.name.replace(" ", "-")
+    python, stamp = made / "bin" / "python", made / ".packages"
+    if stamp.exists() and stamp.read_text() == json.dumps(client.packages):
+        return python
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, made], check=True)
+    subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *client.packages], check=True)
+    stamp.write_text(json.dumps(client.packages))
+    return python
+
+
+@contextlib.contextmanager
+def server(model: str, flags: Sequence[str], log: Path) -> Iterator[str]:
+    """The address of a server of this checkout."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "serve.cli", "serve", model, "--port", str(port), "--grpc-port", "0", *flags]
+    with log.open("wb") as out, subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out) as process:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + 600
+            while not _is_ready(address):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
+                time.sleep(0.5)
+            yield address
+        finally:
+            process.terminate()
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def try_client(client: Client, python: Path, address: str, model: str) -> Outcome:
+    variables = {"CLIENTS_URL": address, "CLIENTS_MODEL": model, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    with tempfile.TemporaryDirectory() as folder:  # clients keep caches where they run
+        try:
+            done = subprocess.run(
+                [python, HERE / "cases" / client.script],
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+            printed, errors = done.stdout, done.stderr
+        except subprocess.TimeoutExpired as error:
+            printed = (error.stdout or b"").decode(errors="replace")
+            errors = f"it took more than {LIMIT_S:g} s"
+    features = {}
+    for line in printed.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # clients print too
+            row = json.loads(line)
+            features[row["feature"]] = "" if row["ok"] else row["detail"] or "failed"
+    if not features or any(features.values()):
+        print(f"{client.name}:\n{errors[-4000:]}", file=sys.stderr)
+    package = client.packages[0].split("[")[0].split("<")[0]
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+    return Outcome(version=version, features=features or {"starts": errors[-200:] or "it printed nothing"})
+
+
+def matrix(outcomes: Mapping[str, Outcome], note: str) -> str:
+    """The outcomes as a table of clients by features, and what failed below it."""
+    columns = list(dict.fromkeys(feature for outcome in outcomes.values() for feature in outcome.features))
+    rows = [f"| client | version | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for name, outcome in outcomes.items():
+        cells = ["" if c not in outcome.features else "no" if outcome.features[c] else "yes" for c in columns]
+        rows.append(f"| {name} | {outcome.version} | {' | '.join(cells)} |")
+    failures = [
+        f"* {name}, {feature}: `{text[:200].replace('`', chr(39))}`"
+        for name, outcome in outcomes.items()
+        for feature, text in outcome.features.items()
+        if text
+    ]
+    return "\n".join([note, "", *rows, "", *failures])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("names", nargs="*", help="clients, by their names in environments.toml (default: all)")
+    parser.add_argument("--model", default="smollm2-135m", help="what is served")
+    parser.add_argument("--flags", nargs="*", default=[], help="more flags of the server, after --")
+    parser.add_argument("--url", help="a server that runs already")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-clients", help="folder of the environments")
+    parser.add_argument("--json", type=Path, help="write the outcomes here")
+    parser.add_argument("--write", action="store_true", help="write the matrix to docs/clients.md")
+    options = parser.parse_args()
+    clients = read_clients()
+    unknown = set(options.names) - {client.name for client in clients}
+    if unknown:
+        parser.error(f"no client is named {sorted(unknown)[0]!r}; known: {', '.join(c.name for c in clients)}")
+    chosen = [client for client in clients if not options.names or client.name in options.names]
+    outcomes: dict[str, Outcome] = {}
+    with contextlib.ExitStack() as stack:
+        address = options.url
+        if address is None:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+            address = stack.enter_context(server(options.model, options.flags, log))
+        for client in (bar := tqdm(chosen)):
+            bar.set_description(client.name)
+            outcomes[client.name] = try_client(
+                client, environment(client, options.environments), address, options.model
+            )
+    now = datetime.datetime.now(datetime.UTC).date()
+    python = ".".join(map(str, sys.version_info[:3]))
+    table = matrix(outcomes, f"{now}, apt-jax {__version__}, Python {python}, `apt-jax serve {options.model}`:")
+    print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps({n: dataclasses.asdict(o) for n, o in outcomes.items()}, indent=1) + "\n")
+    if options.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
+    return int(any(text for outcome in outcomes.values() for text in outcome.features.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
