@@ -69,6 +69,7 @@ def running(*command: str, ready: str) -> Iterator[None]:
 def test_every_example_is_here():
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()}
     assert names == {
+        "batch.py",
         "custom_policy.py",
         "messages_client.py",
         "offline.py",

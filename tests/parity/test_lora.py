@@ -14,7 +14,6 @@ from apt_jax.frontend.builder import load_adapters
 from apt_jax.models import load_model
 from apt_jax.models.decoder import logits
 from apt_jax.sched import HIDDEN, KV
-from tests.parity.test_families import random_model
 from tests.support.lora_adapters import write_adapter
 from tests.support.paged_driver import Driver, make_executor
 
@@ -60,6 +59,8 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_merged_weights(name, tmp_path):
     """Beside rows of another adapter and of none; prompts at once and in chunks, decoding, in each kind of cache."""
+    from tests.parity.test_families import random_model  # it needs torch too
+
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "model")
     modules = linear_layers(theirs)

@@ -185,6 +185,7 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
         "rows_per_tile",
         "branches",
         "extras",
+        "add_low_rank",
         "dense",
         "gated",
         "dense_argmax",

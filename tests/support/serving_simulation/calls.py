@@ -128,7 +128,7 @@ def draw_call(rng: np.random.Generator, scenario: ServingScenario, number: int) 
         body.setdefault("slo", {})["deadline_ms"] = 1e3 * deadline_s
     invalid = bool(rng.random() < scenario.p_invalid)
     if invalid:
-        name, value = [("temperature", -1.0), ("max_tokens", 10_000), ("stop", [""]), ("seed", "x"), ("n", 99)][
+        name, value = [("temperature", -1.0), ("max_tokens", 10_000), ("stop", [""]), ("seed", "x"), ("n", 999)][
             int(rng.integers(5))
         ]
         body[name] = value
