@@ -40,7 +40,7 @@ class Client:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one client could do."""
+    """Results of one client."""
 
     version: str
     features: Mapping[str, str]

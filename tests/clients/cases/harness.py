@@ -1,4 +1,4 @@
-"""What the scripts here share: each runs in its client's own environment, against one server, and prints a line per feature.
+"""Parts that the scripts here share: each runs in its client's own environment, against one server, and prints a line per feature.
 
 The standard library alone: nothing of the project is installed beside a client.
 """
