@@ -105,7 +105,7 @@ REQUESTS: list[Request] = [
 # Of VllmEngine's sampling parameters.
 CONSTRAINTS = {"json_schema", "regex", "grammar", "json_object", "choice"}
 ELSEWHERE = {"n", "truncate_prompt_tokens", "structural_tag"}
-NOT_IN_APTSERVE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens"}
+NOT_IN_APTSERVE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens", "pooling"}
 NO_EFFECT = {"spaces_between_special_tokens", "grammar_from_first_token"}
 
 

@@ -176,7 +176,7 @@ BAD_SAMPLING = {
     "prompt_logprobs": [-1, 21],
     "structured_outputs": [{}, {"json_object": False}, {"disable_any_whitespace": True}],
 }  # fmt: skip
-NOT_ON_THE_WIRE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens"}
+NOT_ON_THE_WIRE = {"bad_words", "allowed_token_ids", "truncate_prompt_tokens", "pooling"}
 NOT_CHECKED_BY_VALUE = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens"}
 
 

@@ -574,7 +574,7 @@ def test_paths_and_methods_that_are_not_there():
             ("POST", "/health", 405),
             ("GET", "/health/", 404),
             ("GET", "//health", 404),
-            ("POST", "/v1/embeddings", 404),
+            ("POST", "/v1/images/generations", 404),
             ("GET", "/docs", 404),
         ):
             response = await served.http.request(method, path, json={})
