@@ -366,7 +366,7 @@ class BatchRunner:
             self._feeder.wake()
 
     async def _commit_group(self) -> None:
-        """Store what has come so far, in one transaction a batch."""
+        """Store the outcomes so far, in one transaction a batch."""
         group, self._outcomes = self._outcomes, []
         by_batch: dict[RunningBatch, list[tuple[RequestLine, Outcome]]] = {}
         for batch, line, outcome in group:

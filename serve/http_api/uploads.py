@@ -46,7 +46,7 @@ async def read_form(request: Request, directory: Path, config: BatchConfig, time
         request: of the call.
         directory: for the content.
         config: bounds.
-        timeout_s: for the whole, and as long again as `BatchConfig.upload_bytes_per_s` gives what has come.
+        timeout_s: for the whole, and as long again as `BatchConfig.upload_bytes_per_s` allows for the bytes received.
 
     Raises:
         BadCallError: its type is none of a form, or it is too large or too slow.

@@ -47,7 +47,7 @@ class ReasoningFirst:
         self._without_opening = "inside" if inside else "after"
         self._text = ""
         self._begun = False
-        """Some reasoning has come out."""
+        """Some reasoning has been emitted."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
         """See `OutputParser`."""
