@@ -188,8 +188,7 @@ def read_call(
     try:
         prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
         if kind == "chat":
-            constraint = fields["params"].get("structured_outputs")
-            output = plan_output(parts, _tools(body), prompts[0]["prompt_token_ids"], constraint)
+            output = plan_output(parts, _tools(body), prompts[0]["prompt_token_ids"], read_constraint(body))
             fields["params"].update(output.fields)
         n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
         _check_best_of(parts, body, n)

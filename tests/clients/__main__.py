@@ -21,6 +21,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from apt_jax.models.loading.gguf.file import GgufFile
+from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer_files
+from apt_jax.models.loading.resolve import resolve_model
 from apt_jax.version import __version__
 
 HERE = Path(__file__).parent
@@ -87,19 +90,29 @@ def server(model: str, flags: Sequence[str], log: Path) -> Iterator[str]:
 
 def _is_ready(address: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+        with urllib.request.urlopen(f"{address}/ready", timeout=5) as answer:
             return answer.status == 200
     except OSError:
         return False
 
 
-def try_client(client: Client, python: Path, address: str, model: str) -> Outcome:
-    variables = {"CLIENTS_URL": address, "CLIENTS_MODEL": model, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+def tokenizer_directory(model: str, folder: Path) -> Path:
+    """A directory with the model's tokenizer as transformers reads it, which lm-eval does."""
+    path = resolve_model(model).path
+    if path is None or path.is_dir():
+        return path or folder
+    with contextlib.closing(GgufFile(path)) as file:
+        for name, text in gguf_tokenizer_files(file).items():
+            (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def try_client(client: Client, python: Path, variables: Mapping[str, str]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:  # clients keep caches where they run
         try:
             done = subprocess.run(
                 [python, HERE / "cases" / client.script],
-                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables,
+                env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(variables),
                 cwd=folder,
                 capture_output=True,
                 text=True,
@@ -124,19 +137,20 @@ def try_client(client: Client, python: Path, address: str, model: str) -> Outcom
 
 
 def matrix(outcomes: Mapping[str, Outcome], note: str) -> str:
-    """The outcomes as a table of clients by features, and what failed below it."""
-    columns = list(dict.fromkeys(feature for outcome in outcomes.values() for feature in outcome.features))
-    rows = [f"| client | version | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
-    for name, outcome in outcomes.items():
-        cells = ["" if c not in outcome.features else "no" if outcome.features[c] else "yes" for c in columns]
-        rows.append(f"| {name} | {outcome.version} | {' | '.join(cells)} |")
+    """The outcomes as a table of features by clients, their versions above it, and what failed below."""
+    features = dict.fromkeys(feature for outcome in outcomes.values() for feature in outcome.features)
+    rows = [f"| | {' | '.join(outcomes)} |", "|---" * (len(outcomes) + 1) + "|"]
+    for feature in features:
+        found = [outcome.features.get(feature) for outcome in outcomes.values()]
+        rows.append(f"| {feature} | {' | '.join('' if f is None else 'no' if f else 'yes' for f in found)} |")
+    versions = ", ".join(f"{name} ({outcome.version})" for name, outcome in outcomes.items())
     failures = [
         f"* {name}, {feature}: `{text[:200].replace('`', chr(39))}`"
         for name, outcome in outcomes.items()
         for feature, text in outcome.features.items()
         if text
     ]
-    return "\n".join([note, "", *rows, "", *failures])
+    return "\n".join([note, f"{versions}.", "", *rows, *(["", *failures] if failures else [])])
 
 
 def main() -> int:
@@ -156,18 +170,22 @@ def main() -> int:
     chosen = [client for client in clients if not options.names or client.name in options.names]
     outcomes: dict[str, Outcome] = {}
     with contextlib.ExitStack() as stack:
-        address = options.url
-        if address is None:
-            log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
-            address = stack.enter_context(server(options.model, options.flags, log))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        variables = {
+            "CLIENTS_MODEL": options.model,
+            "CLIENTS_TOKENIZER": str(tokenizer_directory(options.model, folder)),
+            "HF_HUB_OFFLINE": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        variables["CLIENTS_URL"] = options.url or stack.enter_context(
+            server(options.model, options.flags, folder / "server.log")
+        )
         for client in (bar := tqdm(chosen)):
             bar.set_description(client.name)
-            outcomes[client.name] = try_client(
-                client, environment(client, options.environments), address, options.model
-            )
+            outcomes[client.name] = try_client(client, environment(client, options.environments), variables)
     now = datetime.datetime.now(datetime.UTC).date()
     python = ".".join(map(str, sys.version_info[:3]))
-    table = matrix(outcomes, f"{now}, apt-jax {__version__}, Python {python}, `apt-jax serve {options.model}`:")
+    table = matrix(outcomes, f"{now}, apt-jax {__version__}, Python {python}, `apt-jax serve {options.model}`.")
     print(table)
     if options.json is not None:
         options.json.write_text(json.dumps({n: dataclasses.asdict(o) for n, o in outcomes.items()}, indent=1) + "\n")

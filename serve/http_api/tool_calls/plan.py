@@ -8,6 +8,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.validation.structured import checked_structured_outputs
+from serve.http_api.constraint_fields import RESPONSE_FORMAT, Constraint
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import ToolSet
 from serve.http_api.tool_calls.events import OutputParser, PlainText
@@ -39,14 +40,17 @@ class OutputPlan:
     """The constraint is that of calls, from the schemas in `tools`."""
 
 
-def plan_output(parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[int], constraint: object) -> OutputPlan:
+def plan_output(
+    parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[int], asked: Constraint | None
+) -> OutputPlan:
     """Plan the outputs of a conversation.
 
     Args:
         parts: of the engine.
         tools: from `serve.http_api.tool_calls.definitions.read_tools`.
         prompt_token_ids: of the prompt, made with the definitions of the tools.
-        constraint: value of `structured_outputs`, raw, or None.
+        asked: the constraint of the body. Where a call is required, `response_format` is without effect: it is a format of
+            text, which there is none of then.
 
     Raises:
         InvalidRequestError: the constraint is malformed, or does not go together with the tools or with reasoning.
@@ -58,10 +62,10 @@ def plan_output(parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[
     form = form_of(parts.config.tool_call_parser, source) if tools.functions else None
     if tools.mode == "required":
         form = form or JSON_FORM
-        if constraint is not None:
-            raise InvalidRequestError(
-                "tool_choice", "requires a call: leave out the constraint on the text, or the choice"
-            )
+        if asked is not None and asked.field != RESPONSE_FORMAT:
+            raise InvalidRequestError("tool_choice", f"requires a call: leave out {asked.field}, or the choice")
+        asked = None
+    constraint = None if asked is None else asked.value
     literal = literals_of(tokenizer)
     answer = None if constraint is None else answer_rules(_checked(constraint))
     fields: dict[str, Any] = {}

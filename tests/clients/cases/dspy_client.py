@@ -5,7 +5,7 @@ from harness import BASE_URL, KEY, MODEL, QUESTION, expect, feature, run
 
 
 def lm(**more: object) -> dspy.LM:
-    return dspy.LM(f"openai/{MODEL}", api_base=BASE_URL, api_key=KEY, max_tokens=64, cache=False, **more)
+    return dspy.LM(f"openai/{MODEL}", api_base=BASE_URL, api_key=KEY, max_tokens=200, cache=False, **more)
 
 
 @feature("chat")

@@ -26,7 +26,7 @@ def chat() -> None:
 def json_schema() -> None:
     lm = ask()
     with guidance.assistant():
-        lm += guidance.json("answer", schema=CITY_SCHEMA, max_tokens=80)
+        lm += guidance.json("answer", schema=CITY_SCHEMA, max_tokens=200)
     expect(set(json.loads(lm["answer"])) == {"city", "people"})
 
 

@@ -1,5 +1,7 @@
 """GuideLLM: a short benchmark with synthetic data."""
 
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,33 +13,21 @@ from harness import MODEL, ROOT_URL, expect, feature, run
 @feature("load")
 def load() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(Path(sys.executable).with_name("guidellm")),
-            "benchmark",
-            "run",
-            "--target",
-            ROOT_URL,
-            "--model",
-            MODEL,
-        ]
-        command += ["--profile", "synchronous", "--max-requests", "5", "--data", "prompt_tokens=16,output_tokens=8"]
-        command += ["--processor", str(_tokenizer(Path(folder))), "--output-dir", folder]
+        report = Path(folder) / "report.json"
+        flags = {
+            "--backend": f"kind=openai_http,target={ROOT_URL},model={MODEL}",
+            "--tokenizer": f"kind=huggingface_auto,model={os.environ['CLIENTS_TOKENIZER']}",
+            "--profile": "kind=synchronous",
+            "--constraint": "kind=max_requests,count=5",
+            "--data": "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+            "--output": f"kind=json,path={report}",
+        }
+        guidellm = str(Path(sys.executable).with_name("guidellm"))
+        command = [guidellm, "run", "--disable-console", *(part for flag in flags.items() for part in flag)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         expect(done.returncode == 0, (done.stdout + done.stderr)[-500:])
-
-
-def _tokenizer(folder: Path) -> Path:
-    """A tokenizer on disk, as there may be no hub: one of words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.BPE(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel()
-    made.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog"] * 10, trainers.BpeTrainer(special_tokens=["[UNK]"])
-    )
-    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]").save_pretrained(folder / "tokenizer")
-    return folder / "tokenizer"
+        totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+        expect(totals["successful"] == 5 and not totals["errored"], totals)
 
 
 run()

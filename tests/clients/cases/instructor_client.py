@@ -15,7 +15,7 @@ def check(mode: instructor.Mode) -> None:
     client = instructor.from_openai(OpenAI(base_url=BASE_URL, api_key=KEY), mode=mode)
     messages = [{"role": "user", "content": QUESTION}]
     made = client.chat.completions.create(
-        model=MODEL, messages=messages, response_model=City, max_tokens=80, max_retries=0
+        model=MODEL, messages=messages, response_model=City, max_tokens=200, max_retries=0
     )
     expect(isinstance(made, City))
 
@@ -39,7 +39,7 @@ def json_schema() -> None:
 def responses() -> None:
     client = instructor.from_openai(OpenAI(base_url=BASE_URL, api_key=KEY), mode=instructor.Mode.RESPONSES_TOOLS)
     made = client.responses.create(
-        model=MODEL, input=QUESTION, response_model=City, max_output_tokens=80, max_retries=0
+        model=MODEL, input=QUESTION, response_model=City, max_output_tokens=200, max_retries=0
     )
     expect(isinstance(made, City))
 
@@ -50,7 +50,7 @@ def streams() -> None:
     messages = [{"role": "user", "content": QUESTION}]
     made = list(
         client.chat.completions.create_partial(
-            model=MODEL, messages=messages, response_model=City, max_tokens=80, max_retries=0
+            model=MODEL, messages=messages, response_model=City, max_tokens=200, max_retries=0
         )
     )
     expect(made[-1].city is not None)

@@ -6,7 +6,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
-chat_model = ChatOpenAI(base_url=BASE_URL, api_key=KEY, model=MODEL, max_tokens=80)
+chat_model = ChatOpenAI(base_url=BASE_URL, api_key=KEY, model=MODEL, max_tokens=200)
 
 
 class City(BaseModel):

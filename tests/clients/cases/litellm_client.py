@@ -34,7 +34,7 @@ def streams() -> None:
 
 @feature("JSON schema")
 def json_schema() -> None:
-    made = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, max_tokens=80, response_format=City, **AT)
+    made = litellm.completion(model=f"openai/{MODEL}", messages=MESSAGES, max_tokens=200, response_format=City, **AT)
     City.model_validate_json(made.choices[0].message.content)
 
 
@@ -42,7 +42,7 @@ def json_schema() -> None:
 def tools_required() -> None:
     for provider in ("openai", "hosted_vllm"):
         made = litellm.completion(
-            model=f"{provider}/{MODEL}", messages=MESSAGES, max_tokens=80, tools=[TOOL], tool_choice="required", **AT
+            model=f"{provider}/{MODEL}", messages=MESSAGES, max_tokens=200, tools=[TOOL], tool_choice="required", **AT
         )
         City.model_validate_json(made.choices[0].message.tool_calls[0].function.arguments)
 

@@ -14,7 +14,7 @@ class City(BaseModel):
 
 
 def make(**more: object) -> OpenAILike:
-    return OpenAILike(api_base=BASE_URL, api_key=KEY, model=MODEL, is_chat_model=True, max_tokens=80, **more)
+    return OpenAILike(api_base=BASE_URL, api_key=KEY, model=MODEL, is_chat_model=True, max_tokens=200, **more)
 
 
 @feature("chat")

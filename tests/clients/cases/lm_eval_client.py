@@ -1,6 +1,7 @@
 """lm-eval: a multiple-choice, a log-likelihood and a generation task over data of its own, with both tokenizer backends."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -16,7 +17,20 @@ QUESTIONS = [
 ]
 
 
-def evaluate(kind: str, backend: str = "remote") -> dict:
+TOKENIZER = os.environ.get("CLIENTS_TOKENIZER", "")
+"""Directory with the model's tokenizer, for lm-eval's own."""
+
+
+def evaluate(kind: str) -> dict:
+    """The metrics of a task, which are the same with the tokenizer of the server and, where it is at hand, with lm-eval's own."""
+    made = _evaluate(kind, "tokenizer_backend=remote")
+    if TOKENIZER:
+        other = _evaluate(kind, f"tokenizer_backend=huggingface,tokenizer={TOKENIZER}")
+        expect(made == other, f"{made} with one tokenizer, {other} with the other")
+    return made
+
+
+def _evaluate(kind: str, tokenizer: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
@@ -43,9 +57,7 @@ def evaluate(kind: str, backend: str = "remote") -> dict:
         else:
             task |= {"doc_to_target": "{{text}}", "metric_list": [{"metric": "exact_match"}]}
             task["generation_kwargs"] = {"until": [".", "\n", "?", "!", ";", ","], "max_gen_toks": 8}
-        arguments = (
-            f"model={MODEL},base_url={BASE_URL}/completions,tokenizer_backend={backend},num_concurrent=2,max_length=512"
-        )
+        arguments = f"model={MODEL},base_url={BASE_URL}/completions,{tokenizer},num_concurrent=2,max_length=512"
         made = simple_evaluate(
             model="local-completions",
             model_args=arguments,
@@ -54,7 +66,8 @@ def evaluate(kind: str, backend: str = "remote") -> dict:
             task_manager=TaskManager(include_defaults=False),
             bootstrap_iters=0,
         )
-    return made["results"][f"local_{kind}"]
+    metrics = made["results"][f"local_{kind}"]
+    return {name: value for name, value in metrics.items() if isinstance(value, float) and "stderr" not in name}
 
 
 @feature("multiple choice")

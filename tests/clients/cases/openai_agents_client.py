@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
 set_tracing_disabled(True)
-SETTINGS = ModelSettings(max_tokens=100)
+SETTINGS = ModelSettings(temperature=0, max_tokens=200)
 
 
 class City(BaseModel):
@@ -34,7 +34,7 @@ def agent(kind: type, **more: object) -> Agent:
     return Agent(name="A", instructions="Be brief.", model=model, model_settings=settings, **more)
 
 
-CALL = ModelSettings(max_tokens=100, tool_choice="required", parallel_tool_calls=False)
+CALL = ModelSettings(temperature=0, max_tokens=200, tool_choice="required", parallel_tool_calls=False)
 
 
 @feature("chat")

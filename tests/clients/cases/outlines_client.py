@@ -26,7 +26,7 @@ def chat() -> None:
 @feature("JSON schema")
 def json_schema() -> None:
     for make in (outlines.from_openai, outlines.from_vllm, outlines.from_sglang):
-        City.model_validate(json.loads(make(client, MODEL)(QUESTION, City, max_tokens=80)))
+        City.model_validate(json.loads(make(client, MODEL)(QUESTION, City, max_tokens=200)))
 
 
 @feature("regex, choice, grammar")

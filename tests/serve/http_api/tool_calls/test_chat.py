@@ -63,6 +63,12 @@ def test_required_calls(template):
         await check_required(served, tools[:1], "required", max_tokens=1700, n=1)
         await check_required(served, tools, NAMED, parallel_tool_calls=None)
         await check_required(served, tools, "required", parallel_tool_calls=False)
+        # Instructor sends the schema as the format of text too.
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "object", "required": ["other"]}},
+        }
+        await check_required(served, tools[:1], "required", parallel_tool_calls=False, response_format=form)
 
     run(scenario, parts=parts(template))
 
@@ -196,7 +202,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": "required", "regex": "a"}, "tool_choice"),
         ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"functions": [tool()["function"]]}, "functions"),
     ]  # fmt: skip
