@@ -85,11 +85,11 @@ class JaxExecutor:
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
             where both kinds are offered. Without it `can_convert` is False.
         adapters: LoRA adapters that rows may have, all of them at once; on one device.
+        huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
 
     Raises:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
-        the
-            pool, or the model cannot be cut for so many devices.
+            the pool, or the model cannot be cut for so many devices.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         conversion: bool = False,
         adapters: Sequence[LoraAdapter] = (),
+        huge_pages: bool = True,
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
         self.num_devices = 1 if mesh is None else mesh.size
@@ -200,6 +201,7 @@ class JaxExecutor:
         self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
         self.ready = ReadyPrograms(self.buckets)
         self._compiled_at_warm_up = 0
+        self._huge_pages = huge_pages
         free = self._memory.free_bytes()
         if self.platform == "cpu":
             keep_freed_memory()
@@ -321,13 +323,22 @@ class JaxExecutor:
 
     def clear(self) -> None:
         """Allocate the pool and the last-token memory again, on all hosts; all cache is lost."""
-        if self.platform != "cpu":
+        if self.platform != "cpu" or not self._huge_pages:
             self.runner.clear()
             return
         with huge_pages_for((self.num_blocks + 1) * self.block_bytes):
             self.runner.clear()
+        for _ in use_huge_pages(self.host_buffers()):
+            pass
+
+    def host_buffers(self) -> list[tuple[int, int]]:
+        """Address and bytes of weights and pools, as far as they are whole in this process's memory; from now on a new pool
+        is in huge pages."""
+        if self.platform != "cpu":
+            return []
+        self._huge_pages = True
         arrays = [*jax.tree.leaves(self.params), *self.runner.pools]
-        use_huge_pages((a.unsafe_buffer_pointer(), a.nbytes) for a in arrays if len(a.devices()) == 1)
+        return [(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays if len(array.devices()) == 1]
 
     def run_plan(self, plan: Plan) -> Any:
         """Make a call that rank 0 announced; its results can be waited for."""

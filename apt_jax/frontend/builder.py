@@ -26,6 +26,7 @@ from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.utils.activity import activity
+from apt_jax.utils.allocator import use_huge_pages
 from apt_jax.utils.cache_dir import private_dir
 from apt_jax.utils.compile_cache import keep_programs
 
@@ -90,17 +91,21 @@ def build_engine(
         config = with_auto_dtype(config, loaded.hf_config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
-        executor = make_executor(config, loaded, mesh, conversion=converts(policy))
+        early = early and warm_up and hosts is None
+        executor = make_executor(config, loaded, mesh, conversion=converts(policy), huge_pages=not early)
         loaded_s = time.monotonic()
         unprepared = None
         with room_for_steps():
-            if early and warm_up and hosts is None and executor.can_start_early:
+            if early and executor.can_start_early:
                 others = executor.warm_up_first(of_stage(progress, "preparing"))
                 is_known = not calibrate or load_calibration(calibration_path(executor)) is not None
                 unprepared = Unprepared(programs=others, calibration_s=None if is_known else calibration_s)
                 calibrate = False
             elif warm_up:
                 executor.warm_up(of_stage(progress, "preparing"))
+            if early and unprepared is None:
+                for _ in use_huge_pages(executor.host_buffers()):
+                    pass
             warm_s = time.monotonic()
             executor.leader = leader
             if calibrate:
@@ -217,7 +222,12 @@ def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
 
 
 def make_executor(
-    config: EngineConfig, loaded: "LoadedModel", mesh: "Mesh | None", *, conversion: bool = False
+    config: EngineConfig,
+    loaded: "LoadedModel",
+    mesh: "Mesh | None",
+    *,
+    conversion: bool = False,
+    huge_pages: bool = True,
 ) -> "JaxExecutor":
     """Make the executor of a loaded model; nothing is compiled yet."""
     from apt_jax.executor.jax_executor import JaxExecutor
@@ -235,6 +245,7 @@ def make_executor(
             mesh=mesh,
             conversion=conversion,
             adapters=load_adapters(config, loaded),
+            huge_pages=huge_pages,
         )
 
 

@@ -5,7 +5,8 @@
 
 1. A thread compiles one program after another; between two steps the engine's thread runs each once, on padding, and
    from then on steps take it where it fits them best. No step compiles, and none waits for the compiler.
-2. Where no step costs are stored for this machine, they are measured while the engine has nothing to do, for half a
+2. Weights and pool move to pages of 2 MiB, which takes seconds where free memory is scattered.
+3. Where no step costs are stored for this machine, they are measured while the engine has nothing to do, for half a
    second at a time. Until then policies have no costs (`StepCosts`: zero where nothing is known), as with
    ``calibrate=False``. Measuring overwrites cached prefixes, which are forgotten.
 
@@ -22,6 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from apt_jax.errors import one_line
+from apt_jax.utils.allocator import use_huge_pages
 
 if TYPE_CHECKING:
     from apt_jax.executor.jax_executor import JaxExecutor
@@ -90,6 +92,8 @@ class BackgroundPreparation:
         assert unprepared is not None
         try:
             self._compile(unprepared.programs)
+            for _ in use_huge_pages(self._call(_executor_of(self._engine).host_buffers)):
+                self._raise_if_stopped()
             if unprepared.calibration_s is not None:
                 self._calibrate(unprepared.calibration_s)
             self._call(gc.freeze)  # what tracing has left: a full collection need not visit it (`freeze_gc_heap`)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 _HUGE_PAGE = 2 << 20
+_PAGES_PER_CALL = 64
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _KEPT_BYTES = 512 << 20
@@ -55,9 +56,12 @@ def huge_pages_for(num_bytes: int) -> Iterator[None]:
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> None:
+def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> Iterator[None]:
     """Move memory that is read all the time to pages of 2 MiB, where Linux offers them (6.1 or newer): reads are up to
     a third faster, as their addresses are looked up in a table 512 times as small.
+
+    It takes 0.5 to 3 s a GiB, the longer the more scattered free memory is. The memory may be in use meanwhile. A
+    generator: part after part is moved, 128 MiB at most.
 
     Args:
         buffers: address and bytes of each. A page moves if buffers fill at least half of it.
@@ -74,11 +78,13 @@ def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> None:
     # Neighbours in one call: each call waits until all cores have emptied their lists of pages.
     first = end = -1
     for page in sorted(page for page, size in filled.items() if size >= _HUGE_PAGE // 2):
-        if page != end:
+        if page != end or end - first == _PAGES_PER_CALL:
             _advise(library, first, end, _MADV_COLLAPSE)
+            yield
             first = page
         end = page + 1
     _advise(library, first, end, _MADV_COLLAPSE)
+    yield
 
 
 def _advise(library: ctypes.CDLL, first: int, end: int, advice: int) -> None:

@@ -17,6 +17,7 @@ from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import KV
 from tests.executor.test_jax_executor import PROMPTS, Driver, few_programs, make_executor, reference_greedy
 
+WEIGHTS = np.arange(1 << 20)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -40,7 +41,10 @@ class FakeEngine:
 
     def __init__(self, programs: Any) -> None:
         self.added: list[tuple[ProgramName, bool]] = []
-        executor = SimpleNamespace(add_program=lambda p, last: self.added.append((p.name, last)))
+        executor = SimpleNamespace(
+            add_program=lambda p, last: self.added.append((p.name, last)),
+            host_buffers=lambda: [(WEIGHTS.ctypes.data, WEIGHTS.nbytes)],
+        )
         self.parts: Any = SimpleNamespace(
             unprepared=Unprepared(programs=programs, calibration_s=None), executor=executor
         )
@@ -104,6 +108,49 @@ def test_a_stop_does_not_wait_for_the_compiler() -> None:
     assert engine.added == []
     assert engine.failed == []
     assert not programs[1].compiled.is_set()
+
+
+def test_costs_are_measured_in_slices_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = FakeEngine([])
+    cleared: list[int] = []
+    engine.parts.unprepared = Unprepared(programs=[], calibration_s=1.0)
+    engine.parts.engine = SimpleNamespace(
+        has_work=False, cache=SimpleNamespace(clear_prefixes=lambda: cleared.append(1))
+    )
+    engine.has_arrivals, engine.num_open = False, 1
+    measured: list[int] = []
+    kept: list[Any] = []
+
+    def measure(executor: Any, budget_s: float) -> Any:
+        for n in range(6):
+            measured.append(n)
+            engine.has_arrivals = n % 2 == 1  # someone comes during every second one
+            yield n / 6
+        return "the model"
+
+    monkeypatch.setattr("apt_jax.frontend.early_start._IDLE_S", 0.05)
+    monkeypatch.setattr("apt_jax.frontend.early_start._POLL_S", 0.01)
+    monkeypatch.setattr("apt_jax.executor.calibrate.calibration", measure)
+    monkeypatch.setattr("apt_jax.executor.calibrate.calibration_path", lambda executor: "where")
+    monkeypatch.setattr("apt_jax.executor.calibrate.keep_calibration", lambda model, path: kept.append((model, path)))
+    monkeypatch.setattr("apt_jax.frontend.builder.with_costs", lambda parts, model: SimpleNamespace(costs=model))
+    seen: list[Any] = []
+    preparation = BackgroundPreparation(engine, seen.append)
+    preparation.start()
+    time.sleep(0.3)
+    assert measured == []  # a request is open
+    engine.num_open = 0
+    for slices in (1, 2, 3):
+        _until(lambda slices=slices: len(measured) == 2 * slices)
+        time.sleep(0.1)
+        assert len(measured) == 2 * slices  # whoever came is served first
+        engine.has_arrivals = False
+    _until(lambda: seen)
+    assert kept == [("the model", "where")]
+    assert engine.parts.costs == "the model"
+    assert len(cleared) >= 6  # measuring overwrites cached prefixes
+    assert preparation.stop()
+    assert engine.failed == []
 
 
 def test_nothing_to_prepare_is_no_thread() -> None:
