@@ -30,7 +30,7 @@ _OBJECTIVES = ("slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY)
 
 
 class BatchCall:
-    """A completion or chat completion of a batch, a `serve.generate_call.Transport` that collects the response.
+    """One request of a batch, a `serve.generate_call.Transport` that collects the response.
 
     Args:
         endpoint: that it would be sent to.
@@ -99,8 +99,8 @@ class BatchCall:
             self._call.call_id,
             body,
             input_tokens=usage["prompt_tokens"],
-            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-            output_tokens=usage["completion_tokens"],
+            cached_tokens=usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+            output_tokens=usage.get("completion_tokens", 0),
         )
 
     def disconnect_reason(self, error: Exception) -> str | None:
@@ -149,6 +149,6 @@ CANCELLED = failed_outcome("batch_cancelled", "The batch was cancelled before th
 ENDPOINTS: Mapping[str, Callable[[CallService, bytes, str, Callable[[], object]], BatchCall]] = {
     endpoint.path: functools.partial(BatchCall, endpoint)
     for endpoint in HTTP_ENDPOINTS
-    if endpoint.path in ("/v1/completions", "/v1/chat/completions")
+    if endpoint.path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 }
 """Paths that a batch may ask for, and what serves one of their requests (`BatchCall`)."""

@@ -11,7 +11,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest
-from serve.http_api import embeddings, openai_request
+from serve.http_api import embeddings, openai_request, scores
 from serve.http_api.errors import HttpError
 from serve.http_api.messages.request import ID_PREFIX as MESSAGES_ID_PREFIX
 from serve.http_api.messages.request import read_call as read_messages
@@ -146,6 +146,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         read=embeddings.read_call,
         is_slow=embeddings.is_slow,
         respond=embeddings.EmbeddingsResponse,
+    ),
+    Endpoint(
+        path=scores.PATH,
+        id_prefix=scores.ID_PREFIX,
+        read=scores.read_call,
+        is_slow=scores.is_slow,
+        respond=scores.ScoreResponse,
     ),
 )
 

@@ -398,7 +398,13 @@ def _requests(
         # Validation rejects an id that is not a string.
         several = len(prompts) > 1 and isinstance(base_id, str)
         request_id = f"{base_id}-{number}" if several else base_id
-        requests += parts.build_requests(n=n, request_id=request_id, **prompt, **fields)
+        try:
+            requests += parts.build_requests(n=n, request_id=request_id, **prompt, **fields)
+        except InvalidRequestError as error:
+            name, bracket, rest = error.field.partition("[")
+            if len(prompts) == 1 or name not in prompt:
+                raise
+            raise with_field(error, f"{name}[{number}]{bracket}{rest}") from None
     return requests
 
 

@@ -167,6 +167,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages/count_tokens": post("CountTokens", "Length of the prompt that a conversation makes.", _good("CountTokens")),
         "/v1/embeddings": post("Embedding", "Embed texts: their pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
+        "/v1/score": post("Score", "Similarity of texts: the cosine of their embeddings.", {**_good("Score"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         "/v1/models": get("Models", "The model that is served, once for each of its names, and its LoRA adapters, whose `parent` it is.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
@@ -306,6 +307,7 @@ _EXAMPLES: dict[str, Schema] = {
     "Messages": messages_schemas.EXAMPLES,
     "CountTokens": messages_schemas.COUNT_EXAMPLES,
     "Embedding": {"texts": {"value": {"input": ["One text.", "Another one."]}}},
+    "Score": {"texts": {"value": {"text_1": "One text.", "text_2": ["Another one.", "A third."]}}},
     "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
     "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
 }  # fmt: skip
@@ -370,6 +372,9 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "dimensions": _or_null(_integer(1, MAX_INTEGER)) | {"description": "Keep the first ones."},
         "encoding_format": {"enum": [*embeddings.ENCODINGS, None], "default": embeddings.ENCODINGS[0]},
     }
+    score = {name: embedding[name] for name in embedding if name in (*embeddings.CARRIED, "pooling")}
+    sides = {"anyOf": [_TEXT, _list(_TEXT, 1, sequences - 1)]}
+    score |= {"text_1": {**sides, "description": "One text, or as many as in `text_2`."}, "text_2": sides}
     shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
     text = {**shared, "prompt": _STRING, "messages": _NULL, "add_special_tokens": _or_null(_FLAG)}
     ids_of_text = {"type": "array", "items": token, "maxItems": MAX_INTEGER if limits is None else limits.max_model_len}
@@ -379,6 +384,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         **responses_schemas.requests(answer),
         **messages_schemas.requests(answer),
         "EmbeddingRequest": _object(embedding, required=("input",)),
+        "ScoreRequest": _object(score, required=("text_1", "text_2")),
         "TokenizeRequest": {
             "anyOf": [
                 _object(text, required=("prompt",)),
@@ -678,6 +684,11 @@ def _answers() -> Schema:
                 "object": {"const": "embedding"}, "index": _COUNT,
                 "embedding": {"anyOf": [_many(_NUMBER), {**_STRING, "description": "float32, little endian, in base64."}]},
             })),
+            "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+        }),
+        "Score": _all({
+            "id": _STRING, "object": {"const": "list"}, "created": _COUNT, "model": _STRING,
+            "data": _many(_all({"object": {"const": "score"}, "index": _COUNT, "score": _NUMBER})),
             "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
         }),
         "Version": _all({"version": _STRING}),

@@ -5,13 +5,17 @@ parameters of vLLM, constraints. A name that its API has another word for is ref
 ignored that would change the answer.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
+from apt_jax.frontend.components import EngineComponents
+from apt_jax.request import EngineRequest
 from apt_jax.text.chat import MAX_MESSAGES
+from serve.http_api import openai_request
 from serve.http_api.json_schemas import NULL, Schema
-from serve.http_api.openai_request import Body, with_field
+from serve.http_api.openai_request import Body, CompletionCall, with_field
 
 _OF_CHAT_ALONE: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -22,6 +26,51 @@ _OF_CHAT_ALONE: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
 }
 """Fields whose answer only chat completions have, with the values that ask for nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslatedCall:
+    """The engine request of a body of another API, and what the answer needs to know."""
+
+    chat: CompletionCall
+    """The same call as a chat completion."""
+    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+    """Gives the field in an error its name in that API."""
+
+    @property
+    def requests(self) -> Sequence[EngineRequest]:
+        return self.chat.requests
+
+    @property
+    def deadline_s(self) -> float | None:
+        return self.chat.deadline_s
+
+    @property
+    def stream(self) -> bool:
+        return self.chat.stream
+
+    def with_requests(self, requests: Sequence[EngineRequest]) -> Self:
+        return dataclasses.replace(self, chat=self.chat.with_requests(requests))
+
+
+def read_chat(
+    parts: EngineComponents,
+    chat: dict[str, Any],
+    names: Mapping[str, str],
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None,
+) -> TranslatedCall:
+    """Build the request of a body that has been made one of chat completions; `names` are those of `field_renamer`.
+
+    Raises:
+        InvalidRequestError: see `serve.http_api.openai_request.read_call`; `.field` is the other API's.
+    """
+    try:
+        call = openai_request.read_call(parts, "chat", chat, headers, arrival_s, tenant)
+    except InvalidRequestError as error:
+        raise field_renamer(names)(error) from None
+    return TranslatedCall(chat=call, renamed=field_renamer(names, call.renamed))
 
 
 def chat_fields(body: Body, own: Collection[str], renamed: Mapping[str, str]) -> dict[str, Any]:

@@ -221,6 +221,7 @@ HTTP: dict[tuple[str, str], Check] = {
     ("POST", "/v1/responses"): completes_by_tenant_and_id,
     ("POST", "/v1/messages"): completes_by_tenant_and_id,
     ("POST", "/v1/embeddings"): completes_by_tenant_and_id,
+    ("POST", "/v1/score"): shows_nothing({"text_1": "hi", "text_2": "you"}),
     ("POST", "/v1/messages/count_tokens"): shows_nothing({"messages": HELLO}),
     ("GET", "/v1/models"): shows_nothing(),
     ("GET", "/v1/models/{name:path}"): shows_nothing(path="/v1/models/toy"),

@@ -1,12 +1,11 @@
 """Bodies of Anthropic's Messages API, and the chat completions that they ask for."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.request import EngineRequest
 from apt_jax.validation import MAX_INTEGER, check_integer, check_mapping
 from apt_jax.validation.values import check_number
 from serve.compact_json import json_bytes
@@ -14,8 +13,16 @@ from serve.http_api import openai_request
 from serve.http_api.json_schemas import Schema
 from serve.http_api.messages.content import messages_of
 from serve.http_api.messages.tools import chat_choice, chat_tools
-from serve.http_api.openai_request import Body, CompletionCall
-from serve.http_api.translation import chat_fields, chat_schemas, field_renamer, quoted, set_thinking
+from serve.http_api.openai_request import Body
+from serve.http_api.translation import (
+    TranslatedCall,
+    chat_fields,
+    chat_schemas,
+    field_renamer,
+    quoted,
+    read_chat,
+    set_thinking,
+)
 
 ID_PREFIX = "msg_"
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
@@ -55,33 +62,13 @@ _NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MessagesCall:
-    """The engine request of one body, and what the answer needs to know."""
-
-    chat: CompletionCall
-    """The same call as a chat completion."""
-    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+class MessagesCall(TranslatedCall):
     hides_thinking: bool
     """Thinking blocks are empty."""
 
     @property
     def call_id(self) -> str:
         return ID_PREFIX + self.chat.call_id.removeprefix("chatcmpl-")
-
-    @property
-    def requests(self) -> Sequence[EngineRequest]:
-        return self.chat.requests
-
-    @property
-    def deadline_s(self) -> float | None:
-        return self.chat.deadline_s
-
-    @property
-    def stream(self) -> bool:
-        return self.chat.stream
-
-    def with_requests(self, requests: Sequence[EngineRequest]) -> "MessagesCall":
-        return dataclasses.replace(self, chat=self.chat.with_requests(requests))
 
 
 def read_call(
@@ -109,12 +96,8 @@ def read_call(
         if check_number("temperature", temperature) > MAX_TEMPERATURE:
             raise InvalidRequestError("temperature", f"{temperature} must lie in [0, 1]")
         chat["temperature"] = temperature
-    rename = field_renamer(_NAMES)
-    try:
-        call = openai_request.read_call(parts, "chat", chat, headers, arrival_s, tenant)
-    except InvalidRequestError as error:
-        raise rename(error) from None
-    return MessagesCall(chat=call, renamed=field_renamer(_NAMES, call.renamed), hides_thinking=_hides_thinking(body))
+    call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
+    return MessagesCall(chat=call.chat, renamed=call.renamed, hides_thinking=_hides_thinking(body))
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:

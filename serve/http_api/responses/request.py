@@ -4,20 +4,26 @@ Nothing is stored: whatever needs an earlier response, a conversation or a file 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.request import EngineRequest
 from apt_jax.validation import MAX_INTEGER, MAX_LOGPROBS, check_integer, check_mapping
 from serve.compact_json import json_bytes
 from serve.http_api import openai_request
 from serve.http_api.json_schemas import Schema
-from serve.http_api.openai_request import Body, CompletionCall
+from serve.http_api.openai_request import Body
 from serve.http_api.responses.input_items import messages_of
 from serve.http_api.responses.tools import chat_choice, chat_tools
-from serve.http_api.translation import chat_fields, chat_schemas, field_renamer, quoted, set_thinking
+from serve.http_api.translation import (
+    TranslatedCall,
+    chat_fields,
+    chat_schemas,
+    quoted,
+    read_chat,
+    set_thinking,
+)
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
@@ -70,12 +76,7 @@ _NAMES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResponsesCall:
-    """The engine request of one body, and what the answer needs to know."""
-
-    chat: CompletionCall
-    """The same call as a chat completion."""
-    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+class ResponsesCall(TranslatedCall):
     facts: bytes
     """JSON object of the fields of the answer that only the body decides."""
 
@@ -86,21 +87,6 @@ class ResponsesCall:
     @property
     def base_id(self) -> str:
         return self.chat.call_id.removeprefix("chatcmpl-")
-
-    @property
-    def requests(self) -> Sequence[EngineRequest]:
-        return self.chat.requests
-
-    @property
-    def deadline_s(self) -> float | None:
-        return self.chat.deadline_s
-
-    @property
-    def stream(self) -> bool:
-        return self.chat.stream
-
-    def with_requests(self, requests: Sequence[EngineRequest]) -> "ResponsesCall":
-        return dataclasses.replace(self, chat=self.chat.with_requests(requests))
 
 
 def read_call(
@@ -114,14 +100,10 @@ def read_call(
     """
     openai_request.check_model(parts, body)
     shown, chat = _translated(body)
-    rename = field_renamer(_NAMES)
-    try:
-        call = openai_request.read_call(parts, "chat", chat, headers, arrival_s, tenant)
-    except InvalidRequestError as error:
-        raise rename(error) from None
+    call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
     params = call.requests[0].params
     shown |= {"temperature": params.temperature, "top_p": params.top_p}
-    return ResponsesCall(chat=call, renamed=field_renamer(_NAMES, call.renamed), facts=json_bytes(shown))
+    return ResponsesCall(chat=call.chat, renamed=call.renamed, facts=json_bytes(shown))
 
 
 def chat_fields_of(of_chat: Mapping[str, Schema]) -> dict[str, Schema]:

@@ -89,3 +89,59 @@ def test_what_is_refused():
         assert (await ask(served, input="a", model="other"))[0] == 404
 
     run(scenario, parts=toy_parts())
+
+
+def test_a_client_that_leaves_ends_its_embeddings():
+    async def scenario(served):
+        call = asyncio.create_task(ask(served, input=["long " * 13] * 8, pooling="mean"))
+        while not served.parts.engine.num_live:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        async with asyncio.timeout(10):
+            while served.parts.engine.num_live:
+                await asyncio.sleep(0.001)
+        assert (await ask(served, input="hello"))[0] == 200
+
+    run(scenario, step_s=0.02)
+
+
+def test_scores_are_cosines():
+    async def score(served, **fields):
+        response = await served.post("/v1/score", {"model": "toy", **fields})
+        return response.status_code, response.json()
+
+    async def scenario(served):
+        units = [expected(served, text) for text in TEXTS]
+        for first, second, pairs in (
+            (TEXTS[0], TEXTS[1], [(0, 1)]),
+            (TEXTS[0], TEXTS[1:], [(0, 1), (0, 2)]),
+            (TEXTS[:2], TEXTS[1:], [(0, 1), (1, 2)]),
+            ([TEXTS[2]], TEXTS, [(2, 0), (2, 1), (2, 2)]),
+        ):
+            status, answer = await score(served, text_1=first, text_2=second)
+            assert status == 200
+            assert [item["index"] for item in answer["data"]] == list(range(len(pairs)))
+            wanted = [float(units[a] @ units[b]) for a, b in pairs]
+            np.testing.assert_allclose([item["score"] for item in answer["data"]], wanted, rtol=1e-5, atol=1e-6)
+        mean = float(expected(served, TEXTS[0], "mean") @ expected(served, TEXTS[1], "mean"))
+        answer = (await score(served, text_1=TEXTS[0], text_2=TEXTS[1], pooling="mean"))[1]
+        np.testing.assert_allclose(answer["data"][0]["score"], mean, rtol=1e-5)
+        for fields, param in (
+            ({"text_1": "a"}, "text_2"),
+            ({"text_2": "a"}, "text_1"),
+            ({"text_1": [], "text_2": "a"}, "text_1"),
+            ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+            ({"text_1": "a", "text_2": ["a", 5]}, "text_2[1]"),
+            ({"text_1": [1, 2], "text_2": ["a"]}, "text_1[0]"),
+            ({"text_1": "", "text_2": "a"}, "text_1[0]"),
+            ({"text_1": "a", "text_2": ["b", ""]}, "text_2[1]"),
+            ({"text_1": "a", "text_2": "b " * 2000}, "text_2[0]"),
+            ({"text_1": "a", "text_2": ["a"] * 128}, "text_2"),
+            ({"text_1": "a", "text_2": "b", "pooling": "max"}, "pooling"),
+            ({"text_1": "a", "text_2": "b", "stream": True}, "stream"),
+        ):
+            status, answer = await score(served, **fields)
+            assert (status, answer["error"]["param"]) == (400, param), answer
+
+    run(scenario, parts=toy_parts())
