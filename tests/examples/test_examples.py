@@ -71,6 +71,8 @@ def test_every_example_is_here():
     assert names == {
         "batch.py",
         "custom_policy.py",
+        "embeddings.py",
+        "lora.py",
         "messages_client.py",
         "offline.py",
         "openai_client.py",
@@ -92,6 +94,20 @@ def test_offline(capsys, model):
     out = capsys.readouterr().out
     assert "Once upon a time" in out
     assert out.count("first token after") == 2
+
+
+def test_embeddings(capsys, model):
+    run("embeddings.py", model)
+    scores = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_lora(capsys, model):
+    run("lora.py", model)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:10].strip() for line in lines] == ["red", "blue", "no adapter"]
+    assert len({line[10:] for line in lines}) > 1
 
 
 def test_structured_output(capsys, model):

