@@ -25,6 +25,10 @@ class ConfigError(AptJaxError, ValueError):
     """A configuration value that cannot be used; one line that names the flag and the rule."""
 
 
+EXCLUDED = "excluded: "
+"""Begins the text of an error of an output that its own request has left no token; a field and why follow."""
+
+
 class InvalidRequestError(AptJaxError, ValueError):
     """A request that can never be served as it stands.
 

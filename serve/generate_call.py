@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from apt_jax.errors import EXCLUDED, InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
@@ -180,7 +181,7 @@ async def run_generate(transport: Transport, service: CallService) -> None:
             async for index, delta in group:
                 record.num_output_tokens += len(delta.token_ids)
                 if delta.finish_reason == "error":
-                    raise RequestFailedError(_client_text(delta.error))
+                    raise _failure(delta.error)
                 if delta.finish_reason is not None:
                     reasons.add(delta.finish_reason)
                 await transport.write(index, delta, group)
@@ -214,8 +215,16 @@ def require_served_model(parts: EngineComponents, name: str) -> None:
         raise UnknownModelError(f"model {name[:80]!r} is not served here; this server has {names}")
 
 
+def _failure(error: str | None) -> Exception:
+    """The error that ended an output, from the engine's text, which is for clients where its prefix says so."""
+    if error is not None and error.startswith(EXCLUDED):
+        field, _, message = error.removeprefix(EXCLUDED).partition(": ")
+        return InvalidRequestError(field, message, code="no_token_left")
+    return RequestFailedError(_client_text(error))
+
+
 def _client_text(error: str | None) -> str:
-    """The engine's error text if it is written for clients, which its prefix tells; others may hold anything."""
+    """The engine's text if it is written for clients; others may hold anything."""
     if error is not None and error.startswith(("numeric:", "grammar:")):
         return error
     return "the request failed"

@@ -13,16 +13,17 @@ from apt_jax.engine.admission import Admission
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput, TokenLogprobs
 from apt_jax.engine.request_states import WAITING, RequestStates
+from apt_jax.errors import EXCLUDED
 from apt_jax.executor import NO_TOKEN, StepResult
 from apt_jax.request import FinishReason, PromptLogprobs, SamplingParams, TokenConstraint
-from apt_jax.structured.compiler import GrammarError
+from apt_jax.structured.compiler import GrammarError, NoTokenLeftError
 from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
 
 _NOT_FINITE = "numeric: the model's output for this request is not finite"
 _OUT_OF_VOCABULARY = "numeric: a token outside the vocabulary was sampled"
-_NOTHING_LEFT = "grammar: it allows no token that min_tokens, stop tokens and logit_bias leave"
+_NOTHING_LEFT = f"{EXCLUDED}structured_outputs: allows no token here that min_tokens, stop tokens and logit_bias leave"
 
 
 def finish_reason(
@@ -346,6 +347,8 @@ class MaskFiller:
 
 def grammar_error(error: Exception) -> str:
     """Return the reason that users see: our own words, or the type of the exception alone."""
+    if isinstance(error, NoTokenLeftError):
+        return f"{EXCLUDED}{error}"
     text = str(error) if isinstance(error, GrammarError) else type(error).__name__
     logger.error("the grammar of one request failed: %s", type(error).__name__)
     return f"grammar: {text}"

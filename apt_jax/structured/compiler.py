@@ -88,6 +88,17 @@ class GrammarError(AptJaxError):
     """A constraint that cannot go on; the text is for users."""
 
 
+class NoTokenLeftError(GrammarError):
+    """The request itself excludes every token.
+
+    Args:
+        field: the one that excludes the last.
+    """
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field}: leaves no token here that the rest of the request allows")
+
+
 # --- what users write --------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.request import EngineRequest, TokenConstraint
-from apt_jax.structured.compiler import GrammarError
+from apt_jax.structured.compiler import NoTokenLeftError
 
 
 def start_constraint(request: EngineRequest) -> TokenConstraint | None:
@@ -63,7 +63,7 @@ class RestrictedConstraint:
             if not before or self._last[-len(before) :] == before:
                 words[last >> 5] &= ~np.uint32(1 << (last & 31))
         if not words.any():
-            raise GrammarError("bad_words and allowed_token_ids leave no token")
+            raise NoTokenLeftError("bad_words" if self._allowed is None else "allowed_token_ids")
         return True
 
     def _mask_of_allowed(self, num_words: int) -> NDArray[np.int32]:

@@ -82,7 +82,7 @@ def build_request(
         InvalidRequestError: one line; `.field` names the input.
         QueueFullError: too many new grammars at once.
     """
-    checked_id = _request_id(request_id)
+    checked_id = check_request_id(request_id)
     checked_slo = _slo(limits.default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
     checked_class = _slo_class(slo_class)
     checked_adapter = _adapter(limits, adapter)
@@ -226,7 +226,12 @@ def check_token_ids(limits: RequestLimits, field: str, value: object, most: int)
     return [check_token_id(f"{field}[{i}]", t, limits.vocab_size) for i, t in enumerate(value)]
 
 
-def _request_id(value: object) -> str:
+def check_request_id(value: object) -> str:
+    """The label of a request; None: a random one.
+
+    Raises:
+        InvalidRequestError: it is no label.
+    """
     if value is None:
         return f"req-{uuid.uuid4().hex}"
     if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):

@@ -368,7 +368,13 @@ class HttpApp:
         code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
         if error.status_code == 404 and self._batches is None and path.startswith(("/v1/files", "/v1/batches")):
             message = f"this server has no files and batches: start it with {BATCH_FLAG} DIR"
-        rejected = BadCallError(error.status_code, code, message, error.headers)
+        headers = error.headers
+        if error.status_code == 405:  # the router knows the methods of the first route of this path alone
+            routes = [
+                r for r in self._routes.routes if isinstance(r, Route) and r.matches(request.scope)[0] != Match.NONE
+            ]
+            headers = {"allow": ", ".join(sorted({method for r in routes for method in r.methods or ()}))}
+        rejected = BadCallError(error.status_code, code, message, headers)
         return _error_response(to_http_error(rejected, NO_ID), request)
 
     def _hint(self, path: str) -> str:

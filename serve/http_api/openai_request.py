@@ -25,6 +25,7 @@ from apt_jax.validation import (
     check_integer,
     check_mapping,
     check_prompt_logprobs,
+    check_request_id,
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
@@ -393,11 +394,10 @@ def _requests(
     fields: Mapping[str, Any],
 ) -> list[EngineRequest]:
     """`n` requests a prompt."""
+    base_id = check_request_id(base_id)
     requests: list[EngineRequest] = []
     for number, prompt in enumerate(prompts):
-        # Validation rejects an id that is not a string.
-        several = len(prompts) > 1 and isinstance(base_id, str)
-        request_id = f"{base_id}-{number}" if several else base_id
+        request_id = f"{base_id}-{number}" if len(prompts) > 1 else base_id
         try:
             requests += parts.build_requests(n=n, request_id=request_id, **prompt, **fields)
         except InvalidRequestError as error:

@@ -321,7 +321,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         most = min(longest, limits.max_pool_tokens - 1)
     token = _integer(0, vocab)
     ids = _list(token, 1, longest)
-    sequences = REQUEST_FIELDS["n"].max if limits is None else limits.max_sequences
+    sequences = int(REQUEST_FIELDS["n"].max or 1) if limits is None else limits.max_sequences
     texts = _list(_TEXT, 1, sequences)
     completion = {
         **_common("completion", models, token, most, limits),
@@ -509,6 +509,7 @@ def _constraint_names() -> dict[str, Schema]:
         name: _or_null(constraints[ours]) | {"description": f"The same as `structured_outputs.{ours}`; instead of it."}
         for name, ours in constraint_fields.OTHER_NAMES.items()
     }
+    made["grammar"] |= {"minLength": 0}  # llama.cpp's clients send an empty one for none
     whitespace = _or_null(_whitespace()) | {
         "description": "With `guided_json`: `structured_outputs.whitespace_pattern`."
     }

@@ -34,8 +34,13 @@ class TranslatedCall:
 
     chat: CompletionCall
     """The same call as a chat completion."""
-    renamed: Callable[[InvalidRequestError], InvalidRequestError]
-    """Gives the field in an error its name in that API."""
+    names: Mapping[str, str]
+    """Names of fields of chat completions and what that API has for them."""
+
+    @property
+    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
+        """Gives the field in an error its name in that API."""
+        return field_renamer(self.names, self.chat.renamed)
 
     @property
     def requests(self) -> Sequence[EngineRequest]:
@@ -60,17 +65,16 @@ def read_chat(
     headers: Mapping[str, str],
     arrival_s: float,
     tenant: str | None,
-) -> TranslatedCall:
+) -> CompletionCall:
     """Build the request of a body that has been made one of chat completions; `names` are those of `field_renamer`.
 
     Raises:
         InvalidRequestError: see `serve.http_api.openai_request.read_call`; `.field` is the other API's.
     """
     try:
-        call = openai_request.read_call(parts, "chat", chat, headers, arrival_s, tenant)
+        return openai_request.read_call(parts, "chat", chat, headers, arrival_s, tenant)
     except InvalidRequestError as error:
         raise field_renamer(names)(error) from None
-    return TranslatedCall(chat=call, renamed=field_renamer(names, call.renamed))
 
 
 def chat_fields(body: Body, own: Collection[str], renamed: Mapping[str, str]) -> dict[str, Any]:

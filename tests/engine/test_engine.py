@@ -1135,7 +1135,7 @@ class TestStructuredOutput:
         names = [h.add(), h.add(grammar=Residues())]
         h.drain()
         assert h.last["none"].finish_reason == "error"
-        assert (h.last["none"].error or "").startswith("grammar: it allows no token")
+        assert (h.last["none"].error or "").startswith("excluded: structured_outputs: allows no token")
         h.assert_all_as_expected(names)
 
     def test_E1_masks_that_cannot_be_filled_end_their_requests_alone(self, overlap):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from apt_jax.structured.compiler import GrammarError
+from apt_jax.structured.compiler import NoTokenLeftError
 from apt_jax.structured.token_rules import RestrictedConstraint
 
 V = 70  # a word and a bit more than two
@@ -61,7 +61,7 @@ def test_it_takes_away_from_what_another_constraint_allows():
     assert not constraint.ended
     constraint.accept(2)
     row = np.zeros(3, np.int32)
-    with pytest.raises(GrammarError, match="bad_words and allowed_token_ids leave no token"):
+    with pytest.raises(NoTokenLeftError, match="allowed_token_ids: leaves no token"):
         constraint.fill_mask(row)  # the other one wants 1 or 40
 
 

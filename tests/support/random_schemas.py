@@ -42,3 +42,13 @@ def _value(random: Random, depth: int) -> Schema:
         case "array":
             return {"type": "array", "items": _value(random, depth - 1), "maxItems": random.randint(1, 3)}
     return {"type": "boolean"}
+
+
+def closed(schema: Any) -> Any:
+    """The schema with objects that have no other properties than those that it names."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: closed(part) for name, part in schema.items()}
+    return made | {"additionalProperties": False} if made.get("type") == "object" else made

@@ -97,7 +97,7 @@ def read_call(
             raise InvalidRequestError("temperature", f"{temperature} must lie in [0, 1]")
         chat["temperature"] = temperature
     call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
-    return MessagesCall(chat=call.chat, renamed=call.renamed, hides_thinking=_hides_thinking(body))
+    return MessagesCall(chat=call, names=_NAMES, hides_thinking=_hides_thinking(body))
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:

@@ -103,7 +103,7 @@ def read_call(
     call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
     params = call.requests[0].params
     shown |= {"temperature": params.temperature, "top_p": params.top_p}
-    return ResponsesCall(chat=call.chat, renamed=call.renamed, facts=json_bytes(shown))
+    return ResponsesCall(chat=call, names=_NAMES, facts=json_bytes(shown))
 
 
 def chat_fields_of(of_chat: Mapping[str, Schema]) -> dict[str, Schema]:

@@ -82,6 +82,7 @@ def test_what_is_refused():
             ({"input": "a", "normalize": 1}, "normalize"),
             ({"input": "a", "stream": True}, "stream"),
             ({"input": ["a"] * 129}, "input"),
+            ({"input": ["a", "b"], "request_id": ""}, "request_id"),
         ):
             status, answer = await ask(served, **fields)
             assert status == 400, fields

@@ -58,8 +58,11 @@ def test_bad_words_and_allowed_tokens_bind_every_output():
         bad = await served.post("/v1/completions", {**body, "allowed_token_ids": [VOCAB_SIZE]})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "allowed_token_ids")
         none = await served.post("/v1/completions", {**body, "allowed_token_ids": [40], "bad_words": [first]})
-        assert none.status_code == 500
-        assert "bad_words and allowed_token_ids leave no token" in none.json()["error"]["message"]
+        error = none.json()["error"]
+        assert (none.status_code, error["param"], error["code"]) == (400, "allowed_token_ids", "no_token_left")
+        form = {"response_format": {"type": "json_object"}, "allowed_token_ids": [40]}
+        none = await served.post("/v1/completions", {**body, **form})
+        assert (none.status_code, none.json()["error"]["code"]) == (400, "no_token_left")
 
     run(scenario)
 
