@@ -40,6 +40,7 @@ from apt_jax.request import Logprob, PromptLogprobs
 from apt_jax.validation import unsupported
 from serve.errors import NoTokenizerError
 from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded
+from serve.grpc_api.gateway_calls import bounded_calls
 from serve.grpc_api.messages import Metadata, slo_fields
 from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
 from serve.observability.profiler import Profiler
@@ -65,7 +66,6 @@ _PLAIN = (
     "include_stop_str_in_output",
 )
 _CONSTRAINTS = {
-    "json_schema": "json",
     "regex": "regex",
     "grammar": "grammar",
     "structural_tag": "structural_tag",
@@ -175,6 +175,8 @@ def sampling_fields(params: Any) -> dict[str, Any]:
     constraint = params.WhichOneof("constraint")
     if constraint == "choice":
         fields["structured_outputs"] = {"choice": list(params.choice.choices)}
+    elif constraint == "json_schema":
+        fields["structured_outputs"] = {"json": bounded_calls(params.json_schema)}
     elif constraint is not None:
         fields["structured_outputs"] = {_CONSTRAINTS[constraint]: getattr(params, constraint)}
     return fields

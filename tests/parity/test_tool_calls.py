@@ -73,7 +73,7 @@ def test_every_required_call_parses_and_validates(llm, template):
             assert streamed == [one], seed
             return len(one["calls"])
 
-        seeds = range(num_cases(4, 100))
+        seeds = range(num_cases(2, 100))
         await check(0)  # programs are compiled when they are first needed
         counts = await asyncio.gather(*map(check, seeds))
         print(f"{sum(counts)} calls of {len(counts)} schemas")

@@ -433,7 +433,7 @@ def check_call(gateway: Any, seed: int, more: Mapping[str, Any]) -> None:
     choice = random_.choice(["required", {"type": "function", "function": {"name": "f1"}}])
     body = {"messages": MESSAGES, "temperature": 0, "tools": tools, "tool_choice": choice, **more}
     if choice == "required":
-        body["tools"] = tools[:1]  # the gateway bounds neither the number of calls nor the text of a second one
+        body |= {"temperature": 1.0, "seed": seed}
     status, answer = gateway.ask("/v1/chat/completions", body)
     assert status == 200, answer
     calls = [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]]

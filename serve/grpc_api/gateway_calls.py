@@ -1,0 +1,38 @@
+"""Required calls of functions as the gateway asks for them: a JSON schema of a list of calls, which it does not bound."""
+
+import contextlib
+import json
+from typing import Any
+
+from serve.http_api.tool_calls.definitions import MAX_CALLS
+from serve.http_api.tool_calls.grammar import closed
+
+
+def bounded_calls(text: str) -> str:
+    """A schema with as many calls at most as one answer over HTTP has, whose objects have no properties but those that
+    are listed: small models go on with calls and properties for ever. Any other schema stays as it is.
+
+    Args:
+        text: a JSON schema, unchecked.
+    """
+    with contextlib.suppress(ValueError, RecursionError):
+        schema = json.loads(text)
+        if isinstance(schema, dict) and schema.get("type") == "array" and "maxItems" not in schema:
+            items = schema.get("items")
+            calls = items.get("anyOf") if isinstance(items, dict) else None
+            if isinstance(calls, list) and calls and all(map(_is_call, calls)):
+                schema["items"] = {**items, "anyOf": [_closed_call(call) for call in calls]}
+                return json.dumps({**schema, "maxItems": MAX_CALLS}, ensure_ascii=False)
+    return text
+
+
+def _is_call(schema: Any) -> bool:
+    """Whether it describes the name of a function and its parameters."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return isinstance(properties, dict) and list(properties) == ["name", "parameters"]
+
+
+def _closed_call(schema: dict[str, Any]) -> dict[str, Any]:
+    name, parameters = schema["properties"].values()
+    made = closed(parameters) if isinstance(parameters, dict) else parameters
+    return {**schema, "properties": {"name": name, "parameters": made}, "additionalProperties": False}
