@@ -6,8 +6,8 @@ from typing import Any
 Schema = dict[str, Any]
 
 
-def random_schema(random: Random) -> Schema:
-    """The schema of an object with one to four properties, some of them by reference."""
+def random_schema(random: Random, definition: str = "part") -> Schema:
+    """The schema of an object with one to four properties, some of them by reference to `definition`."""
     properties = {
         name: _value(random, 2) for name in random.sample(["a", "city", "unit of x", "n", "é"], random.randint(1, 4))
     }
@@ -17,8 +17,8 @@ def random_schema(random: Random) -> Schema:
         "required": random.sample(list(properties), random.randint(0, len(properties))),
     }
     if random.random() < 0.3:
-        schema["$defs"] = {"part": _value(random, 1)}
-        properties["by_reference"] = {"$ref": "#/$defs/part"}
+        schema["$defs"] = {definition: _value(random, 1)}
+        properties["by_reference"] = {"$ref": f"#/$defs/{definition}"}
     if random.random() < 0.5:
         schema["additionalProperties"] = False
     return schema

@@ -425,10 +425,11 @@ def test_structured_output_through_the_gateway(fleet):
 def check_call(gateway: Any, seed: int, more: Mapping[str, Any]) -> None:
     """The gateway makes a constraint of the schemas; ours has to hold it, streamed as not.
 
-    It sends them as they are, so that objects are closed here: small models go on with new properties for ever.
+    It sends that of a named function as it is, so that objects are closed here: small models go on with new properties
+    for ever. It puts the definitions of all functions together, so that each has names of its own.
     """
     random_ = random.Random(seed)
-    tools = [tool(f"f{i}", closed(random_schema(random_))) for i in range(2)]
+    tools = [tool(f"f{i}", closed(random_schema(random_, f"part_{i}"))) for i in range(2)]
     schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
     choice = random_.choice(["required", {"type": "function", "function": {"name": "f1"}}])
     body = {"messages": MESSAGES, "temperature": 0, "tools": tools, "tool_choice": choice, **more}
