@@ -20,14 +20,14 @@ def bounded_calls(text: str) -> str:
         if isinstance(schema, dict) and schema.get("type") == "array" and "maxItems" not in schema:
             items = schema.get("items")
             calls = items.get("anyOf") if isinstance(items, dict) else None
-            if isinstance(calls, list) and calls and all(map(_is_call, calls)):
+            if isinstance(items, dict) and isinstance(calls, list) and calls and all(map(_is_call, calls)):
                 schema["items"] = {**items, "anyOf": [_closed_call(call) for call in calls]}
                 return json.dumps({**schema, "maxItems": MAX_CALLS}, ensure_ascii=False)
     return text
 
 
 def _is_call(schema: Any) -> bool:
-    """Whether it describes the name of a function and its parameters."""
+    """Tell whether it describes the name of a function and its parameters."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return isinstance(properties, dict) and list(properties) == ["name", "parameters"]
 
