@@ -23,7 +23,6 @@ logger = logging.getLogger("apt_jax.engine")
 
 _NOT_FINITE = "numeric: the model's output for this request is not finite"
 _OUT_OF_VOCABULARY = "numeric: a token outside the vocabulary was sampled"
-_NOTHING_LEFT = f"{EXCLUDED}structured_outputs: allows no token here that min_tokens, stop tokens and logit_bias leave"
 
 
 def finish_reason(
@@ -123,7 +122,7 @@ class TokenCommitter:
             elif not finite[i]:
                 states.finish(state, "error", error=_NOT_FINITE)
             elif token == NO_TOKEN and state.constraint is not None:
-                states.finish(state, "error", error=_NOTHING_LEFT)
+                states.finish(state, "error", error=_nothing_left(state.params))
             elif not 0 <= token < self._vocab_size:
                 states.finish(state, "error", error=_OUT_OF_VOCABULARY)
             else:
@@ -343,6 +342,12 @@ class MaskFiller:
         self._counters.mask_s.add(self._timer() - started)
         step.masked = None
         return masks
+
+
+def _nothing_left(params: SamplingParams) -> str:
+    fields = [f for f in ("structured_outputs", "allowed_token_ids") if getattr(params, f) is not None]
+    field = next(iter(fields), "bad_words")
+    return f"{EXCLUDED}{field}: allows no token here that min_tokens, stop tokens and logit_bias leave"
 
 
 def grammar_error(error: Exception) -> str:

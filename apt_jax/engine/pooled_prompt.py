@@ -44,6 +44,10 @@ class PooledPrompt:
         self._num_asked = end
         return PoolSpan(position=begin, num_tokens=end - begin)
 
+    def forget_asked(self) -> None:
+        """The steps that were asked will never answer: ask again."""
+        self._num_asked = self._num_done
+
     def add(self, span: PoolSpan, summed: NDArray[np.float32]) -> bool:
         """Add the (D,) sum that a step has returned.
 

@@ -57,9 +57,9 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None
     """One entry per new token where the request asked for it."""
     prompt_logprobs: PromptLogprobs | None = None
+    """With the first token, where the request asked for it: of all prompt tokens but the first."""
     pooled: NDArray[np.float32] | None = None
     """(D,) pooled states of the prompt, with the first token."""
-    """With the first token, where the request asked for it: of all prompt tokens but the first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it. Validation merges EOS into the stop tokens: it is named here too."""

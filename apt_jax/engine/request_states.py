@@ -406,6 +406,9 @@ class RequestStates(ColumnTable):
         table.num_tokens[rows] -= self.in_flight[rows]
         table.num_outputs[rows] -= self.in_flight[rows]
         self.in_flight[rows] = 0
+        for row in np.flatnonzero(self.status != FREE).tolist():
+            if (pooled := self.state(row).pooled) is not None:
+                pooled.forget_asked()
         if self.prefixes.hits is not None:
             self.cache.clear_prefixes()
             for row in self.rows(WAITING).tolist():

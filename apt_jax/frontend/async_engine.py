@@ -120,9 +120,14 @@ class AsyncEngine:
         self._feed = IterationFeed(parts.engine, self._log)
         self._engine.before_dispatch = self._drain_arrivals_before_dispatch
         self._thread = threading.Thread(target=self._run, name="apt-jax-engine", daemon=True)
-        full_step_s = self._engine.admission.prefill_s(scheduler.max_num_batched_tokens, 1, self._engine.costs)
-        self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all, full_step_s)
+        self._watchdog = Watchdog(self._thread, step_timeout_s, self._fail_all)
+        self.expect_steps()
         self._start()
+
+    def expect_steps(self) -> None:
+        """Have the watchdog expect steps by the engine's costs, which are new."""
+        most = self.parts.config.scheduler.max_num_batched_tokens
+        self._watchdog.expected_step_s = self._engine.admission.prefill_s(most, 1, self._engine.costs)
 
     def _start(self) -> None:
         """Start the threads. The simulation in `tests/dst` calls `_run_iteration` from its event loop instead."""

@@ -144,6 +144,7 @@ class BackgroundPreparation:
 
         def use(model: "CostModel" = model) -> None:
             self._engine.parts = with_costs(self._engine.parts, model)
+            self._engine.expect_steps()
             self._on_calibrated(self._engine.parts)
 
         self._call(use)

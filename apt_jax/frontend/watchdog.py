@@ -28,6 +28,7 @@ class Watchdog:
 
     Attributes:
         started_s: start of the measurement, on the monotonic clock; None: the thread is idle.
+        expected_step_s: as above; costs may be measured later.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Watchdog:
         self._thread = thread
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
-        self._expected_step_s = expected_step_s
+        self.expected_step_s = expected_step_s
         self._stopped = threading.Event()
         self._steps_s: list[float] = []  # a ring: the watchdog reads it while the thread writes
         self._num_steps = 0
@@ -54,7 +55,7 @@ class Watchdog:
         steps_s = sorted(self._steps_s)
         # Below a hundred steps all but the longest: a single hiccup is no measure.
         p99_s = steps_s[int(0.99 * (len(steps_s) - 1))] if steps_s else 0.0
-        return max(self._timeout_s, _TIMES_P99 * max(p99_s, self._expected_step_s))
+        return max(self._timeout_s, _TIMES_P99 * max(p99_s, self.expected_step_s))
 
     def start(self) -> None:
         if self._timeout_s is not None:

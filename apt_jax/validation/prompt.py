@@ -57,10 +57,15 @@ def checked_prompt(
 
 
 def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> list[int]:
-    """The last `keep` of a text's tokens; a special token that the tokenizer begins texts with stays, and counts."""
+    """The last `keep` of a text's tokens; special tokens that the tokenizer begins and ends texts with stay, and
+    count."""
     bare = tokenizer.encode(text, add_special_tokens=False)
-    first = ids[: len(ids) - len(bare)] if ids[-len(bare) :] == bare else []
-    return ids[-keep:] if len(first) >= keep else [*first, *bare[len(bare) - (keep - len(first)) :]]
+    added = len(ids) - len(bare)
+    for start in range(added + 1 if 0 < added < keep else 0):
+        end = start + len(bare)
+        if ids[start:end] == bare:
+            return [*ids[:start], *bare[len(bare) - (keep - added) :], *ids[end:]]
+    return ids[-keep:]
 
 
 def check_text_length(

@@ -131,6 +131,7 @@ def build_requests(
     """
     count = check_sequences(limits, 1, n)
     first = dataclasses.replace(build_request(limits, tokenizer, **fields), num_outputs=count)
+    check_prompt_logprobs(limits, [(first.prompt_token_ids.size, first.params)] * count)
     seed = first.params.seed
     assert seed is not None
     return [first] + [

@@ -56,6 +56,9 @@ class FakeEngine:
         future.set_result(function())
         return future
 
+    def expect_steps(self) -> None:
+        self.expected = self.parts.costs
+
     def fail(self, reason: str) -> None:
         self.failed.append(reason)
 
@@ -147,7 +150,7 @@ def test_costs_are_measured_in_slices_while_nobody_waits(monkeypatch: pytest.Mon
         engine.has_arrivals = False
     _until(lambda: seen)
     assert kept == [("the model", "where")]
-    assert engine.parts.costs == "the model"
+    assert engine.parts.costs == engine.expected == "the model"
     assert len(cleared) >= 6  # measuring overwrites cached prefixes
     assert preparation.stop()
     assert engine.failed == []

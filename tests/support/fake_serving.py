@@ -1,5 +1,7 @@
 """An engine over a `FakeExecutor` in virtual time, for tests that feed it by hand."""
 
+from typing import Literal
+
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
@@ -89,6 +91,7 @@ class Served:
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}
+        self.pooled: dict[str, np.ndarray] = {}
         self.cached: dict[str, int] = {}
 
     def add(
@@ -98,6 +101,7 @@ class Served:
         name: str | None = None,
         grammar=None,
         prompt_logprobs: int | None = None,
+        pooling: Literal["mean", "last"] | None = None,
         adapter: str | None = None,
     ) -> str:
         name = name or f"r{len(self.requests)}"
@@ -105,7 +109,9 @@ class Served:
             request_id=name,
             prompt=None,
             prompt_token_ids=np.asarray(prompt, np.int32),
-            params=SamplingParams(max_tokens=max_tokens, temperature=0.0, prompt_logprobs=prompt_logprobs),
+            params=SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, prompt_logprobs=prompt_logprobs, pooling=pooling
+            ),
             slo=SLO(ttft_s=1.0, tbt_s=0.5),
             arrival_s=self.clock.now_s(),
             grammar=grammar,
@@ -124,6 +130,9 @@ class Served:
             if output.prompt_logprobs is not None:
                 assert name not in self.prompt_logprobs
                 self.prompt_logprobs[name] = output.prompt_logprobs
+            if output.pooled is not None:
+                assert name not in self.pooled
+                self.pooled[name] = output.pooled
             if output.finish_reason is not None:
                 self.ended[name] = output.finish_reason
                 self.cached[name] = output.metrics.num_cached_tokens

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from apt_jax.config import SLO
 from apt_jax.errors import ConfigError, InvalidRequestError
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
 from apt_jax.validation import RequestLimits, build_request, build_requests, sampling, unsupported
+from apt_jax.validation.prompt import checked_prompt
 
 LIMITS = RequestLimits(
     vocab_size=300,
@@ -609,3 +611,35 @@ def test_an_objective_that_is_no_time_is_named(field: str) -> None:
     for value in (10**400, HUGE):
         with pytest.raises(ConfigError, match=f"^slo {field} is too large a number of seconds$"):
             SLO(**{field: value})
+
+
+class BetweenMarks:
+    """An encoder of characters, between 1 and 2."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = [10 + ord(char) % 50 for char in text]
+        return [1, *ids, 2] if add_special_tokens else ids
+
+    def min_tokens(self, text: str) -> int:
+        return len(text)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 5, 11, 12])
+def test_the_end_of_a_text_is_kept_between_its_special_tokens(keep):
+    encoder: Any = BetweenMarks()
+    limits = RequestLimits(max_model_len=100, vocab_size=100)
+    found = checked_prompt(limits, encoder, "abcdefghij", None, keep).tolist()
+    whole = encoder.encode("abcdefghij")
+    assert found == (whole[-keep:] if keep < 3 else [1, *whole[:-1][-(keep - 2) :], 2] if keep < 12 else whole)
+
+
+def test_log_probabilities_of_a_prompt_count_once_for_each_output():
+    limits = RequestLimits(max_model_len=100, vocab_size=100, max_prompt_logprobs=100)
+    fields: dict[str, Any] = {
+        "prompt_token_ids": [1] * 10,
+        "params": SamplingParams(prompt_logprobs=4),
+        "arrival_s": 0.0,
+    }
+    assert len(build_requests(limits, None, n=2, **fields)) == 2
+    with pytest.raises(InvalidRequestError, match="ask for 150"):
+        build_requests(limits, None, n=3, **fields)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.sched.request_table import KV, NO_KIND
-from apt_jax.sched.step_packer import Rows, allowed_kinds, held_blocks_for, start_blocks_for, target_tokens
+from apt_jax.sched.step_packer import Rows
 from apt_jax.sched.view import Plan, Policy, SchedulerView, converts
 
 MEMORY_S = 15.0
@@ -58,13 +58,9 @@ class RealTimeFirst:
             waiting=view.waiting[~low_waiting],
             max_num_seqs=view.max_num_seqs - others.size,
         )
-        victims = _victims(own, others)
-        if victims.size:
-            free_blocks = view.free_blocks + int(view.table.num_blocks[victims].sum())
-            slots = own.max_num_seqs + victims.size
-            plan = self.first.schedule(dataclasses.replace(own, free_blocks=free_blocks, max_num_seqs=slots))
-        else:
-            plan = self.first.schedule(own)
+        # It sees all that best-effort requests hold as free: policies want more than the blocks of one step.
+        free_blocks = view.free_blocks + int(view.table.num_blocks.take(others).sum())
+        plan = self.first.schedule(dataclasses.replace(own, free_blocks=free_blocks, max_num_seqs=view.max_num_seqs))
         victims = _needed(own, plan, others)
         plan = dataclasses.replace(plan, preempt=np.concatenate([plan.preempt, victims]))
         starts = view.table.kind.take(plan.rows) == NO_KIND
@@ -106,27 +102,12 @@ def _in_short_steps(view: SchedulerView) -> SchedulerView:
     """The view with as many tokens of a step as its running requests decode, and a short piece of prompts."""
     most, costs = view.max_num_batched_tokens, view.costs
     base_s, token_s = max(costs.prefill_base_s, 0.0), max(costs.prefill_per_token_s, 0.0)
-    if base_s + token_s <= 0:
-        return view
-    wanted = KEPT_SHARE * most / (base_s + most * token_s)  # tokens per second
-    piece = int(np.ceil(wanted * base_s / (1 - wanted * token_s)))
+    piece = most // 4  # where costs are not known
+    if base_s + token_s > 0:
+        wanted = KEPT_SHARE * most / (base_s + most * token_s)  # tokens per second
+        piece = int(np.ceil(wanted * base_s / (1 - wanted * token_s)))
     piece = max(piece, LEAST_PIECE) + view.running.size
     return view if piece >= most else dataclasses.replace(view, max_num_batched_tokens=piece)
-
-
-def _victims(own: SchedulerView, others: Rows) -> Rows:
-    """The best-effort rows, latest first, that would have to go for all that real-time requests can use in a step."""
-    table, running = own.table, own.running
-    growth = held_blocks_for(own, running, target_tokens(own, running, 1)) - table.num_blocks.take(running)
-    short, slots = int(np.maximum(growth, 0).sum()) - own.free_blocks, 0
-    if own.waiting.size:
-        lengths = np.cumsum(own.remaining(own.waiting))
-        num = max(int(np.searchsorted(lengths, own.max_num_batched_tokens, side="right")), 1)
-        begin = own.waiting[:num]
-        kind = allowed_kinds(own, begin).argmax(axis=1)
-        short += int(start_blocks_for(own, begin, target_tokens(own, begin, 1), kind).sum())
-        slots = begin.size - max(own.max_num_seqs - running.size, 0)
-    return _covering(own, others[::-1], short, slots)
 
 
 def _needed(own: SchedulerView, plan: Plan, others: Rows) -> Rows:

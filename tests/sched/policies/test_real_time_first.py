@@ -49,6 +49,18 @@ def test_the_latest_best_effort_requests_make_room_and_no_more_of_them_than_are_
     assert world.step(policy).rows.tolist() == [rt, *be[:2]]
 
 
+@pytest.mark.parametrize("name", ["tgi", "fcfs", "apt", "apt-plus", "vllm-v1", "fcfs-ef", "infermax"])
+def test_policies_that_want_more_than_a_step_needs_get_it(name):
+    """Some reserve the whole output, some a share of the pool: what best-effort requests hold is free for them."""
+    world = World(num_blocks=100, mode="kv", max_num_seqs=16, max_num_batched_tokens=512)
+    be = [best_effort(world, world.hold(world.add(68, 60), KV)) for _ in range(4)]  # 18 blocks each, 28 are free
+    rt = world.add(40, 160)  # 10 blocks, 50 at its end
+    policy = make_policy(name, CONFIG)
+    plans = [world.step(policy) for _ in range(3)]
+    assert any(rt in plan.rows for plan in plans)
+    assert world.table.live[be].all()
+
+
 def test_slots_are_taken_too():
     world = World(num_blocks=400, mode="kv", max_num_seqs=3)
     be = [best_effort(world, world.hold(world.add(8), KV)) for _ in range(3)]
