@@ -160,15 +160,17 @@ class BatchFeeder:
         self._by_tenant[record.tenant] += 1
         task = asyncio.create_task(self._serve(batch, line, data, call))
         batch.calls.add(task)
-        task.add_done_callback(batch.calls.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:  # even if it was cancelled before it began
+            batch.calls.discard(task)
+            self._calls.discard(call)
+            self._by_tenant[record.tenant] -= 1
+            self._wake.set()
+
+        task.add_done_callback(ended)
 
     async def _serve(self, batch: RunningBatch, line: RequestLine, data: bytes, call: BatchCall) -> None:
-        try:
-            await call.run()
-        finally:
-            self._calls.discard(call)
-            self._by_tenant[batch.record.tenant] -= 1
-            self._wake.set()
+        await call.run()
         if call.outcome is not None:
             self._on_outcome(batch, line, call.outcome)
             return

@@ -1,0 +1,33 @@
+"""What the feeder counts and when it waits."""
+
+import asyncio
+from typing import Any
+
+from serve.batches.feeder import BatchFeeder, RunningBatch
+from serve.batches.records import BatchRecord, RequestLine
+
+LINE = RequestLine(number=1, custom_id="a", offset=0, size=2)
+
+
+def running_batch(tenant: str = "") -> RunningBatch:
+    """A batch with one request to run."""
+    record = BatchRecord(
+        id=f"batch_{tenant}", tenant=tenant, endpoint="/v1/completions", input_file_id="f", completion_window="24h",
+        created_at=1, expires_at=2,
+    )  # fmt: skip
+    batch = RunningBatch(record=record, is_read=True)
+    batch.pending.append((LINE, b"{}"))
+    return batch
+
+
+def test_a_call_that_is_cancelled_before_it_begins_is_not_counted_any_more():
+    async def whole() -> None:
+        nothing: Any = None
+        feeder, batch = BatchFeeder(nothing, nothing, lambda *_: None, lambda: 0), running_batch("a")
+        feeder.add(batch)
+        feeder._start(batch)
+        assert feeder.num_calls == 1
+        await feeder.remove(batch)
+        assert (feeder.num_calls, feeder._by_tenant["a"], batch.calls) == (0, 0, set())
+
+    asyncio.run(whole())
