@@ -4,6 +4,7 @@
 own: the deadline of a batch is that of the whole.
 """
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -26,7 +27,7 @@ from serve.slo_headers import TIER_KEY
 
 TEMPORARY = (429, 503)
 """Statuses with which a request has no outcome yet: it runs again."""
-_OBJECTIVES = ("slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", TIER_KEY)
+_OBJECTIVES = ("slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", "deadline_ms", TIER_KEY)
 
 
 class BatchCall:
@@ -92,7 +93,15 @@ class BatchCall:
 
     async def finish(self) -> None:
         """See `serve.generate_call.Transport`."""
-        body = json.loads(self._response.whole([self._collected[index] for index in range(len(self._call.requests))]))
+        ordered = [self._collected[index] for index in range(len(self._call.requests))]
+
+        def whole() -> Any:
+            return json.loads(self._response.whole(ordered))
+
+        may_be_large = any(
+            one is not None for delta in ordered for one in (delta.logprobs, delta.prompt_logprobs, delta.pooled)
+        )
+        body = await asyncio.to_thread(whole) if may_be_large else whole()
         usage = body["usage"]
         self.outcome = _response(
             200,

@@ -51,15 +51,18 @@ def read_input(path: Path, endpoint: str, config: BatchConfig, check_model: Call
     errors: list[dict[str, Any]] = []
     first_by_id: dict[str, int] = {}
     models: set[str | None] = set()
-    unpaused = 0
+    num_blank = paused_at = 0
     for number, offset, data in _lines_of(path, config.max_line_bytes):
-        unpaused += len(data)
-        if unpaused >= _PAUSE_EVERY_BYTES:
-            unpaused = 0
+        if offset - paused_at >= _PAUSE_EVERY_BYTES:
+            paused_at = offset
             time.sleep(_PAUSE_S)
-        if not data.strip():
-            continue
         try:
+            if not data.strip():
+                num_blank += 1
+                if num_blank > config.max_requests:
+                    message = f"A file has at most {config.max_requests} blank lines (--batch-max-requests)."
+                    raise _LineError("too_many_blank_lines", message)
+                continue
             if len(lines) >= config.max_requests:
                 message = f"A batch has at most {config.max_requests} requests (--batch-max-requests)."
                 raise _LineError("too_many_requests", message)
@@ -73,7 +76,7 @@ def read_input(path: Path, endpoint: str, config: BatchConfig, check_model: Call
                 raise _LineError("model_not_found", str(error), "body.model") from None
         except _LineError as error:
             errors.append({"code": error.code, "line": number, "message": str(error), "param": error.param})
-            if len(errors) >= MAX_ERRORS or error.code == "too_many_requests":
+            if len(errors) >= MAX_ERRORS or error.code in ("too_many_requests", "too_many_blank_lines"):
                 break
             continue
         first_by_id[custom_id] = number

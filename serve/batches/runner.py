@@ -72,11 +72,14 @@ class BatchRunner:
         self._lives: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
         self._outcomes: list[tuple[RunningBatch, RequestLine, Outcome]] = []
-        self._committing = 0
+        self._committing: dict[RunningBatch, list[tuple[RequestLine, Outcome]]] = {}
+        """Outcomes that are being stored."""
         self._has_outcomes = asyncio.Event()
-        self._feeder = BatchFeeder(store, service, self._note, lambda: len(self._outcomes) + self._committing)
+        self._feeder = BatchFeeder(store, service, self._note, self._num_uncommitted)
         self._validating = asyncio.Lock()
         self._ended: asyncio.Task[None] | None = None
+        self.is_resumed = False
+        """The batches of before the start run; until then none can be added or cancelled."""
 
     def counters(self) -> BatchCounters:
         """A copy of the counts, with the gauges of now."""
@@ -160,10 +163,17 @@ class BatchRunner:
     # --- lives -------------------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
-        for record in await self.store.run(self.store.open_batches):
-            if record.id not in self._running:
+        while not self.is_resumed:
+            try:
+                records = await self.store.run(self.store.open_batches)
+            except Exception as error:
+                log_failure(logger, "the batches of before the start", error)
+                await asyncio.sleep(_SAVE_AGAIN_S)
+                continue
+            for record in records:
                 logger.info("batch %s: resumed (%s)", record.id, record.status, extra=_fields(record))
                 self._begin(record)
+            self.is_resumed = True
 
     def _begin(self, record: BatchRecord) -> None:
         if self.is_stopped:  # it is stored, and runs after the next start
@@ -263,7 +273,7 @@ class BatchRunner:
         await self.store.run(finalize)
 
     def _outcomes_of(self, batch: RunningBatch) -> bool:
-        return bool(self._committing) or any(one is batch for one, _, _ in self._outcomes)
+        return batch in self._committing or any(one is batch for one, _, _ in self._outcomes)
 
     async def _finalize(self, record: BatchRecord) -> None:
         """Write the output files and end the batch."""
@@ -358,6 +368,9 @@ class BatchRunner:
         self._outcomes.append((batch, line, outcome))
         self._has_outcomes.set()
 
+    def _num_uncommitted(self) -> int:
+        return len(self._outcomes) + sum(len(outcomes) for outcomes in self._committing.values())
+
     async def _commit(self) -> None:
         while True:
             await self._has_outcomes.wait()
@@ -371,7 +384,7 @@ class BatchRunner:
         by_batch: dict[RunningBatch, list[tuple[RequestLine, Outcome]]] = {}
         for batch, line, outcome in group:
             by_batch.setdefault(batch, []).append((line, outcome))
-        self._committing = len(group)
+        self._committing = by_batch
         try:
             for batch, outcomes in by_batch.items():
                 record = batch.record
@@ -388,7 +401,7 @@ class BatchRunner:
                     self._counters.requests["failed" if outcome.is_error else "completed"] += 1
                 self._set_done_if_whole(batch)
         finally:
-            self._committing = 0
+            self._committing = {}
 
     @staticmethod
     def _set_done_if_whole(batch: RunningBatch) -> None:

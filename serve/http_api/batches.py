@@ -26,7 +26,7 @@ from serve.batches.records import INPUT_PURPOSE, BatchRecord, FileRecord, new_id
 from serve.batches.runner import BatchRunner, BatchStateError
 from serve.batches.store import DiskFullError, InUseError, NotFoundError
 from serve.compact_json import json_bytes
-from serve.generate_call import CallService
+from serve.generate_call import LONG_PROMPT_CHARS, CallService
 from serve.http_api.calls import CALLER_KEY, AppConfig, owner_of, read_body
 from serve.http_api.errors import BadCallError
 from serve.http_api.openai_request import Body, parse_json
@@ -182,7 +182,10 @@ class BatchEndpoints:
         headers = {"content-length": str(record.bytes), "x-content-type-options": "nosniff"}
         if request.method == "HEAD":
             return Response(headers=headers, media_type="application/jsonl")
-        file = await asyncio.to_thread(store.path(record.id).open, "rb")
+        try:
+            file = await asyncio.to_thread(store.path(record.id).open, "rb")
+        except FileNotFoundError:  # it has just been deleted
+            raise NotFoundError from None
 
         async def pieces() -> AsyncIterator[bytes]:
             with file:
@@ -194,9 +197,15 @@ class BatchEndpoints:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     async def _create(self, request: Request) -> Response:
+        self._require_resumed()
         store, tenant = self._runner.store, _tenant(request)
-        with self._service.work.bodies.lease(owner_of(request.scope)) as lease:
-            body = parse_json(await read_body(self._config, request, lease))
+        work, owner = self._service.work, owner_of(request.scope)
+        with work.bodies.lease(owner) as lease:
+            data = await read_body(self._config, request, lease)
+            if len(data) > LONG_PROMPT_CHARS:
+                body = await work.run(lambda: parse_json(data), owner, num_bytes=len(data))
+            else:
+                body = parse_json(data)
         record = _batch_of(body, tenant)
 
         def add() -> None:
@@ -231,8 +240,15 @@ class BatchEndpoints:
         return _json(self._runner.current(record).as_json())
 
     async def _cancel(self, request: Request) -> Response:
+        self._require_resumed()
         record = await self._runner.cancel(_tenant(request), request.path_params["batch_id"])
         return _json(record.as_json())
+
+    def _require_resumed(self) -> None:
+        """Raises EngineClosedError: the server is starting or shutting down."""
+        self._service.engine()
+        if not self._runner.is_resumed:
+            raise EngineClosedError("the server is starting: batches are being read", why="no-endpoints")
 
 
 def _tenant(request: Request) -> str:

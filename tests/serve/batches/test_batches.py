@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from serve.batches.config import BatchConfig
 from serve.batches.store import BatchStore
+from serve.http_api.calls import AppConfig
+from serve.http_api.embeddings import EmbeddingsResponse
+from serve.http_api.server import HttpConfig, HttpServer
 from serve.security.api_keys import ApiKeys
 from tests.support.http_serving import HttpServed, http_serving, run
 from tests.support.toy_serving import executor_of, toy_parts
@@ -61,6 +65,8 @@ async def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_run(tmp_path):
     good = [line(f"r{i}", max_tokens=3 + i % 5, prompt=f"prompt {i}") for i in range(24)]
+    hurried = {"deadline_ms": 0.001, "slo": {"ttft_ms": 0.001}}  # without effect
+    good[3]["body"] |= hurried
     bad = [line("long", max_tokens=10_000), line("stream", stream=True), line("unknown", best_of=3)]
 
     async def scenario(served: HttpServed) -> None:
@@ -80,7 +86,7 @@ def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_ru
             body = one["response"]["body"]
             assert (one["error"], one["response"]["status_code"]) == (None, 200)
             assert one["response"]["request_id"] == body["id"]
-            alone = await served.ask(**asked["body"])
+            alone = await served.ask(**{name: value for name, value in asked["body"].items() if name not in hurried})
             assert body["choices"] == alone["choices"]
             assert body["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
             tokens += alone["usage"]["completion_tokens"]
@@ -98,7 +104,15 @@ def test_a_batch_gives_what_calls_give_and_an_error_for_each_line_that_cannot_ru
     run(scenario, app={"batches": store_at(tmp_path)}, max_model_len=128)
 
 
-def test_a_batch_of_embeddings_gives_what_calls_give(tmp_path):
+def test_a_batch_of_embeddings_gives_what_calls_give(tmp_path, monkeypatch):
+    threads: list[threading.Thread] = []
+    whole = EmbeddingsResponse.whole
+
+    def noted(self: EmbeddingsResponse, deltas: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(self, deltas)
+
+    monkeypatch.setattr(EmbeddingsResponse, "whole", noted)
     asked = [
         {"custom_id": f"e{i}", "method": "POST", "url": "/v1/embeddings", "body": {"input": f"text {i}"}}
         for i in range(9)
@@ -110,6 +124,8 @@ def test_a_batch_of_embeddings_gives_what_calls_give(tmp_path):
         batch = await client.batches.create(input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h")
         batch = await ended(client, batch.id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 9)
+        assert len(threads) == 9
+        assert threading.main_thread() not in threads
         out = await lines_of(client, batch.output_file_id)
         tokens = 0
         for one, line in zip(out, asked, strict=True):
@@ -162,6 +178,7 @@ BAD_LINES = [
     ([line("a", prompt="x" * 3000)], "line_too_long", 1, None),
     ([], "empty_file", None, None),
     ([b"", b"  "], "empty_file", None, None),
+    ([b""] * 9 + [line("a")], "too_many_blank_lines", 9, None),
 ]  # fmt: skip
 
 
@@ -266,6 +283,9 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(tmp_path):
         assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
         await served.idle()
         assert (await client.files.delete(batch.input_file_id)).deleted
+        (tmp_path / "files" / batch.output_file_id).unlink()
+        with pytest.raises(openai.NotFoundError, match="no file"):
+            await client.files.content(batch.output_file_id)
 
     run(scenario, app={"batches": store_at(tmp_path)})
 
@@ -318,6 +338,30 @@ def test_a_stop_loses_nothing_and_the_next_start_runs_only_the_rest(tmp_path):
             for asked, one in zip(lines[::7], out[::7], strict=True):
                 alone = await served.ask(**asked["body"])
                 assert one["response"]["body"]["choices"] == alone["choices"]
+
+    asyncio.run(whole())
+
+
+def test_while_the_model_loads_batches_are_neither_made_nor_cancelled(tmp_path):
+    lines = [line(f"r{i}", max_tokens=8) for i in range(30)]
+
+    async def whole() -> None:
+        async with http_serving(app={"batches": store_at(tmp_path)}, step_s=0.02) as served:
+            batch = await create(served.openai, jsonl(lines))
+            await until_some(served.openai, batch.id)
+        server = HttpServer(HttpConfig(port=0, app=AppConfig(batches=store_at(tmp_path))))
+        await server.start()
+        base = f"http://127.0.0.1:{server.port}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError, match="starting") as caught:
+                await create(client, jsonl(lines))
+            assert caught.value.status_code == 503
+            with pytest.raises(openai.InternalServerError, match="starting"):
+                await client.batches.cancel(batch.id)
+            assert [(one.id, one.status) async for one in client.batches.list()] == [(batch.id, "in_progress")]
+        await server.stop(0)
+        async with http_serving(app={"batches": store_at(tmp_path)}) as served:
+            assert (await ended(served.openai, batch.id)).status == "completed"
 
     asyncio.run(whole())
 

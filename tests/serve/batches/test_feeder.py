@@ -1,4 +1,4 @@
-"""What the feeder counts and when it waits."""
+"""Bookkeeping of the feeder, and when it waits."""
 
 import asyncio
 from typing import Any
