@@ -8,9 +8,12 @@ import asyncio
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from apt_jax.config import SchedulerConfig
+from apt_jax.engine.admission import TENANT_SHARE
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
@@ -68,6 +71,7 @@ class BatchCall:
             if flag(body, "stream"):
                 raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
             call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)
+            _require_places(parts.config.scheduler, call, "prompt" if body.get("n") in (None, 1) else "n")
             return call.with_requests([_without_objectives(request) for request in call.requests])
 
         call = await work.run(read, owner, num_bytes=len(self._data))
@@ -135,6 +139,26 @@ class BatchCall:
 
 def _as_best_effort(body: Body) -> dict[str, Any]:
     return {**{name: value for name, value in body.items() if name not in _OBJECTIVES}, "slo_class": "be"}
+
+
+def _require_places(config: SchedulerConfig, call: TextCall, field: str) -> None:
+    """Check that an empty queue takes all requests of a call at once.
+
+    Raises:
+        InvalidRequestError: it does not, so that to try again would never end.
+    """
+    num, most, option = len(call.requests), config.max_num_queued_reqs, "--max-num-queued-reqs"
+    if any(request.tenant is not None for request in call.requests):
+        most = math.ceil(most * TENANT_SHARE / (1 + TENANT_SHARE))
+    asks = f"it makes {num} requests"
+    fits = num <= most
+    if fits and config.max_num_queued_tokens is not None and num > 1:
+        tokens, most = sum(int(r.prompt_token_ids.size) for r in call.requests), config.max_num_queued_tokens
+        asks, option, fits = f"its requests have {tokens} prompt tokens", "--max-num-queued-tokens", tokens <= most
+    if not fits:
+        raise call.renamed(
+            InvalidRequestError(field, f"{asks}, the queue takes {most} ({option}); ask for less at once")
+        )
 
 
 def _without_objectives(request: EngineRequest) -> EngineRequest:

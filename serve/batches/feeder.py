@@ -11,6 +11,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from apt_jax.frontend.components import EngineComponents
+from apt_jax.sched import StepCosts
 from serve.batches.calls import ENDPOINTS, BatchCall
 from serve.batches.records import BatchRecord, Outcome, RequestLine
 from serve.batches.store import BatchStore
@@ -23,6 +25,10 @@ _TICK_S = 0.02
 _PAGE = 256
 _PAGE_BYTES = 4 << 20
 _LONGEST_PAUSE_S = 5.0
+_COSTS_WAIT_S = 120.0
+"""Step costs are measured while the engine has nothing to do: requests of batches wait for that, but no longer."""
+_SOON_S = 600.0
+"""A batch with its deadline so soon waits for nothing."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -40,6 +46,8 @@ class RunningBatch:
     calls: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Every request has an outcome on disk, or the batch is to end for another reason."""
+    paused_until_s: float = 0.0
+    """On the monotonic clock: a request found no room."""
     failure: BaseException | None = None
     """Error that ends it."""
 
@@ -69,8 +77,11 @@ class BatchFeeder:
         self._calls: set[BatchCall] = set()
         self._by_tenant: collections.Counter[str] = collections.Counter()
         """Calls in flight."""
-        self._paused_until_s = 0.0
         self._window: FeedWindow | None = None
+        self._costs: StepCosts | None = None
+        """Those of the window."""
+        self._waiting_since_s: float | None = None
+        """First time that requests waited for step costs."""
 
     @property
     def num_calls(self) -> int:
@@ -106,29 +117,40 @@ class BatchFeeder:
         now_s, engine = time.monotonic(), self._service.attached
         if engine is None:
             return
-        if self._window is None:
-            parts = engine.parts
+        parts = engine.parts
+        costs = None if parts.cost_model is None else parts.cost_model.costs
+        if self._window is None or costs is not self._costs:  # they may be measured while the server runs
             places = parts.config.scheduler.max_num_seqs
             most = min(self._store.config.max_concurrency or places, places)
-            self._window = FeedWindow(places, most, None if parts.cost_model is None else parts.cost_model.costs)
+            self._window, self._costs = FeedWindow(places, most, costs), costs
         own = sum(max(call.num_requests, 1) for call in self._calls)
         submitted = sum(call.num_requests for call in self._calls)
         room = self._window.room(now_s, max(engine.num_open - submitted, 0), own)
-        if now_s < self._paused_until_s or self._num_uncommitted() >= _PAGE:
+        if self._num_uncommitted() >= _PAGE or self._waits_for_costs(parts, now_s):
             return
         num_reading = sum(not call.num_requests for call in self._calls)
         while room > 0 and num_reading < MAX_READING:
-            batch = self._next()
+            batch = self._next(now_s)
             if batch is None:
                 return
             self._start(batch)
             room, num_reading = room - 1, num_reading + 1
 
-    def _next(self) -> RunningBatch | None:
+    def _waits_for_costs(self, parts: EngineComponents, now_s: float) -> bool:
+        unprepared = parts.unprepared
+        if unprepared is None or unprepared.calibration_s is None or parts.cost_model is not None:
+            return False
+        if not self._batches or any(batch.record.expires_at - time.time() < _SOON_S for batch in self._batches):
+            return False
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        return now_s - self._waiting_since_s < _COSTS_WAIT_S
+
+    def _next(self, now_s: float) -> RunningBatch | None:
         """The batch whose request runs next: the oldest of the tenant with the fewest requests in flight."""
         first: dict[str, RunningBatch] = {}
         for batch in self._batches:
-            if batch.pending or not batch.is_read:
+            if now_s >= batch.paused_until_s and (batch.pending or not batch.is_read):
                 first.setdefault(batch.record.tenant, batch)
         for batch in first.values():
             if len(batch.pending) < _PAGE // 4 and not batch.is_read and batch.reading is None:
@@ -176,4 +198,4 @@ class BatchFeeder:
             return
         batch.pending.appendleft((line, data))
         pause_s = min(call.retry_after_s or 1.0, _LONGEST_PAUSE_S)
-        self._paused_until_s = max(self._paused_until_s, time.monotonic() + pause_s)
+        batch.paused_until_s = max(batch.paused_until_s, time.monotonic() + pause_s)

@@ -1,17 +1,22 @@
 """Files and batches over HTTP, with the official client: what it gets, and what is refused."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from apt_jax.frontend.early_start import Unprepared
+from apt_jax.sched import StepCosts
 from serve.batches.config import BatchConfig
 from serve.batches.store import BatchStore
+from serve.batches.window import short_step_rows
 from serve.http_api.calls import AppConfig
 from serve.http_api.embeddings import EmbeddingsResponse
 from serve.http_api.server import HttpConfig, HttpServer
@@ -340,6 +345,58 @@ def test_a_stop_loses_nothing_and_the_next_start_runs_only_the_rest(tmp_path):
                 assert one["response"]["body"]["choices"] == alone["choices"]
 
     asyncio.run(whole())
+
+
+def test_a_line_that_no_queue_takes_gets_an_error_and_the_others_run(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai.with_options(api_key=KEY)
+        lines = [
+            line("many", n=17),
+            line("most", n=16, prompt="x"),
+            line("long", prompt=["x" * 60, "y" * 60]),
+            line("one"),
+        ]
+        batch = await ended(client, (await create(client, jsonl(lines))).id)
+        assert batch.status == "completed"
+        assert [one["custom_id"] for one in await lines_of(client, batch.output_file_id)] == ["most", "one"]
+        errors = [one["response"] for one in await lines_of(client, batch.error_file_id)]
+        assert [(one["status_code"], one["body"]["error"]["param"]) for one in errors] == [(400, "n"), (400, "prompt")]
+        assert "--max-num-queued-reqs" in errors[0]["body"]["error"]["message"]
+        assert "--max-num-queued-tokens" in errors[1]["body"]["error"]["message"]
+
+    app = {"batches": store_at(tmp_path), "keys": ApiKeys([KEY, OTHER])}
+    run(scenario, app=app, max_num_queued_reqs=18, max_num_queued_tokens=110)
+
+
+def test_batches_wait_a_while_for_step_costs_of_a_server_that_started_early(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        app: Any = served.server.app
+        feeder = app._batches._feeder
+        served.engine.parts = dataclasses.replace(
+            served.parts, unprepared=Unprepared(programs=(), calibration_s=1.0), cost_model=None
+        )
+        batch = await create(client, jsonl([line("a")]))
+        await served.until(lambda: feeder._waiting_since_s is not None)
+        await asyncio.sleep(0.1)
+        assert feeder.num_calls == 0
+        assert (await client.batches.retrieve(batch.id)).request_counts.completed == 0
+        urgent = await create(client, jsonl([line("a")]), "1m")
+        assert (await ended(client, urgent.id)).status == (await ended(client, batch.id)).status == "completed"
+        batch = await create(client, jsonl([line("a")]))
+        await asyncio.sleep(0.1)
+        assert feeder.num_calls == 0
+        feeder._waiting_since_s -= 120
+        assert (await ended(client, batch.id)).status == "completed"
+        feeder._waiting_since_s = None
+        batch = await create(client, jsonl([line("a")]))
+        await served.until(lambda: feeder._waiting_since_s is not None)
+        model: Any = SimpleNamespace(costs=StepCosts(decode_base_s=0.02, decode_per_request_s=1e-5))
+        served.engine.parts = dataclasses.replace(served.engine.parts, cost_model=model)
+        assert (await ended(client, batch.id)).status == "completed"
+        assert feeder._window._short == short_step_rows(8, model.costs) != short_step_rows(8, None)
+
+    run(scenario, app={"batches": store_at(tmp_path)})
 
 
 def test_while_the_model_loads_batches_are_neither_made_nor_cancelled(tmp_path):

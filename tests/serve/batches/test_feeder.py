@@ -1,6 +1,8 @@
 """Bookkeeping of the feeder, and when it waits."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 from typing import Any
 
 from serve.batches.feeder import BatchFeeder, RunningBatch
@@ -29,5 +31,24 @@ def test_a_call_that_is_cancelled_before_it_begins_is_not_counted_any_more():
         assert feeder.num_calls == 1
         await feeder.remove(batch)
         assert (feeder.num_calls, feeder._by_tenant["a"], batch.calls) == (0, 0, set())
+
+    asyncio.run(whole())
+
+
+def test_a_request_that_finds_no_room_pauses_only_its_batch():
+    async def whole() -> None:
+        nothing: Any = None
+        feeder = BatchFeeder(nothing, nothing, lambda *_: None, lambda: 0)
+        batches = [running_batch("a"), running_batch("b")]
+        for batch in batches:
+            feeder.add(batch)
+        call: Any = SimpleNamespace(run=lambda: asyncio.sleep(0), outcome=None, retry_after_s=3.0)
+        line, data = batches[0].pending.popleft()
+        await feeder._serve(batches[0], line, data, call)
+        now_s = time.monotonic()
+        assert feeder._next(now_s) is batches[1]
+        batches[1].pending.clear()
+        assert feeder._next(now_s) is None
+        assert feeder._next(now_s + 3) is batches[0]
 
     asyncio.run(whole())
