@@ -180,6 +180,10 @@ class ChatTemplate:
                 parts of them to special tokens.
         """
         checked, functions = _checked(messages), checked_tools(tools)
+        if continue_final_message and checked[-1].get("tool_calls"):  # which stand behind what the model goes on with
+            raise InvalidRequestError(
+                "messages", "the last message has calls: it cannot be continued; add their results"
+            )
         variables = checked_template_kwargs(template_kwargs)
         if not self.takes_tools:  # what it does not render would be lost
             checked, functions = tools_as_text(checked, functions), None

@@ -223,7 +223,7 @@ class HttpCall:
         self._watcher: DisconnectWatcher | None = None
         self._call: TextCall
         self._response: ResponseBuilder
-        self._collected: dict[int, OutputDelta] = {}
+        self._collected: dict[int, list[OutputDelta]] = {}
         """Output by request, if it is not streamed."""
 
     async def read(self, engine: AsyncEngine) -> EngineCall:
@@ -248,17 +248,17 @@ class HttpCall:
                 await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})
             if events:
                 await self._writer.body(events, more=True)
-        elif index in self._collected:
-            self._collected[index].merge(delta)
+        elif index in self._collected and not self._endpoint.piecewise:
+            self._collected[index][0].merge(delta)
         else:
-            self._collected[index] = delta
+            self._collected.setdefault(index, []).append(delta)
 
     async def finish(self) -> None:
         if self._call.stream:
             await self._writer.body(self._response.end())
             return
-        ordered = [self._collected[index] for index in range(len(self._call.requests))]
-        if all(delta.prompt_logprobs is None for delta in ordered):
+        ordered = [delta for index in range(len(self._call.requests)) for delta in self._collected[index]]
+        if all(delta.prompt_logprobs is None and delta.pooled is None for delta in ordered):
             data = self._response.whole(ordered)
         else:  # it may be large
             data = await asyncio.to_thread(self._response.whole, ordered)

@@ -75,7 +75,7 @@ class ResponseBuilder(Protocol):
         """The body of the whole answer.
 
         Args:
-            deltas: one a request, with its whole output.
+            deltas: one a request, with its whole output; where the endpoint is `piecewise`, those of its one request.
 
         Raises:
             RequestFailedError: as `events`.
@@ -100,6 +100,8 @@ class Endpoint:
     """Tells whether `read` belongs in a thread: it waits for other processes, or works for long."""
     respond: Callable[[EngineComponents, Any], ResponseBuilder]
     """Makes the builder of the answer to a call that `read` returned."""
+    piecewise: bool = False
+    """A whole answer is made of the pieces in which its one output came."""
 
 
 def _completions(kind: Kind, path: str, id_prefix: str) -> Endpoint:
@@ -132,6 +134,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         read=read_responses,
         is_slow=_renders_a_template,
         respond=ResponsesResponse,
+        piecewise=True,
     ),
     Endpoint(
         path="/v1/messages",

@@ -39,6 +39,7 @@ Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
 
 MAX_CONTAINERS = 2**16
+_MAX_EFFORT_CHARS = 32
 """Lists and objects of one body: the parser makes them with the interpreter's lock held."""
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
@@ -189,7 +190,8 @@ def read_call(
     try:
         prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
         if kind == "chat":
-            output = plan_output(parts, _tools(body), prompts[0]["prompt_token_ids"], read_constraint(body))
+            continues, ids = flag(body, "continue_final_message"), prompts[0]["prompt_token_ids"]
+            output = plan_output(parts, _tools(body), ids, read_constraint(body), continues=continues)
             fields["params"].update(output.fields)
         n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
         _check_best_of(parts, body, n)
@@ -379,10 +381,13 @@ def template_options(body: Body) -> dict[str, Any]:
         raise InvalidRequestError(
             "continue_final_message", "goes with add_generation_prompt=false alone: the answer is no new message"
         )
+    variables, effort = body.get("chat_template_kwargs"), body.get("reasoning_effort")
+    if isinstance(effort, str) and len(effort) <= _MAX_EFFORT_CHARS and isinstance(variables, Mapping | None):
+        variables = {"reasoning_effort": effort, **(variables or {})}  # the name that templates have for it
     return {
         "add_generation_prompt": begins,
         "continue_final_message": continues,
-        "template_kwargs": body.get("chat_template_kwargs"),
+        "template_kwargs": variables,
     }
 
 

@@ -61,8 +61,8 @@ class ResponsesResponse:
         return self._taken()
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
-        (delta,) = deltas
-        self._push(delta)
+        for delta in deltas:  # of one output, as they came: each says whose its tokens are
+            self._push(delta)
         return self._response(self._status())
 
     # --- output
@@ -79,9 +79,11 @@ class ResponsesResponse:
         self._num_cached = delta.metrics.num_cached_tokens
         if delta.logprobs is not None:
             self._logprobs += self._chat.chat_logprobs(0, delta.token_ids, delta.logprobs)
-        kinds = set()
-        for event in self._parser.push(delta.text, delta.finished):
-            kinds.add(type(event))
+        events = list(self._parser.push(delta.text, delta.finished))
+        kinds = set(map(type, events))
+        if kinds and ContentText not in kinds:  # tokens of reasoning and calls have none in an answer
+            self._logprobs = []
+        for event in events:
             self._take(event)
         if kinds == {ReasoningText}:
             self._num_reasoning += len(delta.token_ids)

@@ -5,6 +5,7 @@ around the arguments is fixed to the character, and there is no whitespace in ar
 models were trained on: `serve.http_api.tool_calls.constrained` reads what comes of it.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -197,9 +198,13 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     would go on with new ones for ever."""
 
     def composed(value: Any) -> bool:
-        if isinstance(value, Mapping):
-            return any(key in value for key in _COMPOSED) or any(map(composed, value.values()))
-        return isinstance(value, list) and any(map(composed, value))
+        if isinstance(value, list):
+            return any(map(composed, value))
+        if not isinstance(value, Mapping):
+            return False
+        named = [value[key].values() for key in _SUBSCHEMAS if isinstance(value.get(key), Mapping)]  # any names
+        others = [item for key, item in value.items() if key not in _SUBSCHEMAS]
+        return any(key in value for key in _COMPOSED) or any(map(composed, [*itertools.chain(*named), *others]))
 
     def close(value: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -41,7 +41,12 @@ class OutputPlan:
 
 
 def plan_output(
-    parts: EngineComponents, tools: ToolSet, prompt_token_ids: list[int], asked: Constraint | None
+    parts: EngineComponents,
+    tools: ToolSet,
+    prompt_token_ids: list[int],
+    asked: Constraint | None,
+    *,
+    continues: bool = False,
 ) -> OutputPlan:
     """Plan the outputs of a conversation.
 
@@ -51,6 +56,7 @@ def plan_output(
         prompt_token_ids: of the prompt, made with the definitions of the tools.
         asked: the constraint of the body. Where a call is required, `response_format` is without effect: it is a format of
             text, which there is none of then.
+        continues: the output goes on with a message, which has no reasoning any more.
 
     Raises:
         InvalidRequestError: the constraint is malformed, or does not go together with the tools or with reasoning.
@@ -58,7 +64,7 @@ def plan_output(
     template, tokenizer = parts.chat_template, parts.tokenizer
     assert tokenizer is not None  # there is a prompt
     source = "" if template is None else template.source
-    reasoning = _reasoning(parts, source, prompt_token_ids)
+    reasoning = _reasoning(parts, source, prompt_token_ids, continues)
     form = form_of(parts.config.tool_call_parser, source) if tools.functions else None
     if tools.mode == "required":
         form = form or JSON_FORM
@@ -110,15 +116,15 @@ def _needs_grammar(tools: ToolSet) -> bool:
     return tools.mode == "required" or tools.max_calls == 1 or any(function.strict for function in tools.functions)
 
 
-def _reasoning(parts: EngineComponents, template: str, prompt_token_ids: list[int]) -> str | None:
+def _reasoning(parts: EngineComponents, template: str, prompt_token_ids: list[int], continues: bool) -> str | None:
     """How reasoning stands in the output: the output begins ``inside`` of it, it is ``optional``, or there is none."""
     parser = reasoning_parser_of(parts.config.reasoning_parser, template)
     if parser is None or parts.tokenizer is None:
         return None
     end = parts.tokenizer.decode(prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
-    if begins_inside(parser, end):
+    if begins_inside("think" if continues else parser, end):
         return "inside"
-    return None if end.rstrip().endswith(CLOSING) else "optional"
+    return None if continues or end.rstrip().endswith(CLOSING) else "optional"
 
 
 def _checked(constraint: object) -> StructuredOutputsParams:

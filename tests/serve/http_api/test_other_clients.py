@@ -98,6 +98,10 @@ def test_the_last_message_is_gone_on_with():
         named = {"messages": messages, "chat_template_kwargs": {"messages": []}}
         refused = await served.post("/v1/chat/completions", named)
         assert "'messages' is not the request's to set here" in refused.json()["error"]["message"]
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        calls = {"messages": [messages[0], {**messages[1], "tool_calls": [call]}], "continue_final_message": True}
+        refused = await served.post("/v1/chat/completions", calls)
+        assert "the last message has calls" in refused.json()["error"]["message"]
         good = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 1}
         assert (await served.post("/v1/chat/completions", good)).status_code == 200
 

@@ -36,8 +36,12 @@ def answer(parts: Any, script: list[str], reason: Any = "stop") -> tuple[dict[st
         return events
 
     call = scripted(read_call(parts, {"input": "hi"}, {}, 0.0))
-    whole = json.loads(ResponsesResponse(parts, call).whole([merged(call.requests[0], script, reason)]))
+    whole = json.loads(ResponsesResponse(parts, call).whole(deltas(call.requests[0], script, reason)))
     Response.model_validate(whole)
+    assert [
+        i["type"]
+        for i in json.loads(ResponsesResponse(parts, call).whole([merged(call.requests[0], script, reason)]))["output"]
+    ] == [i["type"] for i in whole["output"]]
     call = scripted(read_call(parts, {"input": "hi", "stream": True, "request_id": call.base_id}, {}, 0.0))
     events = streamed(ResponsesResponse(parts, call), deltas(call.requests[0], script, reason), read)
     return whole, events
@@ -92,6 +96,7 @@ def test_every_item_begins_grows_and_ends_before_the_next_one(parts):
 def test_tokens_of_reasoning_are_counted(parts):
     whole, events = answer(parts, SCRIPT)
     assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    assert whole["usage"] == events[-1]["response"]["usage"]
     assert whole["usage"]["output_tokens"] == len(SCRIPT)
 
 

@@ -175,6 +175,34 @@ def test_reasoning_is_a_field_of_its_own(template, reasoning_parser, text, want)
     made.chat_template.close()
 
 
+def test_a_message_that_is_continued_has_no_reasoning_any_more():
+    made = parts(QWEN, reasoning_parser="deepseek_r1")
+    begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    body = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+    call = read_call(made, "chat", body, {}, 0.0)
+    message = OpenAIMessage(call.output.parser())
+    message.push(" sunny.", True)
+    assert (message.whole()["content"], message.whole().get("reasoning_content")) == (" sunny.", None)
+    assert made.chat_template is not None
+    made.chat_template.close()
+
+
+def test_effort_is_a_variable_of_the_template():
+    made = parts("{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert made.tokenizer is not None
+    for fields, seen_effort in (
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "high"),
+        ({"reasoning_effort": None}, ""),
+        ({"reasoning_effort": 5}, ""),
+    ):
+        (request,) = read_call(made, "chat", {"messages": MESSAGES, **fields}, {}, 0.0).requests
+        text = made.tokenizer.decode(request.prompt_token_ids.tolist())
+        assert text == f"{seen_effort}{MESSAGES[0]['content']}"
+    assert made.chat_template is not None
+    made.chat_template.close()
+
+
 def test_constraints_follow_reasoning_or_are_refused():
     made = parts(REASONING)
     thought = {"role": "assistant", "content": "a", "reasoning_content": "b"}

@@ -180,6 +180,11 @@ def test_closed_schemas_allow_less_and_never_more():
     assert closed(open_) == {**open_, "properties": {"a": closed(CITY)}}
     by_reference = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": CITY}}
     assert closed(by_reference)["$defs"]["a"] == closed(CITY)
+    named = {"type": "object", "properties": {"if": {"type": "string"}, "not": CITY}}  # names, no keywords
+    assert closed(named)["additionalProperties"] is False
+    assert closed(named)["properties"]["not"] == closed(CITY)
+    inner = {"type": "object", "properties": {"a": {"not": CITY}}}
+    assert closed(inner) == inner
 
 
 @pytest.mark.seeds
