@@ -39,7 +39,7 @@ class BatchConfig:
     max_line_bytes: int = 2 << 20
     """Length of one line; as the body of a call over HTTP."""
     max_disk_bytes: int = 4 << 30
-    """All files, and the responses of running batches, of all tenants."""
+    """All files, and the requests and responses of running batches, of all tenants."""
     max_concurrency: int | None = None
     """Requests of batches in the engine at once; None: as many as run in one step (`--max-num-seqs`)."""
     max_files: int = 10_000

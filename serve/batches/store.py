@@ -63,6 +63,10 @@ CREATE TABLE requests (
 """
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COPY_BYTES = 1 << 20
+_ROW_BYTES = 256
+"""About what a request takes in the tables beside its custom_id and its outcome."""
+_REQUEST_BYTES = f"{_ROW_BYTES} + 2 * LENGTH(CAST(custom_id AS BLOB)) + COALESCE(LENGTH(outcome), 0)"
+"""The custom_id is in an index too."""
 
 
 class DiskFullError(Exception):
@@ -131,11 +135,11 @@ class BatchStore:
         for file_id in known - there:  # the server ended while it deleted them
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         rows = db.execute(
-            "SELECT b.tenant, SUM(LENGTH(r.outcome)) AS bytes FROM requests r JOIN batches b ON b.id = r.batch_id"
-            " WHERE r.outcome IS NOT NULL GROUP BY b.tenant"
+            f"SELECT b.tenant, SUM({_REQUEST_BYTES}) AS bytes FROM requests r JOIN batches b ON b.id = r.batch_id"
+            " GROUP BY b.tenant"
         )
-        self._outcome_bytes = collections.Counter({row["tenant"]: row["bytes"] for row in rows})
-        """Bytes of stored outcomes, by tenant."""
+        self._request_bytes = collections.Counter({row["tenant"]: row["bytes"] for row in rows})
+        """Bytes of stored requests and outcomes, by tenant."""
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call a function that uses this store in its thread; calls run one after another."""
@@ -170,9 +174,9 @@ class BatchStore:
 
     def _used_bytes(self, tenant: str) -> tuple[int, int]:
         """Bytes of all tenants, and of one."""
-        total = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files") + self._outcome_bytes.total()
+        total = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files") + self._request_bytes.total()
         own = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ?", tenant)
-        return total, own + self._outcome_bytes[tenant]
+        return total, own + self._request_bytes[tenant]
 
     def add_file(self, record: FileRecord, written: Path) -> None:
         """Register a file whose content has been written to a path of this directory.
@@ -263,13 +267,20 @@ class BatchStore:
         return self._one(f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND status IN {OPEN}", tenant)
 
     def begin(self, batch: BatchRecord, lines: Sequence[RequestLine]) -> None:
-        """Store the requests of a batch that has been validated, with its new state, in one transaction."""
+        """Store the requests of a batch that has been validated, with its new state, in one transaction.
+
+        Raises:
+            DiskFullError: nothing was stored.
+        """
+        num_bytes = sum(_ROW_BYTES + 2 * len(line.custom_id.encode()) for line in lines)
+        self.check_room(batch.tenant, num_bytes)
         with self._transaction():
             self._db.executemany(
                 "INSERT INTO requests (batch_id, number, custom_id, offset, size) VALUES (?, ?, ?, ?, ?)",
                 ((batch.id, line.number, line.custom_id, line.offset, line.size) for line in lines),
             )
             self._save(batch)
+        self._request_bytes[batch.tenant] += num_bytes
 
     def save(self, batch: BatchRecord) -> None:
         """Store the state of a batch."""
@@ -336,7 +347,7 @@ class BatchStore:
                 for name, count in counts.items():
                     setattr(batch, name, count)
             raise
-        self._outcome_bytes.update(num_bytes)
+        self._request_bytes.update(num_bytes)
 
     def end_pending(self, batch: BatchRecord, outcome: Outcome) -> None:
         """Give all requests without an outcome this one."""
@@ -364,7 +375,7 @@ class BatchStore:
         Raises:
             DiskFullError: nothing has been changed on disk.
         """
-        freed = self._one("SELECT COALESCE(SUM(LENGTH(outcome)), 0) FROM requests WHERE batch_id = ?", batch.id)
+        freed = self._one(f"SELECT COALESCE(SUM({_REQUEST_BYTES}), 0) FROM requests WHERE batch_id = ?", batch.id)
         try:
             with _disk_errors():
                 for record, path in zip(files, written, strict=True):
@@ -380,7 +391,7 @@ class BatchStore:
             for path in (*written, *(self.path(record.id) for record in files)):
                 path.unlink(missing_ok=True)
             raise
-        self._outcome_bytes[batch.tenant] -= freed
+        self._request_bytes[batch.tenant] -= freed
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA incremental_vacuum").fetchall()
 

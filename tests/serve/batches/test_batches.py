@@ -432,14 +432,14 @@ def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
         assert problem.code == "disk_full"
         assert "--batch-disk" in problem.message
         with pytest.raises(openai.APIStatusError) as caught:
-            await upload(client, b"x" * 8000)
+            await upload(client, b"x" * 10_000)
         assert caught.value.status_code == 507
         assert (await served.ask())["choices"]
         for file in (await client.files.list()).data:
             await client.files.delete(file.id)
         await upload(client, b"x" * 5000)
 
-    run(scenario, app={"batches": store_at(tmp_path, max_disk_bytes=6000)})
+    run(scenario, app={"batches": store_at(tmp_path, max_disk_bytes=12_000)})
 
 
 def test_without_the_flag_the_answer_names_it():

@@ -170,7 +170,7 @@ def test_the_end_of_a_batch_is_one_transaction(open_store, monkeypatch):
         "r3",
     ]
     assert not outcomes_of(store, batch)
-    assert store._outcome_bytes[""] == 0
+    assert store._request_bytes[""] == 0
 
 
 def _full(*_: object) -> None:
@@ -201,6 +201,25 @@ def test_bounds_of_the_disk_are_of_all_and_of_each_key(open_store):
     with pytest.raises(DiskFullError, match="that they may take"):
         add_file(store, b"x" * 101, "c")
     assert len(os.listdir(store.files_dir)) == 2
+
+
+def test_requests_count_as_bytes_on_disk_until_their_batch_ends(open_store, opened):
+    store = open_store(max_disk_bytes=5000)
+    batch, lines = add_batch(store, 10)
+    with pytest.raises(DiskFullError, match="--batch-disk"):
+        add_file(store, b"x" * 2400)
+    with pytest.raises(DiskFullError, match="--batch-disk"):
+        store.begin(batch, lines)
+    store.commit([(batch, lines[0], good())])
+    counted = store._request_bytes[""]
+    opened.remove(store)
+    store.close()
+    store = open_store(max_disk_bytes=5000)
+    assert store._request_bytes[""] == counted > 2560
+    batch.status = "cancelled"
+    store.end(batch, [], [])
+    assert store._request_bytes[""] == 0
+    add_file(store, b"x" * 2400)
 
 
 def test_files_that_a_batch_reads_are_kept_and_expired_ones_deleted(open_store):
