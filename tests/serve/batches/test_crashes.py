@@ -19,7 +19,7 @@ from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_REQUESTS = 120
+NUM_REQUESTS = 1000
 
 
 @contextlib.contextmanager
