@@ -57,7 +57,7 @@ def read_clients() -> list[Client]:
 
 def environment(client: Client, folder: Path) -> Path:
     """The interpreter of a client's environment, which is made if need be."""
-    made = folder / client.name.replace(" ", "-")
+    made = folder / client.name
     python, stamp = made / "bin" / "python", made / ".packages"
     if stamp.exists() and stamp.read_text() == json.dumps(client.packages):
         return python
