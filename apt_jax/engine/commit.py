@@ -15,7 +15,7 @@ from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestS
 from apt_jax.engine.request_states import WAITING, RequestStates
 from apt_jax.errors import EXCLUDED
 from apt_jax.executor import NO_TOKEN, StepResult
-from apt_jax.request import FinishReason, PromptLogprobs, SamplingParams, TokenConstraint
+from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, SamplingParams, TokenConstraint
 from apt_jax.structured.compiler import GrammarError, NoTokenLeftError
 from apt_jax.utils.clock import Clock
 
@@ -122,7 +122,7 @@ class TokenCommitter:
             elif not finite[i]:
                 states.finish(state, "error", error=_NOT_FINITE)
             elif token == NO_TOKEN and state.constraint is not None:
-                states.finish(state, "error", error=_nothing_left(state.params))
+                states.finish(state, "error", error=_nothing_left(state.request))
             elif not 0 <= token < self._vocab_size:
                 states.finish(state, "error", error=_OUT_OF_VOCABULARY)
             else:
@@ -344,9 +344,10 @@ class MaskFiller:
         return masks
 
 
-def _nothing_left(params: SamplingParams) -> str:
-    fields = [f for f in ("structured_outputs", "allowed_token_ids") if getattr(params, f) is not None]
-    field = next(iter(fields), "bad_words")
+def _nothing_left(request: EngineRequest) -> str:
+    field = "bad_words" if request.params.allowed_token_ids is None else "allowed_token_ids"
+    if request.grammar is not None:
+        field = "structured_outputs"
     return f"{EXCLUDED}{field}: allows no token here that min_tokens, stop tokens and logit_bias leave"
 
 

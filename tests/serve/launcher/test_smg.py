@@ -452,7 +452,7 @@ def check_call(gateway: Any, seed: int, more: Mapping[str, Any]) -> None:
     assert list(map(json.loads, pieces.values())) == [json.loads(call["arguments"]) for call in calls]
 
 
-@pytest.mark.parametrize("seed", [0, 1])  # others need letters that the toy engine does not have
+@pytest.mark.parametrize("seed", [0, 5])  # others need letters that the toy engine does not have
 def test_tool_calls_through_the_gateway(fleet, seed):
     pytest.importorskip("llguidance", reason="structured outputs need the extra `structured`")
     check_call(fleet, seed, {"max_tokens": 500})
