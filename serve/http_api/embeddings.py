@@ -6,7 +6,7 @@ A body becomes completions of one token that is not shown: its tokens are read, 
 import base64
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
@@ -49,10 +49,14 @@ class EmbeddingsCall:
     dimensions: int | None
     normalize: bool
     encoding: str
-    renamed: Callable[[InvalidRequestError], InvalidRequestError]
     stream: bool = False
 
-    def with_requests(self, requests: Sequence[EngineRequest]) -> "EmbeddingsCall":
+    @property
+    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
+        """Gives the field in an error the name that it has in the body."""
+        return _renamed
+
+    def with_requests(self, requests: Sequence[EngineRequest]) -> Self:
         return dataclasses.replace(self, requests=requests)
 
 
@@ -97,7 +101,6 @@ def read_call(
         dimensions=dimensions,
         normalize=True if body.get("normalize") is None else flag(body, "normalize"),
         encoding=encoding,
-        renamed=_renamed,
     )
 
 

@@ -10,7 +10,6 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import embedding
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.request import EngineRequest
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.http_api.embeddings import CARRIED, EmbeddingsCall, EmbeddingsResponse
@@ -24,32 +23,16 @@ SIDES = ("text_1", "text_2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreCall:
+class ScoreCall(EmbeddingsCall):
     """The engine requests of one body: those of `text_1`, then those of `text_2`."""
 
-    embeddings: EmbeddingsCall
     num_first: int
     """Texts in `text_1`."""
-    stream: bool = False
-
-    @property
-    def call_id(self) -> str:
-        return ID_PREFIX + self.embeddings.call_id.partition("-")[2]
-
-    @property
-    def requests(self) -> Sequence[EngineRequest]:
-        return self.embeddings.requests
-
-    @property
-    def deadline_s(self) -> float | None:
-        return self.embeddings.deadline_s
 
     @property
     def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
-        return lambda error: _renamed(self.embeddings.renamed(error), self.num_first)
-
-    def with_requests(self, requests: Sequence[EngineRequest]) -> "ScoreCall":
-        return dataclasses.replace(self, embeddings=self.embeddings.with_requests(requests))
+        """Gives the field in an error the name that it has in the body."""
+        return lambda error: _renamed(super(ScoreCall, self).renamed(error), self.num_first)
 
 
 def is_slow(body: Body) -> bool:
@@ -74,7 +57,8 @@ def read_call(
         call = read_embeddings(parts, fields | {"input": [*first, *second]}, headers, arrival_s, tenant)
     except InvalidRequestError as error:
         raise _renamed(error, len(first)) from None
-    return ScoreCall(embeddings=call, num_first=len(first))
+    call_id = ID_PREFIX + call.call_id.partition("-")[2]
+    return ScoreCall(**vars(call) | {"call_id": call_id, "num_first": len(first)})
 
 
 def _texts(body: Body, side: str) -> list[str]:
@@ -108,17 +92,17 @@ class ScoreResponse(EmbeddingsResponse):
     """The answer to a call, which is always whole."""
 
     def __init__(self, parts: EngineComponents, call: ScoreCall) -> None:
-        super().__init__(parts, call.embeddings)
-        self._scores = call
+        super().__init__(parts, call)
+        self._num_first = call.num_first
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
         """See `serve.http_api.endpoints.ResponseBuilder`."""
-        call, units = self._scores, []
+        call, units = self._call, []
         for delta in deltas:
             if delta.pooled is None:
                 raise RequestFailedError(delta.error or "the request was aborted")
             units.append(embedding(delta.pooled, dimensions=None, normalize=True))
-        first, second = units[: call.num_first], units[call.num_first :]
+        first, second = units[: self._num_first], units[self._num_first :]
         scores = [float(np.dot(first[n % len(first)], unit)) for n, unit in enumerate(second)]
         num_tokens = sum(request.prompt_token_ids.size for request in call.requests)
         return json_bytes(
@@ -126,7 +110,7 @@ class ScoreResponse(EmbeddingsResponse):
                 "id": call.call_id,
                 "object": "list",
                 "created": int(time.time()),
-                "model": call.embeddings.model,
+                "model": call.model,
                 "data": [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)],
                 "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
             }

@@ -1,18 +1,12 @@
 """OpenAI's own SDK: one script for its major versions."""
 
-import openai_responses  # noqa: F401 - its features run first
 from harness import BASE_URL, CITY_SCHEMA, KEY, MODEL, QUESTION, expect, feature, run
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from openai_responses import City  # with it come the features of /v1/responses
 
 client = OpenAI(base_url=BASE_URL, api_key=KEY)
 MESSAGES = [{"role": "user", "content": QUESTION}]
 TOOL = {"type": "function", "function": {"name": "note_city", "description": "Note a city", "parameters": CITY_SCHEMA}}
-
-
-class City(BaseModel):
-    city: str = Field(max_length=30)
-    people: int = Field(ge=0, le=99)
 
 
 @feature("models")
