@@ -1,6 +1,7 @@
 """Embed texts and rank them by a question: `python examples/embeddings.py [MODEL]`.
 
-A server does the same: `client.embeddings.create(model=..., input=[...])`, or `/v1/score` for the cosines.
+A server does the same: `client.embeddings.create(model=..., input=[...])`, or `/v1/score` for the cosines, both with
+`pooling: "mean"`.
 """
 
 import sys

@@ -13,7 +13,9 @@ def main(base_url: str = "http://127.0.0.1:8000") -> None:
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     print("tokens of the prompt:", client.messages.count_tokens(model=model, messages=messages).input_tokens)
-    with client.messages.stream(model=model, max_tokens=64, messages=messages, stop_sequences=["\n"]) as stream:
+    with client.messages.stream(
+        model=model, max_tokens=64, messages=messages, stop_sequences=["\n"], extra_body={"temperature": 0}
+    ) as stream:
         for text in stream.text_stream:
             print(text, end="", flush=True)
         message = stream.get_final_message()

@@ -34,7 +34,7 @@ def get_weather(city: str, unit: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="address of the server")
+    parser.add_argument("base_url", nargs="?", default="http://127.0.0.1:8000/v1", help="address of the server")
     client = OpenAI(base_url=parser.parse_args().base_url, api_key="none")
     model = client.models.list().data[0].id
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the weather in Paris?"}]

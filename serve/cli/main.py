@@ -87,7 +87,9 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
         code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
         details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
         if is_http_port(details):
-            return _fail(prog, "this port speaks HTTP; give the server's gRPC port (--target), 50051 by default", 2)
+            or_http = ", or http:// before it" if command == "chat" else ""
+            line = f"this port speaks HTTP; give the server's gRPC port (--target), 50051 by default{or_http}"
+            return _fail(prog, line, 2)
         usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
         name = code.name if code is not None else "RPC failed"
         return _fail(prog, f"{name}: {details}", 2 if usage else 1)

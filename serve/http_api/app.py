@@ -6,6 +6,7 @@ and, by its path as it was sent, its API key.
 """
 
 import asyncio
+import difflib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -65,6 +66,8 @@ OPEN_PATHS = (b"/health", b"/ping", b"/ready", *(path.encode() for path in page.
 hold no data."""
 
 _SCRAPE_TIMEOUT_S = 10.0
+_LONGEST_HINT = 100
+"""Characters of a path that is compared with all that there are."""
 
 
 class HttpApp:
@@ -379,8 +382,12 @@ class HttpApp:
 
     def _hint(self, path: str) -> str:
         """Name the path that a client with a wrong base URL means; empty: not known."""
+        if path == "/":
+            return "; pages are at /chat and /dashboard" if self._config.dashboard else ""
         known = {known for _, known in self.paths}
         meant = [other for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if other in known]
+        if not meant and len(path) <= _LONGEST_HINT:
+            meant = difflib.get_close_matches(path, known, n=1, cutoff=0.9)
         return f"; did you mean {meant[0]}?" if meant else ""
 
     def _profiling(self, profiler: Profiler) -> list[Route]:
