@@ -6,9 +6,8 @@ import pytest
 from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.request import PromptLogprobs
 from tests.support.cases import num_cases
-from tests.support.fake_executor import Fault, FaultKind, reference_prompt_logprobs
-from tests.support.fake_serving import Served, prompt
-from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
+from tests.support.fake_executor import reference_prompt_logprobs
+from tests.support.fake_serving import Served, prompt, prompt_with_shared_beginning, unsteady
 
 
 def assert_right(served: Served) -> None:
@@ -60,20 +59,11 @@ def test_cached_prefixes_are_not_skipped_and_are_left_for_others():
 @pytest.mark.parametrize("seed", range(num_cases(20, 300)))
 def test_preemptions_switches_conversions_failures_and_aborts(seed):
     rng = np.random.default_rng([19, seed])
-    steps = iter(range(10**6))
     fails = {int(rng.integers(2, 12))} if seed % 3 == 0 else set()
-
-    def fault(_batch) -> Fault | None:
-        return Fault(kind=FaultKind.RAISE_IN_RESULT) if next(steps) in fails else None
-
-    served = Served(budget=int(rng.integers(8, 40)), overlap=bool(seed % 2), debug=True, fault=fault)
-    whims = RandomPlanPolicy(preempt=0.15, skip=0.1, chunk=0.4, flip=0.3, convert=0.3)
-    served.engine.policy = RandomPolicy(seed, whims)
-    shared = prompt(12)
+    served = unsteady(rng, seed, fails=fails, overlap=bool(seed % 2))
     for i in range(6):
         most = None if rng.random() < 0.3 else int(rng.integers(0, 21))
-        text = np.concatenate([shared[: int(rng.integers(0, 13))], prompt(int(rng.integers(1, 30)), i)])
-        served.add(text, int(rng.integers(1, 6)), prompt_logprobs=most)
+        served.add(prompt_with_shared_beginning(rng, i), int(rng.integers(1, 6)), prompt_logprobs=most)
         served.step()
     if seed % 4 == 1:
         served.engine.abort("r2")

@@ -1,5 +1,7 @@
 """An engine over a `FakeExecutor` in virtual time, for tests that feed it by hand."""
 
+import itertools
+from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
@@ -12,7 +14,8 @@ from apt_jax.sched import check_plan, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.view import CacheKindSpec, Plan, SchedulerView
 from apt_jax.utils.clock import VirtualClock
-from tests.support.fake_executor import FakeExecutor, reference_tokens
+from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
+from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 VOCAB_SIZE = 500
 COSTS = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-3)
@@ -175,3 +178,25 @@ class Served:
 
 def prompt(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([7, seed]).integers(0, VOCAB_SIZE, num).astype(np.int32)
+
+
+def unsteady(rng: np.random.Generator, seed: int, *, fails: Collection[int], overlap: bool) -> Served:
+    """An engine with random plans: preempted, skipped, cut, of another kind, converted.
+
+    Args:
+        fails: numbers of the steps that fail.
+    """
+    steps = itertools.count()
+
+    def fault(_batch: StepBatch) -> Fault | None:
+        return Fault(kind=FaultKind.RAISE_IN_RESULT) if next(steps) in fails else None
+
+    served = Served(budget=int(rng.integers(8, 40)), overlap=overlap, debug=True, fault=fault)
+    whims = RandomPlanPolicy(preempt=0.15, skip=0.1, chunk=0.4, flip=0.3, convert=0.3)
+    served.engine.policy = RandomPolicy(seed, whims)
+    return served
+
+
+def prompt_with_shared_beginning(rng: np.random.Generator, number: int) -> np.ndarray:
+    """A prompt that begins as others do."""
+    return np.concatenate([prompt(12)[: int(rng.integers(0, 13))], prompt(int(rng.integers(1, 30)), number)])
