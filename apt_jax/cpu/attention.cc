@@ -511,7 +511,7 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
                     ffi::Buffer<ffi::S32>& lens, const int32_t* rows, ffi::Buffer<ffi::S32>& ranges, const Rules& rules,
                     int64_t block_size, ffi::Buffer<ffi::F32>::Dimensions shape, float* out) {
   const int64_t batch = shape[0], heads = shape[1], width = shape[2];
-  const int64_t block_elements = pool.dimensions()[1], lanes = block_elements / block_size, key_heads = lanes / width;
+  const int64_t block_elements = elements_of_block(pool), lanes = block_elements / block_size, key_heads = lanes / width;
   const int64_t table_len = tables.dimensions()[2], group = heads / key_heads;
   // Where rows are fewer than threads, their heads are shared out.
   const int64_t live = std::max(rows[1] - rows[0], 0);
@@ -568,7 +568,7 @@ auto decode_arguments() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
       .Arg<ffi::AnyBuffer>()         // q (B, N, H), or (B, N, D) absorbed and scaled
-      .Arg<ffi::AnyBuffer>()         // pool (P, C * E), of the same type
+      .Arg<ffi::AnyBuffer>()         // pool (P, C, E), of the same type
       .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J), or (B, J)
       .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,)
       .Arg<ffi::Buffer<ffi::S32>>()  // rows (2,)

@@ -220,7 +220,7 @@ Cache<T> inputs_of(ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables, int64_t 
   return {static_cast<const T*>(pool.untyped_data()),
           tables.typed_data() + row * tables.dimensions()[1],
           0,  // values are where keys are
-          pool.dimensions()[1],
+          elements_of_block(pool),
           width,
           nullptr,
           nullptr};
@@ -365,7 +365,7 @@ ffi::Error prefill(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k, 
   return of_type(q, [&](auto* queries) {
     using T = std::remove_pointer_t<decltype(queries)>;
     prefill_rows<T>(threads, queries, static_cast<const T*>(k.untyped_data()), static_cast<const T*>(v.untyped_data()),
-                    static_cast<const T*>(pool.untyped_data()), q.dimensions(), k.dimensions()[1], pool.dimensions()[1], tables,
+                    static_cast<const T*>(pool.untyped_data()), q.dimensions(), k.dimensions()[1], elements_of_block(pool), tables,
                     rows, num_rows.typed_data()[0], ranges, rules, block_size, static_cast<T*>(out->untyped_data()));
     return ffi::Error::Success();
   });
@@ -383,7 +383,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_prefill, prefill,
                                   .Arg<ffi::AnyBuffer>()         // q (T, N, H)
                                   .Arg<ffi::AnyBuffer>()         // k (T, K, H)
                                   .Arg<ffi::AnyBuffer>()         // v (T, K, H)
-                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E)
+                                  .Arg<ffi::AnyBuffer>()         // pool (P, C, E)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // tables (B, 2, J)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // offsets, chunk lengths and prefix lengths (3, B)
                                   .Arg<ffi::Buffer<ffi::S32>>()   // number of rows (1,)

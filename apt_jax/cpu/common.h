@@ -346,6 +346,9 @@ enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, 
 
 constexpr int64_t kMostLanes = 1024;  // of a head
 
+// C * E of a pool (P, C, E).
+inline int64_t elements_of_block(const ffi::AnyBuffer& pool) { return pool.dimensions()[1] * pool.dimensions()[2]; }
+
 // The number of rows to compute, of `rows`: all, or the first so many as `live` (1,) says; (0,): all. The others of `out` become zeros.
 template <typename Out>
 int64_t live_rows(const ffi::Buffer<ffi::S32>& live, int64_t rows, Out& out) {

@@ -266,7 +266,7 @@ ffi::Error decode_layer(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::B
     a.half = cosine.element_count() ? cosine.dimensions()[1] : 0;
     a.h = h_out->typed_data();
     a.pool = static_cast<T*>(cache_out->untyped_data());
-    a.block_size = block_size, a.block_elements = cache.dimensions()[1], a.table_len = tables.dimensions()[2];
+    a.block_size = block_size, a.block_elements = elements_of_block(cache), a.table_len = tables.dimensions()[2];
     a.tables = tables.typed_data(), a.lens = lens.typed_data();
     a.first_slots = first_slots.typed_data(), a.second_slots = second_slots.typed_data();
     a.cosine = cosine.typed_data(), a.sine = sine.typed_data();
@@ -303,7 +303,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(apt_decode_layer, decode_layer,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::S32>>()  // number of rows to compute (1,)
                                   .Arg<ffi::Buffer<ffi::F32>>()  // h (B, D), the residual stream
-                                  .Arg<ffi::AnyBuffer>()         // pool (P, C * E)
+                                  .Arg<ffi::AnyBuffer>()         // pool (P, C, E)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // tables (B, 2, J)
                                   .Arg<ffi::Buffer<ffi::S32>>()  // lens (B,), the row's own position included
                                   .Arg<ffi::Buffer<ffi::S32>>()  // slots of keys (B,)

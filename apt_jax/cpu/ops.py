@@ -184,7 +184,7 @@ def add_low_rank(
 
 def decode_kv(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     lens: Int32[Array, " B"],
     *,
@@ -204,7 +204,7 @@ def decode_kv(
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     *,
@@ -267,7 +267,7 @@ def prefill(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     offsets: Int32[Array, " B"],
     chunk_lens: Int32[Array, " B"],
@@ -333,7 +333,7 @@ def takes_layer(layer: PreNormLayer, dtype: Any, pool_dtype: Any) -> bool:
 
 def decode_layer(
     h: Float[Array, "B D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     layer: PreNormLayer,
     *,
     tables: Int32[Array, "B 2 J"],
@@ -343,7 +343,7 @@ def decode_layer(
     cos_sin: tuple[Array, Array] | None,
     rules: LogitModifiers | None,
     block_size: int,
-) -> tuple[Float[Array, "B D"], Float[Array, "P CE"]]:
+) -> tuple[Float[Array, "B D"], Float[Array, "P C E"]]:
     """A layer of decode rows that cache keys and values, in one call: the residual stream after it, and the pool with
     the rows' keys and values in it. The layer must be one of `takes_layer`.
 

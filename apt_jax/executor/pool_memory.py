@@ -1,5 +1,6 @@
 """Memory of the block pool: how many blocks there is room for, and where its arrays are placed."""
 
+import math
 import os
 from typing import Any
 
@@ -36,7 +37,7 @@ class PoolMemory:
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: Any, device: Any, mesh: Mesh | None) -> None:
         self._config, self._device, self._mesh = config, device, mesh
-        self._block_shape = (block_size * config.lane,)
+        self._block_shape = (block_size, config.lane)
         self._dtype = pool_dtype(dtype, device.platform)
         self._is_host = device.platform == "cpu"
         # Devices that a CPU plays share its memory.
@@ -45,7 +46,7 @@ class PoolMemory:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers and devices."""
-        return self._config.num_layers * self._block_shape[0] * jnp.dtype(self._dtype).itemsize
+        return self._config.num_layers * math.prod(self._block_shape) * jnp.dtype(self._dtype).itemsize
 
     def free_bytes(self) -> int:
         """Free memory of the device; the host's where the device has none of its own or does not tell."""
@@ -89,7 +90,7 @@ class PoolMemory:
 
     def new_pools(self, num_blocks: int) -> tuple[Array, ...]:
         """Empty pools, with room for the reserved block."""
-        shape, where = (num_blocks + 1, *self._block_shape), self.placed(P(None, parallel.AXIS))
+        shape, where = (num_blocks + 1, *self._block_shape), self.placed(parallel.POOL_SPEC)
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
 
     def empty_states(self, rows: int, dtype: Any) -> Array:

@@ -76,7 +76,7 @@ class Programs:
         self.config, self.ops, self.step_format, self.kinds_offered = config, ops, step_format, kinds_offered
         self._hidden_mode: HiddenMode | None = hidden_mode
         self._tensor, self._mesh, self._specs = tensor, mesh, specs
-        pools, alike = P(None, parallel.AXIS), P()
+        pools, alike = parallel.POOL_SPEC, P()
         self.jitted: dict[str, Any] = {
             "forward": self._jit(self.forward, donate=("pools",), results=(pools, alike)),
             "decode": self._jit(self.decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
@@ -99,7 +99,7 @@ class Programs:
         static = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         if self._mesh is None:
             return jax.jit(function, static_argnames=static, donate_argnames=donate)
-        cut = {"params": self._specs, "head": output_head(self._specs), "pools": P(None, parallel.AXIS)}
+        cut = {"params": self._specs, "head": output_head(self._specs), "pools": parallel.POOL_SPEC}
         in_specs = tuple(cut.get(name, P()) for name in names)
 
         def on_all(*args: Any, **fixed: Any) -> Any:

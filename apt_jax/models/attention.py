@@ -222,7 +222,9 @@ def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
     start = jnp.stack([block, slot * x.shape[1]], axis=1)
-    return lax.scatter(pool, start, x.astype(pool.dtype), dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
+    by_element = pool.reshape(pool.shape[0], -1)
+    rows = x.astype(pool.dtype)
+    return lax.scatter(by_element, start, rows, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP).reshape(pool.shape)
 
 
 # ---- attention

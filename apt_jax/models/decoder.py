@@ -153,7 +153,7 @@ def decoder_step(
     """Compute all tokens of a step; returns the pools with their cache written and the last layer's output.
 
     Args:
-        pools: one array a layer, (P, C * E). Meant to be donated: the caller rebinds them to the result.
+        pools: one array a layer, (P, C, E). Meant to be donated: the caller rebinds them to the result.
         sample_rows: the tokens whose output is wanted, before places out of range; the others of a prompt need no more
             than their cache of the last layer. None: all tokens.
 

@@ -33,6 +33,8 @@ from apt_jax.models.params import LayerParams, ModelParams, abstract_params, par
 
 AXIS = "tensor"
 """Name of the mesh axis."""
+POOL_SPEC = P(None, None, AXIS)
+"""How a pool (P, C, E) is cut: by lanes."""
 
 _CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 """Logical axes of parameters that are sharded; the others are replicated."""

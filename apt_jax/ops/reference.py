@@ -1,6 +1,6 @@
 """Readable references of the attention ops: the contract that every implementation is tested against.
 
-All of them work on one layer's pool, `(P, C * E)`: P blocks of C slots of E elements. A block holds, for C positions
+All of them work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions
 of one request, keys (K * H = E elements a slot) or values, or layer inputs (D elements a slot; where D is not E, a
 block holds more or fewer of them: `block_size` of the ops that read them, which lie at its start). Block tables map
 position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0` and are never read
@@ -121,16 +121,16 @@ def apply_rope(
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def gather_slots(pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:
+def gather_slots(pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:
     """The slots of one row's blocks in the order of its table, float32; S = J * C."""
     return pool[table].reshape(table.shape[0] * block_size, -1).astype(jnp.float32)
 
 
 def gather_inputs(
-    pool: Float[Array, "P CE"], table: Int32[Array, " J"], block_size: int, width: int
+    pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int, width: int
 ) -> Float[Array, "S D"]:
     """`gather_slots` for layer inputs, of which `block_size` of `width` lie at the start of a block."""
-    used = pool[table][:, : block_size * width]
+    used = pool[table].reshape(table.shape[0], -1)[:, : block_size * width]
     return used.reshape(table.shape[0] * block_size, width).astype(jnp.float32)
 
 
@@ -161,7 +161,7 @@ def _over_rows(
 
 def decode_kv(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     lens: Int32[Array, " B"],
     *,
@@ -190,7 +190,7 @@ def decode_kv(
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     *,
@@ -215,7 +215,7 @@ def decode_absorbed(
 
 def decode_reprojected(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     wk: Float[Array, "K H D"],
@@ -260,7 +260,7 @@ def decode_reprojected(
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"],
     q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     wk_rotary: Float[Array, "K R D"],
@@ -304,7 +304,7 @@ def prefill(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     offsets: Int32[Array | np.ndarray, " B"],
     chunk_lens: Int32[Array | np.ndarray, " B"],

@@ -94,8 +94,8 @@ def fetch_blocks(
         return tensor.gather(share, 2)
     r, g = ids.shape
     blocks = pool[ids.reshape(-1)]
-    if width is not None and block_size * width < pool.shape[1]:
-        blocks = blocks[:, : block_size * width]
+    if width is not None and block_size * width < pool.shape[1] * pool.shape[2]:
+        blocks = blocks.reshape(r * g, -1)[:, : block_size * width]
     slots = blocks.reshape(r, g * block_size, -1)
     if own is None:
         return slots

@@ -132,7 +132,7 @@ def _decode(
 
 def decode_kv(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     lens: Int32[Array, " B"],
     *,
@@ -142,7 +142,7 @@ def decode_kv(
     rules: LogitModifiers | None = None,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
-    num_kv_heads = pool.shape[1] // block_size // q.shape[2]
+    num_kv_heads = pool.shape[2] // q.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         del position, index
@@ -165,7 +165,7 @@ def decode_kv(
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     *,
@@ -200,7 +200,7 @@ def decode_absorbed(
 
 def decode_reprojected(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     wk: Float[Array, "K H D"],
@@ -247,7 +247,7 @@ def decode_reprojected(
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"],
     q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     wk_rotary: Float[Array, "K R D"],

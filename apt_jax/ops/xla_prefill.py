@@ -80,7 +80,7 @@ def prefill(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     offsets: Int32[Array, " B"],
     chunk_lens: Int32[Array, " B"],

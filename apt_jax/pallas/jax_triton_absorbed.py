@@ -104,7 +104,7 @@ def _import_jax_triton() -> tuple[Any, Any]:
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     *,

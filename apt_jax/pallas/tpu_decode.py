@@ -17,8 +17,8 @@ needed, and still too few to matter: they are 2 N a byte of cache, where a TPU c
 the queries are E wide by nature, and the cached inputs are both keys and values.
 
 Pools may be float32 or bfloat16; float16 is refused, as the matrix unit does not take it. On a TPU an array is laid out
-in tiles over its last two axes, so that (P, C * E) and (P, C, E) are different layouts: whoever owns the pool should
-keep it as (P, C, E), which both functions take too, or every call may begin with a copy of the whole pool.
+in tiles over its last two axes, which is why a pool has three: (P, C * E) would be another layout, and every call would
+begin with a copy of the whole pool.
 """
 
 import functools
@@ -157,7 +157,7 @@ def _kernel(
 
 def _decode(
     q: Float[Array, "B N W"],
-    pool: Float[Array, "P CE"] | Float[Array, "P C E"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B A J"],
     lens: Int32[Array, " B"],
     rows: tuple[Array, Array] | None,
@@ -172,7 +172,6 @@ def _decode(
         raise ValueError(
             f"a TPU's matrix unit takes no {pool.dtype.name}: use a bfloat16 or float32 pool (--dtype bfloat16)"
         )
-    pool = pool.reshape(pool.shape[0], block_size, -1)
     batch, num_heads, width = q.shape
     num_arrays, num_entries = tables.shape[1:]
     lanes = pool.shape[2]
@@ -233,7 +232,7 @@ def _decode(
 
 def decode_kv(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"] | Float[Array, "P C E"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     lens: Int32[Array, " B"],
     *,
@@ -245,7 +244,7 @@ def decode_kv(
     """See `reference.decode_kv`.
 
     Args:
-        pool: (P, C * E) or (P, C, E), float32 or bfloat16.
+        pool: (P, C, E), float32 or bfloat16.
         interpret: run without a TPU: True, or `pltpu.InterpretParams` to simulate its memories.
 
     Raises:
@@ -266,7 +265,7 @@ def decode_kv(
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"] | Float[Array, "P C E"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B J"],
     lens: Int32[Array, " B"],
     *,

@@ -149,8 +149,8 @@ def split_bounds(length: Any, tokens: int, split: Any, splits: int) -> tuple[Any
 def check_pool(pool: Array, block_size: int) -> None:
     if block_size < 4 or block_size & (block_size - 1):
         raise ValueError(f"{block_size=} must be a power of two, at least 4")
-    if pool.shape[1] % block_size:
-        raise ValueError(f"blocks of {pool.shape[1]} elements do not hold {block_size=} slots")
+    if pool.shape[1] != block_size:
+        raise ValueError(f"blocks of {pool.shape[1]} slots do not hold {block_size=} slots")
     if pool.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(f"{pool.dtype=} must be float16, bfloat16 or float32")
 

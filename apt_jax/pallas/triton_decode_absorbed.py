@@ -110,7 +110,7 @@ def _scores_kernel(
 
 def absorbed_scores(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "R J"],
     lens: Int32[Array, " B"],
     *,
@@ -223,7 +223,7 @@ def _output_kernel(
 
 def absorbed_output(
     scores: Scores,
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "R J"],
     lens: Int32[Array, " B"],
     *,
@@ -240,7 +240,7 @@ def absorbed_output(
     """
     check_pool(pool, block_size)
     p, m, l = scores
-    batch, heads, width = p.shape[0], p.shape[1], pool.shape[1] // block_size
+    batch, heads, width = p.shape[0], p.shape[1], pool.shape[2]
     tile = tile_for("output", chip, heads, width, pool.dtype.itemsize)
     scores_tokens = p.shape[2] // m.shape[1]
     kernel = functools.partial(
@@ -278,7 +278,7 @@ def absorbed_output(
 
 def absorbed_attention(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "R J"],
     lens: Int32[Array, " B"],
     *,
@@ -314,7 +314,7 @@ def absorbed_attention(
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "R J"],
     lens: Int32[Array, " B"],
     *,
@@ -429,7 +429,7 @@ def _heads_together(tile: Tile, half: int, num_heads: int) -> int:
 def rotary_scores(
     q_rotary: Float[Array, "B N R"],
     q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "RT J"],
     lens: Int32[Array, " B"],
     wk_rotary: Float[Array, "N R D"],
@@ -449,7 +449,7 @@ def rotary_scores(
     check_pool(pool, block_size)
     batch, heads, rotary_dim = q_rotary.shape
     width = wk_rotary.shape[2]
-    if pool.shape[1] != block_size * width or rotary_dim != 2 * angles.shape[1]:
+    if pool.shape[2] != width or rotary_dim != 2 * angles.shape[1]:
         raise ValueError(f"{pool.shape=}, {wk_rotary.shape=} and {angles.shape=} do not fit")
     tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize)
     tiles = -(-tables.shape[1] * block_size // tile.tokens)
@@ -495,7 +495,7 @@ def rotary_scores(
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"],
     q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "RT J"],
     lens: Int32[Array, " B"],
     wk_rotary: Float[Array, "N R D"],

@@ -89,7 +89,7 @@ def _kv_kernel(
 
 def decode_kv(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "R 2 J"],
     lens: Int32[Array, " B"],
     *,
@@ -112,7 +112,7 @@ def decode_kv(
     """
     check_pool(pool, block_size)
     batch, heads, head_dim = q.shape
-    lane_width = pool.shape[1] // block_size
+    lane_width = pool.shape[2]
     kv_heads = lane_width // head_dim
     if kv_heads * head_dim != lane_width or heads % kv_heads:
         raise ValueError(f"slots of {lane_width} elements do not hold heads for {q.shape=}")

@@ -152,7 +152,7 @@ def _reprojected_kernel(
 
 def decode_reprojected(
     q: Float[Array, "B N H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "R J"],
     lens: Int32[Array, " B"],
     wk: Float[Array, "K H D"],
@@ -179,7 +179,7 @@ def decode_reprojected(
     check_pool(pool, block_size)
     batch, heads, head_dim = q.shape
     kv_heads, _, width = wk.shape
-    if pool.shape[1] != block_size * width or heads % kv_heads:
+    if pool.shape[2] != width or heads % kv_heads:
         raise ValueError(f"{pool.shape=} and {wk.shape=} do not fit {q.shape=}, {block_size=}")
     tile = tile_for("reprojected", chip, heads, width, pool.dtype.itemsize)
     capacity = tables.shape[1] * block_size

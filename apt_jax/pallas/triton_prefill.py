@@ -422,7 +422,7 @@ def _reprojected_prefix(
 
 def _absorbed_prefix(
     q: Float[Array, "T N H"],
-    pool: Float[Array, "P CD"],
+    pool: Float[Array, "P C D"],
     tables: Int32[Array, "B J"],
     row_of_token: Int32[Array, " T"],
     lens: Int32[Array, " T"],
@@ -459,7 +459,7 @@ def prefill(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    pool: Float[Array, "P CE"],
+    pool: Float[Array, "P C E"],
     tables: Int32[Array, "B 2 J"],
     offsets: Int32[Array, " B"],
     chunk_lens: Int32[Array, " B"],
@@ -495,7 +495,7 @@ def prefill(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     lane_width = num_kv_heads * head_dim
-    if pool.shape[1] != block_size * lane_width or num_heads % num_kv_heads:
+    if pool.shape[2] != lane_width or num_heads % num_kv_heads:
         raise ValueError(f"{pool.shape=} does not hold heads of {q.shape=}, {k.shape=}")
     if with_hidden and wk.shape[2] != lane_width:
         raise ValueError(f"slots of {lane_width} elements do not hold layer inputs of {wk.shape=}")

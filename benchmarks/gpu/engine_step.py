@@ -3,6 +3,7 @@ several, and a step of prompt chunks."""
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -80,14 +81,14 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
     mesh = make_mesh(chip, case.num_devices)
     config = _model(case)
     dtype = jnp.dtype(case.dtype)
-    pool_shape = (case.num_blocks, BLOCK_SIZE * config.lane)
+    pool_shape = (case.num_blocks, BLOCK_SIZE, config.lane)
     params, specs = _params(case, config)
     pools = tuple(jax.ShapeDtypeStruct(pool_shape, dtype) for _ in range(config.num_layers))
     if case.num_devices == 1:
         function, rest, donated = _engine_step(case, config, ops)
     else:
         function, rest, donated = _sharded_step(case, config, ops, mesh)
-    lanes = PartitionSpec(None, parallel.AXIS if case.num_devices > 1 else None)
+    lanes = parallel.POOL_SPEC if case.num_devices > 1 else PartitionSpec()
     arguments = (
         _placed(params, specs, mesh),
         _placed(pools, (lanes,) * len(pools), mesh),
@@ -98,7 +99,7 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
         arguments,
         chip,
         donated=donated if case.donate else (),
-        pool=(pool_shape[0] * pool_shape[1] // case.num_devices, dtype.itemsize),
+        pool=(math.prod(pool_shape) // case.num_devices, dtype.itemsize),
         num_pools=config.num_layers,
         collectives_in_graphs=case.num_devices > 1,
     )
@@ -188,7 +189,7 @@ def _sharded_step(case: StepCase, config: ModelConfig, ops: KernelBackend, mesh:
         pools, hidden = decoder_step(params, pools, DecoderBatch(**fields), own, options)
         return pools, greedy_tokens(params, hidden, own, ops, tensor)
 
-    alike, lanes = PartitionSpec(), PartitionSpec(None, parallel.AXIS)
+    alike, lanes = PartitionSpec(), parallel.POOL_SPEC
     sharded = jax.shard_map(
         step,
         mesh=mesh,

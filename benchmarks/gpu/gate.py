@@ -197,7 +197,7 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
     def flags(*dims: int) -> Any:
         return jax.ShapeDtypeStruct(dims, jnp.bool_)
 
-    pool = floats(_NUM_BLOCKS, _BLOCK_SIZE * shape.lane)
+    pool = floats(_NUM_BLOCKS, _BLOCK_SIZE, shape.lane)
     lens, both_tables, tables = ints(rows), ints(rows, 2, table), ints(rows, table)
     projections = (floats(k, h, d), floats(k, h), floats(k, h, d), floats(k, h))
     if shape.rotary_dim:

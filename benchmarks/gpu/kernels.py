@@ -488,7 +488,7 @@ def abstract_arguments(case: Timed) -> tuple[Any, Any]:
     """Return the result of `_make` as shapes and dtypes, without memory."""
     lens = problems.ragged(case.tokens, case.batch, seed=2) if case.tokens else [0] * case.batch
     num_blocks = 1 + problems.halves_of(case.op) * sum(-(-n // BLOCK_SIZE) for n in lens)
-    pool_shape = (num_blocks, BLOCK_SIZE * case.shape.lane)
+    pool_shape = (num_blocks, BLOCK_SIZE, case.shape.lane)
 
     class _NoPools(Pools):
         def get(self, count: int, num_blocks: int, lane: int, dtype: str) -> list[Any]:

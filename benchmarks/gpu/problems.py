@@ -84,11 +84,11 @@ def random_pool(seed: int, num_blocks: int, lane: int, dtype: str) -> Any:
         size = -(-num_blocks // 16)
 
         def piece(i: Any, out: Any) -> Any:
-            rows = _normal(jax.random.fold_in(key, i), (size, out.shape[1]), out.dtype)
+            rows = _normal(jax.random.fold_in(key, i), (size, *out.shape[1:]), out.dtype)
             start = jnp.minimum(i * size, max(0, num_blocks - size))
             return jax.lax.dynamic_update_slice_in_dim(out, rows[:num_blocks], start, axis=0)
 
-        return jax.lax.fori_loop(0, 16, piece, jnp.zeros((num_blocks, BLOCK_SIZE * lane), jnp.dtype(dtype)))
+        return jax.lax.fori_loop(0, 16, piece, jnp.zeros((num_blocks, BLOCK_SIZE, lane), jnp.dtype(dtype)))
 
     return pool(jax.random.key(seed))
 
@@ -123,7 +123,7 @@ def arguments(
     if pool is None:
         pool = random_pool(seed, num_blocks, d, dtype)
         if poisoned:
-            owned = jnp.asarray(np.repeat(owned_slots(tables, lens, slot_ranges, num_blocks), d, 1))
+            owned = jnp.asarray(owned_slots(tables, lens, slot_ranges, num_blocks))[:, :, None]
             pool = jnp.where(owned, pool, jnp.asarray(jnp.nan, pool.dtype))
 
     def normal(i: int, *dims: int, scale: float = 1.0) -> Any:

@@ -84,7 +84,7 @@ def _step(
         num_decode=8, block_size=BLOCK, hidden_block_size=BLOCK, hidden_mode=None, kinds=(True, hidden_too), ops=ops
     )
     rng = np.random.default_rng(1)
-    shape = (1 + len(LENS) * 2 * TABLE, BLOCK * config.lane)
+    shape = (1 + len(LENS) * 2 * TABLE, BLOCK, config.lane)
     pools = tuple(jnp.asarray(rng.standard_normal(shape), params.dtype) for _ in params.layers)
     step = jax.jit(decoder_step, static_argnames=("config", "options"))
     after, hidden = step(params, pools, _batch(8), config=config, options=options)

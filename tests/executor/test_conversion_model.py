@@ -78,7 +78,7 @@ def chunk(kind: int, tokens: list[int], start: int, table: np.ndarray, conversio
 def cached(executor: JaxExecutor, table: np.ndarray, num: int) -> np.ndarray:
     """(layers, 2, num, lane): keys and values of the first positions."""
     pools = np.stack([np.asarray(pool, np.float32) for pool in executor.runner.pools])
-    blocks = pools[:, table]  # (layers, 2, J, block_size * lane)
+    blocks = pools[:, table]  # (layers, 2, J, block_size, lane)
     return blocks.reshape(*blocks.shape[:2], -1, executor.config.lane)[:, :, :num]
 
 

@@ -354,7 +354,7 @@ def test_bytes_of_the_pool_that_a_token_takes(name, block_size, exact):
         served = Served(executor, KINDS[kind].name, "fcfs", prefix_caching=False)
         served.serve([np.random.default_rng(0).integers(3, 97, tokens).tolist()], 1)
         pools = np.stack(executor.runner.pools)
-        written = (pools != 0).any(axis=2)
+        written = (pools != 0).any(axis=(2, 3))
         taken.append(int(written.sum()) * pools[0, 0].nbytes)
         assert taken[kind] == served.engine.cache.blocks_needed(tokens, kind) * executor.block_bytes
         assert np.count_nonzero(pools) == config.num_layers * tokens * width

@@ -79,7 +79,7 @@ def fill(rng: np.random.Generator, blocks: Blocks, lanes: int, dtype: str, rows:
     pool = rng.standard_normal((*blocks.owner.shape, lanes)).astype(np.float32)
     keep = blocks.owner >= 0 if rows is None else np.isin(blocks.owner, rows)
     pool[~keep] = np.nan
-    return jnp.asarray(pool.reshape(blocks.num_blocks, -1).astype(jnp.dtype(dtype)))
+    return jnp.asarray(pool.astype(jnp.dtype(dtype)))
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
@@ -175,7 +175,7 @@ def check_decode(
     if shared:
         for parity in range(2):  # neighbours in a block poison each other, one after the other
             mine = np.arange(len(lens))[parity::2]
-            own = np.repeat(np.isin(blocks.owner, mine), shape.lane, axis=1)
+            own = np.isin(blocks.owner, mine)[:, :, None]
             masked = jnp.asarray(np.where(own, np.asarray(pool), np.asarray(np.nan, pool.dtype)))
             arguments = (*first, masked, tables, jnp.asarray(lens, jnp.int32), *last)
             again = np.asarray(run(*arguments, **named), np.float64)
@@ -253,7 +253,7 @@ def test_decode_over_block_sizes(name: str, op: str, block_size: int) -> None:
 
 def test_two_requests_grow_towards_each_other() -> None:
     """The smallest case by hand: in a block of four slots one request has two, the other one."""
-    pool = jnp.asarray([[np.nan] * 4, [1.0, 2.0, np.nan, 4.0], [10.0, 20.0, np.nan, 40.0]])
+    pool = jnp.asarray([[np.nan] * 4, [1.0, 2.0, np.nan, 4.0], [10.0, 20.0, np.nan, 40.0]])[:, :, None]
     tables = jnp.asarray([[[1], [2]], [[1], [2]]], jnp.int32)
     ranges = jnp.asarray([[[0, 2]], [[4, 3]]], jnp.int32)
     q = jnp.zeros((2, 1, 1))
@@ -444,7 +444,7 @@ def test_prefill_without_cached_tokens_is_causal_attention(name: str) -> None:
         q,
         k,
         v,
-        jnp.full((1, BLOCK * shape.lane), jnp.nan),
+        jnp.full((1, BLOCK, shape.lane), jnp.nan),
         jnp.zeros((1, 2, 1), jnp.int32),
         one,
         one + 50,

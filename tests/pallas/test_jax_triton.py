@@ -122,7 +122,7 @@ def _poisoned_case(rng, lanes: int, dtype: str, ranged: bool):
             tables[b, e] = next(free)
             own = slice(min(first, last), max(first, last))
             pool[tables[b, e], own] = rng.standard_normal((count, lanes))
-    flat = jnp.asarray(pool.reshape(num_blocks, -1)).astype(dtype)
+    flat = jnp.asarray(pool).astype(dtype)
     return flat, jnp.asarray(tables), jnp.asarray(lens), jnp.asarray(ranges) if ranged else None
 
 
@@ -291,7 +291,7 @@ def test_jax_triton_lowers_both_kernels_for_cuda(ranged: bool) -> None:
         jax.jit(decode)
         .trace(
             ShapeDtypeStruct((batch, shape.num_heads, shape.hidden_size), jnp.bfloat16),
-            ShapeDtypeStruct((64, BLOCK * shape.lane), jnp.bfloat16),
+            ShapeDtypeStruct((64, BLOCK, shape.lane), jnp.bfloat16),
             ShapeDtypeStruct((batch, entries), jnp.int32),
             ShapeDtypeStruct((batch,), jnp.int32),
             ShapeDtypeStruct((batch, entries, 2), jnp.int32),
@@ -311,7 +311,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ImportError, match=r"apt-jax\[jax-triton\]"):
         jax_triton_absorbed.decode_absorbed(
             jnp.zeros((1, 1, 16)),
-            jnp.zeros((2, BLOCK * 16)),
+            jnp.zeros((2, BLOCK, 16)),
             jnp.zeros((1, 1), jnp.int32),
             jnp.zeros(1, jnp.int32),
             block_size=BLOCK,

@@ -54,7 +54,7 @@ def _pool(rng: np.random.Generator, lens: Any, per_block: int, width: int, halve
             for half in range(halves):
                 tables[row, half, j] = block = free.pop()
                 pool[block, :count] = rng.standard_normal(count)
-    return jnp.asarray(pool), jnp.asarray(tables)
+    return jnp.asarray(pool.reshape(-1, C, E)), jnp.asarray(tables)
 
 
 def _weights(rng: np.random.Generator, lanes: int = H) -> list[Any]:

@@ -64,7 +64,7 @@ def _poisoned_case(rng, lanes: int, arrays: int, dtype: str, ranged: bool):
                 tables[b, a, e] = next(free)
                 own = slice(min(first, last), max(first, last))
                 pool[tables[b, a, e], own] = rng.standard_normal((count, lanes))
-    flat = jnp.asarray(pool.reshape(num_blocks, -1).astype(jnp.dtype(dtype)))
+    flat = jnp.asarray(pool.astype(jnp.dtype(dtype)))
     return flat, jnp.asarray(tables), jnp.asarray(lens), jnp.asarray(ranges) if ranged else None
 
 
@@ -123,36 +123,24 @@ def test_rows_outside_the_range_give_zeros(op: str) -> None:
     _check("three-heads", op, "float32", False, True, rows=(jnp.int32(1), jnp.int32(3)))
 
 
-def test_a_pool_of_three_axes_gives_the_same() -> None:
-    rng = np.random.default_rng(1)
-    pool, tables, lens, _ = _poisoned_case(rng, 32, 2, "float32", False)
-    q = jnp.asarray(rng.standard_normal((len(LENGTHS), 2, 16)), jnp.float32)
-    decode = jax.jit(functools.partial(tpu_decode.decode_kv, block_size=BLOCK, interpret=True))
-    by_slots = pool.reshape(pool.shape[0], BLOCK, 32)
-    np.testing.assert_array_equal(
-        np.asarray(decode(q, pool, tables, lens)), np.asarray(decode(q, by_slots, tables, lens))
-    )
-
-
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match="takes no float16"):
         tpu_decode.decode_kv(
             jnp.zeros((1, 1, 8), jnp.float16),
-            jnp.zeros((2, 32), jnp.float16),
+            jnp.zeros((2, 4, 8), jnp.float16),
             jnp.zeros((1, 2, 1), jnp.int32),
             jnp.zeros(1, jnp.int32),
             block_size=4,
         )
 
 
-def _abstract_args(name: str, op: str, dtype, three_axes: bool = False, batch: int = 64):
+def _abstract_args(name: str, op: str, dtype, batch: int = 64):
     shape, entries, blocks = PUBLISHED[name], 128, 4096
-    slots = (BLOCK, shape.lane) if three_axes else (BLOCK * shape.lane,)
     width = shape.head_dim if op == "decode_kv" else shape.hidden_size
     tables = (batch, 2, entries) if op == "decode_kv" else (batch, entries)
     return (
         ShapeDtypeStruct((batch, shape.num_heads, width), dtype),
-        ShapeDtypeStruct((blocks, *slots), dtype),
+        ShapeDtypeStruct((blocks, BLOCK, shape.lane), dtype),
         ShapeDtypeStruct(tables, jnp.int32),
         ShapeDtypeStruct((batch,), jnp.int32),
         ShapeDtypeStruct((batch, entries, 2), jnp.int32),
@@ -231,7 +219,7 @@ def test_the_decoder_lowers_for_a_tpu(decode: str, absorb: bool) -> None:
         ops=ops,
     )
     params = abstract_params(config, jnp.bfloat16)
-    pools = (ShapeDtypeStruct((64, BLOCK * config.lane), jnp.bfloat16),) * config.num_layers
+    pools = (ShapeDtypeStruct((64, BLOCK, config.lane), jnp.bfloat16),) * config.num_layers
 
     @jax.jit
     def step(params, pools, arrays):
@@ -258,7 +246,7 @@ def test_kernels_compile_for_a_tpu() -> None:
         here = jax.sharding.SingleDeviceSharding(topology.devices[0])
         for name, op in {CASES!r}:
             for dtype in (jnp.bfloat16, jnp.float32):
-                args = cases._abstract_args(name, op, dtype, three_axes=True)
+                args = cases._abstract_args(name, op, dtype)
                 args = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in args]
                 for ranged in (False, True):
                     compiled = jax.jit(cases._op(op, ranged)).lower(*args).compile()

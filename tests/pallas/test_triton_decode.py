@@ -123,7 +123,7 @@ def _case(
         return jnp.asarray((scale * rng.standard_normal(dims)).astype(np.float32).astype(jnp.dtype(dtype)))
 
     args = [
-        jnp.asarray(pool.reshape(num_blocks, -1).astype(jnp.dtype(dtype))),
+        jnp.asarray(pool.astype(jnp.dtype(dtype))),
         jnp.asarray(tables if halves == 2 else tables[:, 0]),
         jnp.asarray(lens, jnp.int32),
     ]

@@ -72,7 +72,7 @@ def case(
         hidden = tuple(r % 2 == 0 for r in range(batch))
     arguments = [
         *(normal((tokens, heads, h)) for heads in (n, k, k)),
-        jnp.asarray(pool.reshape(len(pool), -1).astype(jnp.dtype(dtype))),
+        jnp.asarray(pool.astype(jnp.dtype(dtype))),
         jnp.asarray(tables),
         *(jnp.asarray(a, jnp.int32) for a in (offsets, chunks, prefixes)),
         jnp.asarray(hidden),
@@ -179,5 +179,5 @@ def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match="no tiles for chip='sm_70'"):
         prefill(*arguments, **named, chip="sm_70")
     named["block_size"] = 8
-    with pytest.raises(ValueError, match="does not hold heads"):
+    with pytest.raises(ValueError, match="do not hold block_size=8"):
         prefill(*arguments, **named)

@@ -26,7 +26,7 @@ def _own(pool: Any, table: Any, ranges: Any, length: int, slots: int, width: int
         first, last = ranges[entry].T
         slot, own = np.where(first <= last, first + order, first - 1 - order), order < np.abs(last - first)
     position, block, slot = position[own], table[entry[own]], slot[own]
-    return pool[block[:, None], slot[:, None] * width + np.arange(width)], position
+    return pool.reshape(len(pool), -1)[block[:, None], slot[:, None] * width + np.arange(width)], position
 
 
 def _turn(x: np.ndarray, angles: np.ndarray | None) -> np.ndarray:
@@ -98,7 +98,7 @@ def expected_decode(
     if op == "decode_v_absorbed":
         angles = weights.pop()
     tables = tables.reshape(len(lens), -1, tables.shape[-1])
-    width = pool.shape[1] // block_size
+    width = pool.shape[2]
     if op != "decode_kv":
         width = weights[0].shape[2] if weights else q.shape[2]
     out = np.zeros((*q.shape[:2], width if op in ("decode_absorbed", "decode_v_absorbed") else q.shape[2]))

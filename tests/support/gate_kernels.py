@@ -26,7 +26,7 @@ def decode_kv(
 ) -> Array:
     """One program a row and head; every product has 16 rows of which one is used."""
     batch, num_heads, head_dim = q.shape
-    lanes = pool.shape[1] // block_size
+    lanes = pool.shape[2]
     index = jnp.arange(batch, dtype=jnp.int32)
     if rows is not None:
         lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
