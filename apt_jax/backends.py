@@ -14,10 +14,12 @@ Selection is explicit and logged; an unknown or unavailable name is an error.
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import Array
 
 from apt_jax.cpu import build
@@ -79,19 +81,27 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     )
 
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.partial(op, interpret=interpret, chip=chip)
+        """The op, traced and lowered once for all layers that call it alike: Pallas takes 0.1 s for a kernel."""
+        known = inspect.signature(op).parameters
+        static = [name for name in ("block_size", "with_hidden", "out_dtype", "hidden_block_size") if name in known]
+        return jax.jit(functools.partial(op, interpret=interpret, chip=chip), static_argnames=static)
 
+    absorbed = bound(triton_decode_absorbed.decode_absorbed)
+    v_absorbed = bound(triton_decode_absorbed.decode_v_absorbed)
+
+    # Results are N times as wide as a layer input: their traffic counts.
     def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
-        # The result is N times as wide as its input: its traffic counts.
-        op = bound(triton_decode_absorbed.decode_absorbed)
-        return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
+        return absorbed(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
+
+    def decode_v_absorbed(q_rotary: Array, *args: Any, **kwargs: Any) -> Array:
+        return v_absorbed(q_rotary, *args, out_dtype=q_rotary.dtype, **kwargs)
 
     return KernelBackend(
         name="triton-interpret" if interpret else "triton",
         decode_kv=bound(triton_decode_kv.decode_kv),
         decode_absorbed=decode_absorbed,
         decode_reprojected=bound(triton_decode_reprojected.decode_reprojected),
-        decode_v_absorbed=bound(triton_decode_absorbed.decode_v_absorbed),
+        decode_v_absorbed=decode_v_absorbed,
         prefill=bound(triton_prefill.prefill),
         rows_per_tile=1,
         extras=frozenset(),

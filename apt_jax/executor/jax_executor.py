@@ -12,7 +12,6 @@ Over several devices every program is one `jax.shard_map`: weights and pools are
 everything else is the same on all of them.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -23,12 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from apt_jax.backends import with_sharded_hidden
 from apt_jax.config import CacheConfig, Quantization
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.errors import ConfigError
-from apt_jax.executor.attention_choice import chip_of, choose_attention, needed_extras
+from apt_jax.executor.attention_choice import chip_of
 from apt_jax.executor.base import (
     Conversions,
     MaskedStepHandle,
@@ -36,36 +34,38 @@ from apt_jax.executor.base import (
     StepHandle,
     is_out_of_memory,
 )
-from apt_jax.executor.buckets import Buckets, KindSet, SamplerVariant, bucket_for
+from apt_jax.executor.buckets import SamplerVariant, bucket_for
 from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
 from apt_jax.executor.packing import (
     Ints,
-    StepFormat,
     pack_conversions,
     pack_forward,
     pack_masks,
     pack_penalties,
     pack_sampling,
 )
+from apt_jax.executor.plan import plan_executor
 from apt_jax.executor.pool_memory import PoolMemory
-from apt_jax.executor.programs import Programs
 from apt_jax.executor.prompt_logprobs import PromptPrograms
 from apt_jax.executor.ready_programs import ReadyPrograms
 from apt_jax.executor.runner import ProgramRunner
-from apt_jax.executor.warm_up import Program, all_programs, first_and_others, warm_up
+from apt_jax.executor.warm_up import (
+    MAX_COMPILERS,
+    Program,
+    all_programs,
+    first_and_others,
+    largest_programs,
+    warm_up,
+)
 from apt_jax.models import sharding as parallel
-from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.lora import LoraAdapter, adapt_keys, with_adapters
 from apt_jax.models.params import ModelParams
 from apt_jax.models.quantize import quantize_params, widen_keys
 from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
-from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.xla_decode import ROWS_PER_TILE
+from apt_jax.utils.activity import activity
 from apt_jax.utils.allocator import huge_pages_for, keep_freed_memory, use_huge_pages
-
-MAX_MODEL_LEN = 1 << 22
-"""Longest context: block tables and histories are as long for every slot."""
 
 
 class JaxExecutor:
@@ -111,102 +111,91 @@ class JaxExecutor:
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
         self.num_devices = 1 if mesh is None else mesh.size
-        parallel.check_size(config, self.num_devices)
         if quantization is not None and mesh is not None:
             raise ConfigError(f"quantization={quantization!r} runs on one device; leave out -tp or --quantization")
         if adapters and mesh is not None:
             raise ConfigError("LoRA adapters run on one device; leave out -tp or --lora-modules")
-        if max_model_len > MAX_MODEL_LEN:
-            raise ConfigError(
-                f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
-            )
-        # A window that no context outgrows is none.
-        windows = tuple(w if w is not None and w < max_model_len else None for w in config.layer_windows)
-        loaded = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
-        config = parallel.with_repeated_heads(loaded, self.num_devices)
-        if max_model_len > config.max_position:
-            raise ConfigError(
-                f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
-            )
-        self.config, self.cache_config, self.quantization = config, cache, quantization
-        self.adapters = tuple(adapter.name for adapter in adapters)
-        self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
-        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
-        hidden = parallel.offers_hidden(config, cache, self.num_devices)
-        self.kinds_offered = KindSet(kv=cache.mode != "hidden", hidden=hidden)
-        self.hidden_block_size = config.hidden_block_size(cache.block_size) if hidden else cache.block_size
-        self.can_convert = conversion and all(self.kinds_offered)
-        absorbs = hidden and cache.hidden_attention != "reproject"
-        self.hidden_mode: HiddenMode | None = config.hidden_mode if absorbs else None
         # One that this process can ask.
         self.device = mesh.local_devices[0] if mesh else next(iter(jax.tree.leaves(params.embed)[0].devices()))
         self.platform: str = self.device.platform
-        if mesh is not None and self.platform == "cpu":
-            # Devices that a CPU plays are for tests; kernels there own all of its threads.
-            attention = attention or "xla"
-            if attention == "cpu":
-                raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
-        # Over several devices hidden rows are not the kernels'.
-        extras = needed_extras(config, self.hidden_mode, hidden and mesh is None, adapt_keys(adapters))
-        ops = choose_attention(self.platform, attention, chip_of(self.device), extras)
-        self.attention_name, self.rows_per_tile = ops.name, ops.rows_per_tile
-        self.mixed = not ops.branches if mixed is None else mixed
-        if mesh is None:
-            self.params, specs = (
-                with_adapters(self._prepared(params, ops), config, adapters),
-                None,
-            )
-        else:
-            ops = with_sharded_hidden(ops)
-            self.params, specs = parallel.shard_params(params, loaded, mesh, absorbs=self.hidden_mode == "absorb")
-
-        self._memory = PoolMemory(config, cache.block_size, self.params.dtype, self.device, mesh)
-        kv_len = -(-max_model_len // cache.block_size) * self.kinds_offered.kv
-        hidden_len = -(-max_model_len // self.hidden_block_size) * hidden
-        self.num_blocks = cache.num_blocks_override or self._memory.num_blocks_that_fit(
-            cache.device_memory_utilization,
-            most=max_num_seqs * max(2 * kv_len, hidden_len),
-            least=2 if self.kinds_offered.kv else 1,
-        )
-        self.buckets = Buckets.for_limits(
+        self.plan = plan = plan_executor(
+            config,
+            cache=cache,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
-            hidden_block_size=self.hidden_block_size,
-            rows_multiple=ROWS_PER_TILE,
+            num_devices=self.num_devices,
+            platform=self.platform,
+            chip=chip_of(self.device),
+            attention=attention,
+            mixed=mixed,
+            adapt_keys=adapt_keys(adapters) if adapters else None,
         )
-        self.step_format = StepFormat(
-            block_size=self.block_size,
-            hidden_block_size=self.hidden_block_size,
-            num_blocks=self.num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            table_len=max(kv_len, hidden_len),
-            vocab_size=config.vocab_size,
-            num_biases=sampling.NUM_BIASES,
-            buckets=self.buckets,
-            has_adapters=bool(adapters),
-        )
-        self.programs = Programs(
-            parallel.own_config(config, self.num_devices),
-            ops,
-            self.step_format,
-            kinds_offered=self.kinds_offered,
-            hidden_mode=self.hidden_mode,
-            tensor=None if mesh is None else parallel.TensorParallel(mesh.size, config),
-            mesh=mesh,
-            specs=specs,
-        )
-        self.runner = ProgramRunner(self.params, self.programs, self._memory)
+        self.config, self.cache_config, self.quantization = plan.config, cache, quantization
+        self.adapters = tuple(adapter.name for adapter in adapters)
+        self.block_size, self.max_num_seqs = cache.block_size, max_num_seqs
+        self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
+        self.kinds_offered, self.hidden_block_size = plan.kinds_offered, plan.hidden_block_size
+        self.hidden_mode, self.mixed, self.buckets = plan.hidden_mode, plan.mixed, plan.buckets
+        self.can_convert = conversion and all(self.kinds_offered)
+        self.attention_name, self.rows_per_tile = plan.ops.name, plan.ops.rows_per_tile
+        specs = None
+        if mesh is None:
+            self.params = with_adapters(self._prepared(params, plan.ops), self.config, adapters)
+        else:
+            self.params, specs = parallel.shard_params(params, plan.loaded_config, mesh, absorbs=plan.absorbs)
+        self._memory = PoolMemory(self.config, cache.block_size, self.params.dtype, self.device, mesh)
+        self.runner = self._sized_runner(mesh, specs)
+        self.programs, self.step_format = self.runner.programs, self.runner.step_format
+        self.num_blocks = self.step_format.num_blocks
         self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
         self.ready = ReadyPrograms(self.buckets)
         self._compiled_at_warm_up = 0
         self._huge_pages = huge_pages
-        free = self._memory.free_bytes()
         if self.platform == "cpu":
             keep_freed_memory()
+        if not self._memory.is_allocated_late:
+            self.allocate()
+
+    def _sized_runner(self, mesh: Mesh | None, specs: Any) -> ProgramRunner:
+        """The programs over a pool as large as memory allows.
+
+        Where it is a device's memory, the programs that need most beside the pool are compiled first, as temporaries do
+        not depend on its size.
+        """
+        plan, memory, cache = self.plan, self._memory, self.cache_config
+
+        def runner(num_blocks: int) -> ProgramRunner:
+            return ProgramRunner(self.params, plan.programs(num_blocks, mesh, specs), memory)
+
+        if cache.num_blocks_override is not None:
+            return runner(cache.num_blocks_override)
+        sizes: dict[str, Any] = {
+            "utilization": cache.device_memory_utilization,
+            "most": plan.max_num_seqs * max(2 * plan.kv_table_len, plan.hidden_table_len),
+            "least": 2 if plan.kinds_offered.kv else 1,
+        }
+        num_blocks = memory.num_blocks_that_fit(**sizes)
+        made = runner(num_blocks)
+        if not memory.is_allocated_late:
+            return made
+        with activity("compiling the largest steps"):
+            largest = all_programs(made, mixed=self.mixed, copies=False, conversions=False)
+            temporaries = max(program.temporary_bytes() for program in largest_programs(largest))
+        left = memory.num_blocks_that_fit(**sizes, temporary_bytes=temporaries)
+        return made if left >= num_blocks else runner(left)
+
+    def allocate(self) -> None:
+        """Allocate the pool and the last-token memory, unless that is done.
+
+        Raises:
+            ConfigError: there is no room.
+        """
+        if self.runner.is_allocated:
+            return
+        free = self._memory.free_bytes()
         try:
-            self.reset()
+            self.clear()
         except Exception as error:
             if is_out_of_memory(error):
                 raise self._memory.shortage(self.num_blocks, free) from error
@@ -260,12 +249,17 @@ class JaxExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on padding that touches no block."""
-        warm_up(self._all_programs(), progress)
+        warm_up(self._all_programs(), progress, allocate=self.allocate, num_threads=self._num_compilers)
         self._compiled_at_warm_up = self.programs.num_compiled()
 
     def prepare_prompt_logprobs(self) -> None:
         """See `Executor.prepare_prompt_logprobs`."""
         self._prompts.prepare()
+
+    @property
+    def _num_compilers(self) -> int:
+        """Programs that are compiled at once: all hosts compile in one order."""
+        return 1 if self.programs.num_hosts > 1 else MAX_COMPILERS
 
     def _all_programs(self) -> list[Program]:
         copies = self.cache_config.enable_prefix_caching
@@ -285,7 +279,7 @@ class JaxExecutor:
             `add_program`.
         """
         first, others = first_and_others(self._all_programs(), self.ready)
-        warm_up(first, progress)
+        warm_up(first, progress, allocate=self.allocate)
         self._compiled_at_warm_up = self.programs.num_compiled()
         self.ready.forget()
         for program in first:
@@ -346,6 +340,7 @@ class JaxExecutor:
 
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
+        self.allocate()
         if len(batch.copies):
             self.runner.copy_call(batch.copies, bucket_for(self.ready.sizes.copies, len(batch.copies))).run()
         if batch.conversions is not None:

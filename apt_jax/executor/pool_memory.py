@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from apt_jax.errors import ConfigError
@@ -26,6 +26,13 @@ def pool_dtype(dtype: Any, platform: str) -> Any:
     return jnp.float32 if old and platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
 
 
+def rounded_down(num_blocks: int) -> int:
+    """A number of blocks with few significant bits, at most 1/64 fewer: it is part of every program's shapes and of the
+    calibration's key, and a few bytes more or less must not make all of them new."""
+    unit = 1 << max(0, num_blocks.bit_length() - 7)
+    return num_blocks // unit * unit
+
+
 class PoolMemory:
     """The pool's memory on one device, or on all of a mesh.
 
@@ -39,9 +46,13 @@ class PoolMemory:
         self._config, self._device, self._mesh = config, device, mesh
         self._block_shape = (block_size, config.lane)
         self._dtype = pool_dtype(dtype, device.platform)
-        self._is_host = device.platform == "cpu"
         # Devices that a CPU plays share its memory.
         self._num_memories = 1 if mesh is None or self._is_host else mesh.size
+
+    @property
+    def _is_host(self) -> bool:
+        """The pool lies in the host's memory."""
+        return self._device.platform == "cpu"
 
     @property
     def block_bytes(self) -> int:
@@ -53,21 +64,34 @@ class PoolMemory:
         free = free_memory_bytes(self._device)
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 
-    def num_blocks_that_fit(self, utilization: float, *, most: int, least: int) -> int:
+    @property
+    def is_allocated_late(self) -> bool:
+        """True: the pool is allocated once the programs are compiled. The compiler tries its products on the device, and
+        needs memory for that."""
+        return not self._is_host
+
+    def num_blocks_that_fit(self, utilization: float, *, most: int, least: int, temporary_bytes: int = 0) -> int:
         """Blocks that there is memory for; where it is the host's, no more than `most`.
+
+        Args:
+            utilization: share of the free memory.
+            temporary_bytes: what one step takes while it runs. What is not the pool's holds two, as one is dispatched while
+                another runs.
 
         Raises:
             ConfigError: fewer than `least`.
         """
         free = self.free_bytes()
-        budget = int(free * utilization) * self._num_memories
+        budget = min(int(free * utilization), free - 2 * temporary_bytes) * self._num_memories
         if self._is_host or free_memory_bytes(self._device) is None:
             budget = min(budget, MAX_CPU_POOL_BYTES, most * self.block_bytes)
         blocks = budget // self.block_bytes
+        if blocks != most:
+            blocks = rounded_down(blocks)
         if self._mesh is not None:
             blocks = self._least(blocks, self._mesh)
         if blocks < least:
-            raise self.shortage(least, free)
+            raise self.shortage(least, free, temporary_bytes)
         return blocks
 
     def _least(self, number: int, mesh: Mesh) -> int:
@@ -76,23 +100,36 @@ class PoolMemory:
         all_said = jax.make_array_from_callback((mesh.size,), self.placed(P(parallel.AXIS)), lambda _: own)
         return int(jax.jit(jnp.min, out_shardings=self.placed(P()))(all_said))
 
-    def shortage(self, num_blocks: int, free: int) -> ConfigError:
+    def shortage(self, num_blocks: int, free: int, temporary_bytes: int = 0) -> ConfigError:
         """The error that there is no room for the pool."""
         needed = (num_blocks + 1) * self.block_bytes // self._num_memories
+        steps = f", of which two steps take {2 * temporary_bytes:,}" if temporary_bytes else ""
+        smaller = "--max-num-batched-tokens, " if temporary_bytes else ""
         return ConfigError(
-            f"the cache pool of {num_blocks} blocks takes {needed:,} bytes, but {free:,} bytes of memory are free; "
-            "lower --num-blocks-override, --block-size or --device-memory-utilization, or choose a smaller model, --dtype or --quantization"
+            f"the cache pool of {num_blocks} blocks takes {needed:,} bytes, but {free:,} bytes of memory are free{steps}; "
+            f"lower {smaller}--num-blocks-override, --block-size or --device-memory-utilization, or choose a smaller model, "
+            "--dtype or --quantization"
         )
 
     def placed(self, spec: P) -> Any:
         """The device, or the sharding over all of them."""
         return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
 
+    def described(self, shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:
+        """An array there, as a shape."""
+        where = self.placed(spec or P())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where if self._mesh else SingleDeviceSharding(where))
+
+    def described_pools(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """`new_pools` as shapes."""
+        shape = (num_blocks + 1, *self._block_shape)
+        return (self.described(shape, self._dtype, parallel.POOL_SPEC),) * self._config.num_layers
+
     def new_pools(self, num_blocks: int) -> tuple[Array, ...]:
         """Empty pools, with room for the reserved block."""
         shape, where = (num_blocks + 1, *self._block_shape), self.placed(parallel.POOL_SPEC)
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
 
-    def empty_states(self, rows: int, dtype: Any) -> Array:
-        """Hidden states as a forward program returns them."""
-        return jnp.zeros((rows, self._config.hidden_size), dtype, device=self.placed(P()))
+    def states_shape(self, rows: int) -> tuple[int, int]:
+        """Shape of hidden states as a forward program returns them."""
+        return rows, self._config.hidden_size

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from apt_jax.executor.base import NO_TOKEN
 from apt_jax.executor.buckets import KindSet, SamplerVariant
+from apt_jax.executor.compiler_options import compiler_options
 from apt_jax.executor.packing import StepFormat
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
@@ -44,7 +45,7 @@ from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.sched.request_table import HIDDEN, KV
 
-Pools = tuple[Array, ...]
+Pools = tuple[Any, ...]
 
 
 class Programs:
@@ -58,6 +59,7 @@ class Programs:
         hidden_mode: what of attention over layer inputs is absorbed.
         tensor: collectives, with a `mesh`.
         mesh: of the devices that share the model; None: one device.
+        platform: of the devices, as JAX calls it.
         specs: how the weights are cut over the mesh.
     """
 
@@ -72,10 +74,14 @@ class Programs:
         tensor: parallel.TensorParallel | None,
         mesh: Mesh | None,
         specs: Any,
+        platform: str,
     ) -> None:
         self.config, self.ops, self.step_format, self.kinds_offered = config, ops, step_format, kinds_offered
         self._hidden_mode: HiddenMode | None = hidden_mode
         self._tensor, self._mesh, self._specs = tensor, mesh, specs
+        self.num_hosts = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+        size = 1 if mesh is None else mesh.size
+        self._compiler_options = compiler_options(platform, num_devices=size, num_hosts=self.num_hosts)
         pools, alike = parallel.POOL_SPEC, P()
         self.jitted: dict[str, Any] = {
             "forward": self._jit(self.forward, donate=("pools",), results=(pools, alike)),
@@ -98,7 +104,9 @@ class Programs:
         names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
         static = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         if self._mesh is None:
-            return jax.jit(function, static_argnames=static, donate_argnames=donate)
+            return jax.jit(
+                function, static_argnames=static, donate_argnames=donate, compiler_options=self._compiler_options
+            )
         cut = {"params": self._specs, "head": output_head(self._specs), "pools": parallel.POOL_SPEC}
         in_specs = tuple(cut.get(name, P()) for name in names)
 
@@ -107,7 +115,7 @@ class Programs:
             return jax.shard_map(own, mesh=self._mesh, in_specs=in_specs, out_specs=results, check_vma=False)(*args)
 
         donated = tuple(names.index(name) for name in donate)
-        return jax.jit(on_all, static_argnames=static, donate_argnums=donated)
+        return jax.jit(on_all, static_argnames=static, donate_argnums=donated, compiler_options=self._compiler_options)
 
     def num_compiled(self) -> int:
         # The size of a jitted function's cache has no public name yet.

@@ -72,17 +72,20 @@ class ProgramRunner:
     """Makes the calls of an executor.
 
     Attributes:
-        pools: one array per layer, (blocks + 1, block), donated to every program that writes cache.
+        pools: one array per layer, (blocks + 1, block_size, lane), donated to every program that writes cache.
         last_tokens: (max_num_seqs,) the token sampled last for each slot; a step takes tokens from here that the host
             has not seen.
+        is_allocated: the two are arrays, not shapes.
         leader: receives every call, where other hosts must make it too.
     """
 
     def __init__(self, params: ModelParams, programs: Programs, memory: PoolMemory) -> None:
         self.params, self.programs, self.step_format, self._memory = params, programs, programs.step_format, memory
         self._head = output_head(params)
-        self.pools: Pools = ()
-        self.last_tokens: Array  # made by `clear`
+        self.is_allocated = False
+        # Shapes until `clear` allocates them: programs can be compiled from those.
+        self.pools: Pools = memory.described_pools(self.step_format.num_blocks)
+        self.last_tokens: Any = memory.described((self.step_format.max_num_seqs,), jnp.int32)
         self.leader: Leader | None = None
         self._states: Array | None = None  # of the last forward program that `run_plan` ran
         self._all_states: Array | None = None
@@ -91,10 +94,19 @@ class ProgramRunner:
         """Replace the pool and the last-token memory by empty ones, on all hosts; all cache is lost."""
         if self.leader is not None:
             self.leader.announce(Plan(program="clear", arrays=[], static={}))
-        for pool in self.pools:
+        for pool in self.pools if self.is_allocated else ():
             pool.delete()  # a step that failed early has not taken it, and there is no room for two
         self.pools = self._memory.new_pools(self.step_format.num_blocks)
         self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=self._memory.placed(P()))
+        self.is_allocated = True
+
+    def _empty_states(self, rows: int) -> Any:
+        """Hidden states as a forward program returns them, placed as it does: another placement would be another
+        program. As a shape where nothing is allocated."""
+        shape, dtype = self._memory.states_shape(rows), self.params.dtype
+        if not self.is_allocated:
+            return self._memory.described(shape, dtype)
+        return jnp.zeros(shape, dtype, device=self._memory.placed(P()))
 
     def forward_call(self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
         """Gives hidden states of the rows that sample."""
@@ -157,20 +169,19 @@ class ProgramRunner:
 
     def empty_score_call(self, num_states: int, rows: int) -> ProgramCall:
         """A call on padding alone."""
-        states = self._memory.empty_states(num_states, self.params.dtype)
+        states = self._empty_states(num_states)
         return self.score_call(states, np.zeros((2, rows), np.int32), rows)
 
     def empty_pool_call(self, num_states: int) -> ProgramCall:
         """A call on padding alone."""
-        states = self._memory.empty_states(num_states, self.params.dtype)
+        states = self._empty_states(num_states)
         return self.pool_call(states, np.full(num_states, self.step_format.max_num_seqs, np.int32))
 
     def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
         """A call on padding alone."""
         step_format = self.step_format
         _, ints = step_format.empty_sample(rows)
-        # Placed as a forward program's result is: another placement would be another program.
-        hidden = self._memory.empty_states(step_format.buckets.decode[-1], self.params.dtype)
+        hidden = self._empty_states(step_format.buckets.decode[-1])
         penalties = step_format.penalty_layout(rows).zeros()[1] if variant.penalised else None
         masks = step_format.empty_masks(rows) if variant.masked else None
         return self.sample_call(hidden, ints, penalties, masks, rows, variant)

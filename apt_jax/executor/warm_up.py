@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from apt_jax.executor.buckets import SamplerVariant
 from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 
-_MAX_COMPILERS = 8
+MAX_COMPILERS = 8
 """Programs that are compiled at once."""
 _NO_COPIES = np.zeros((0, 2), np.int32)
 
@@ -26,30 +27,64 @@ class Program:
     name: ProgramName
     call: Callable[[], ProgramCall]
 
-    def compile(self) -> None:
+    def compile(self) -> Any:
         """Compile it, or load it from the cache directory; in any thread."""
-        self.call().lower().compile()
+        return self.call().lower().compile()
+
+    def temporary_bytes(self) -> int:
+        """Device memory that it takes while it runs, beside its arguments and what replaces them."""
+        memory = self.compile().memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.temp_size_in_bytes + max(0, results)
 
     def run(self) -> None:
         """Run it once, so that the next call finds it; where nothing else runs programs."""
         jax.block_until_ready(self.call().run())
 
 
-def warm_up(programs: Sequence[Program], progress: Callable[[int, int], None] | None = None) -> None:
-    """Compile programs side by side, and run each once."""
+def warm_up(
+    programs: Sequence[Program],
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    allocate: Callable[[], None] = lambda: None,
+    num_threads: int = MAX_COMPILERS,
+) -> None:
+    """Compile programs side by side, and run each once.
+
+    Args:
+        allocate: allocates the pool. Called once all are compiled: the compiler tries its products on the device.
+    """
     if progress:
         progress(0, len(programs))
-    with concurrent.futures.ThreadPoolExecutor(min(_MAX_COMPILERS, os.cpu_count() or 1)) as threads:
+    with concurrent.futures.ThreadPoolExecutor(min(num_threads, os.cpu_count() or 1)) as threads:
         compiled = [threads.submit(program.compile) for program in programs]
         try:
-            for done, (program, future) in enumerate(zip(programs, compiled, strict=True), 1):
+            for done, future in enumerate(compiled, 1):
                 future.result()
-                program.run()
                 if progress:
                     progress(done, len(programs))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
+    allocate()
+    for program in programs:
+        program.run()
+
+
+def largest_programs(programs: Iterable[Program]) -> list[Program]:
+    """The programs that need most memory beside the pool: one that computes the most tokens, and one that samples from the
+    most rows with everything that a sampler can do."""
+
+    def weight(program: Program) -> tuple[int, int]:
+        variant = program.name.variant
+        return program.name.size, 0 if variant is None else variant.penalised + variant.masked
+
+    programs = list(programs)
+    kinds = {program.name.kind for program in programs}
+    found = [
+        [p for p in programs if p.name.kind == kind] for kind in ("mixed" if "mixed" in kinds else "prefill", "sample")
+    ]
+    return [max(reversed(of_kind), key=weight) for of_kind in found]
 
 
 def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple[list[Program], list[Program]]:

@@ -29,6 +29,7 @@ from apt_jax.utils.activity import activity
 from apt_jax.utils.allocator import use_huge_pages
 from apt_jax.utils.cache_dir import private_dir
 from apt_jax.utils.compile_cache import keep_programs
+from apt_jax.utils.device_memory import MEMORY_FRACTION, set_memory_fraction
 
 logger = logging.getLogger(__name__)
 
@@ -183,11 +184,20 @@ def freeze_gc_heap() -> None:
 
 @contextlib.contextmanager
 def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
-    """Join the other hosts of this replica and report to them what is raised within; None: there are no others."""
+    """Join the other hosts of this replica and report to them what is raised within; None: there are no others. The first
+    that looks at the devices, so it sets how much of their memory JAX takes."""
+    import jax
+
     from apt_jax.models import read_model_config, resolve_model
     from apt_jax.models import sharding as parallel
 
     ours = config.parallel
+    if not set_memory_fraction() and jax.default_backend() in ("gpu", "cuda", "rocm"):
+        logger.warning(
+            "JAX was used before the engine was made, so it takes three quarters of a GPU's memory; set "
+            "XLA_CLIENT_MEM_FRACTION=%s, or make the engine first",
+            MEMORY_FRACTION,
+        )
     if ours.tensor_parallel_size == 1:
         yield None
         return

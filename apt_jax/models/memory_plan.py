@@ -12,6 +12,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, param_names
+from apt_jax.utils.device_memory import MEMORY_FRACTION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,9 @@ def memory_plan(
     device_bytes: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    memory_fraction: float = 1.0,
 ) -> MemoryPlan:
-    """Plan a model on so many devices of so many bytes each.
+    """Plan a model on so many devices of so many bytes each, of which JAX takes `memory_fraction`.
 
     Raises:
         ConfigError: it cannot be cut for them, or does not fit; then the flags are named that would help.
@@ -66,19 +68,20 @@ def memory_plan(
         "dtype": dtype,
         "cache": cache,
         "num_devices": num_devices,
+        "device_bytes": int(device_bytes * memory_fraction),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
     }
 
     def fits(**changes: Any) -> bool:
         try:
-            _plan(config, device_bytes=device_bytes, **(asked | changes))
+            _plan(config, **(asked | changes))
         except ConfigError:
             return False
         return True
 
     try:
-        return _plan(config, device_bytes=device_bytes, **asked)
+        return _plan(config, **asked)
     except _NoRoomError as error:
         sizes = (t for t in parallel.sizes_that_fit(config) if t > num_devices)
         enough = next((t for t in sizes if fits(num_devices=t)), None)
@@ -90,6 +93,8 @@ def memory_plan(
             "a smaller --max-num-batched-tokens or --max-num-seqs": fits(max_num_seqs=1, max_num_batched_tokens=1),
             "a smaller --num-blocks-override": cache.num_blocks_override is not None and fits(cache=fewest),
             "a larger --device-memory-utilization": fits(cache=whole),
+            f"a larger XLA_CLIENT_MEM_FRACTION than {memory_fraction:g}": memory_fraction < MEMORY_FRACTION
+            and fits(device_bytes=int(device_bytes * MEMORY_FRACTION)),
         }  # fmt: skip
         helpful = [way for way, helps in ways.items() if helps]
         raise ConfigError(f"{error}; what helps: {', '.join(['devices with more memory', *helpful])}") from None
@@ -130,7 +135,7 @@ def _plan(
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(
             f"the weights take {weights / 2**30:.1f} GiB on each of {num_devices} devices and a step {step / 2**30:.1f} GiB: "
-            f"{device_bytes / 2**30:.3g} GiB leave no room for {max(least, num_blocks)} blocks of cache"
+            f"the {device_bytes / 2**30:.3g} GiB that JAX takes leave no room for {max(least, num_blocks)} blocks of cache"
         )
     tokens = {} if cache.mode == "hidden" else {"kv": num_blocks // 2 * cache.block_size}
     if hidden:

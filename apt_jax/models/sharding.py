@@ -245,3 +245,29 @@ def shard_params(
         if is_repeated(name) or is_padded(name):
             leaf.delete()  # every device holds it whole
     return cut, jax.tree.map(lambda leaf: leaf.sharding.spec, cut)
+
+
+def abstract_shards(config: ModelConfig, dtype: Any, mesh: Mesh, *, absorbs: bool) -> tuple[ModelParams, ModelParams]:
+    """`shard_params` of weights that are not there: shapes with their shardings, and the `PartitionSpec`s."""
+    size = mesh.size
+    padded = -(-config.vocab_size // size) * size
+    config = dataclasses.replace(with_repeated_heads(config, size), vocab_size=padded)
+    params = abstract_params(config, dtype)
+    specs = jax.tree.map(functools.partial(leaf_spec, config, size), param_names(config))
+    if absorbs:
+
+        def with_inputs(tree: ModelParams, *inputs: Any) -> ModelParams:
+            """W_k and W_v again, as `inputs` or as they are."""
+            fields = ("wk_inputs", "wv_inputs")
+            layers = [
+                dataclasses.replace(p, **dict(zip(fields, inputs or (p.wk, p.wv), strict=True))) for p in tree.layers
+            ]
+            return dataclasses.replace(tree, layers=tuple(layers))
+
+        by_feature = P(None, None, AXIS)
+        params, specs = with_inputs(params), with_inputs(specs, by_feature, by_feature)
+
+    def placed(leaf: Any, spec: P) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(placed, params, specs), specs

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,8 +51,6 @@ _TARGETS = {
 }
 """From the datasheets and the CUDA programming guide's table of compute capabilities."""
 
-_COMMAND_BUFFERS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN"
-"""Operations that XLA puts into a command buffer (a CUDA graph) by default."""
 MAX_TEMPORARY_SHARE = 0.05
 """Temporaries of a step may take this much of the pool's size."""
 
@@ -88,6 +87,10 @@ class ProgramReport:
     outside: int
     """Launches outside command buffers."""
     collectives: int
+    input_bytes: int = 0
+    """What a step sends from the host."""
+    lowering_s: float = 0.0
+    """Seconds of tracing and lowering, on the machine that compiled."""
 
 
 def make_mesh(chip: Chip, num_devices: int) -> Any:
@@ -128,34 +131,22 @@ def _pallas_for(chip: Chip) -> Iterator[None]:
         jax.clear_caches()
 
 
-def compile_program(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    chip: Chip,
-    *,
-    donated: tuple[int, ...],
-    pool: tuple[int, int],
-    num_pools: int,
-    collectives_in_graphs: bool = False,
-) -> ProgramReport:
-    """Compile `jit(function)` for `chip`.
+def compile_program(lower: Callable[[], Any], chip: Chip, *, pool: tuple[int, int], num_pools: int) -> ProgramReport:
+    """Compile a program for `chip`, with the options that `lower` gave it.
 
     Args:
-        arguments: `jax.ShapeDtypeStruct` with shardings over a mesh of `make_mesh`.
+        lower: lowers a jitted function for devices of a mesh of `make_mesh`.
         pool: number of elements of one layer's pool on one device, and their size in bytes.
-        collectives_in_graphs: let command buffers hold NCCL calls.
     """
-    import jax
-
     with tempfile.TemporaryDirectory() as directory, _pallas_for(chip):
         options: dict[str, Any] = {
             "xla_gpu_autotune_level": 0,
             "xla_dump_to": directory,
             "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
         }
-        if collectives_in_graphs:
-            options["xla_gpu_enable_command_buffer"] = f"{_COMMAND_BUFFERS},COLLECTIVES"
-        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+        started = time.perf_counter()
+        lowered = lower()
+        lowering_s = time.perf_counter() - started
         compiled = lowered.compile(compiler_options=options)
         (thunks,) = Path(directory).glob("*thunk_sequence_after_thunk_passes.txt")
         sequence = thunks.read_text()
@@ -165,6 +156,7 @@ def compile_program(
         pool_copies=pool_copies(str(compiled.as_text()), pool[0]),
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        lowering_s=round(lowering_s, 2),
         **_launches(sequence),
     )
 

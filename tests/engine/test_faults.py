@@ -250,7 +250,7 @@ def assert_says(error: Exception, *parts: str) -> None:
 
 def test_D2_no_memory_for_a_single_block_is_found_before_anything_is_allocated(model, monkeypatch):
     made = []
-    monkeypatch.setattr(JaxExecutor, "reset", lambda self: made.append(self))
+    monkeypatch.setattr(JaxExecutor, "allocate", lambda self: made.append(self))
     monkeypatch.setattr("apt_jax.executor.pool_memory.free_memory_bytes", lambda device: 1000)
     config = dataclasses.replace(model.config, cache=CacheConfig(block_size=8))
     with pytest.raises(ConfigError) as caught:

@@ -144,6 +144,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     from apt_jax.models import read_model_config, resolve_model
     from apt_jax.models.loading.auto_dtype import with_auto_dtype
     from apt_jax.models.memory_plan import memory_plan
+    from apt_jax.utils.device_memory import memory_fraction
 
     if config.quantization is not None:
         raise ConfigError("--memory-plan plans weights as they are; leave out --quantization")
@@ -159,12 +160,14 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
         device_bytes=device_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        memory_fraction=memory_fraction(),
     )
     gib = 2**30
     each = {
         "model": f"{config.model}, {model.num_params / 1e9:.1f} billion parameters, {config.dtype}",
         "devices": devices,
         "memory (GiB)": round(device_bytes / gib, 1),
+        f"of it for JAX, {memory_fraction():.0%} (GiB)": round(device_bytes * memory_fraction() / gib, 1),
         "weights (GiB)": round(plan.weight_bytes / gib, 2),
         "a step (GiB)": round(plan.step_bytes / gib, 2),
         f"pool, {config.cache.device_memory_utilization:.0%} of the rest (GiB)": round(plan.pool_bytes / gib, 2),

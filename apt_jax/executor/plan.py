@@ -1,0 +1,174 @@
+"""What an executor is going to run, from the model's configuration and the bounds of a step alone: cache kinds, attention
+ops, buckets, programs. Nothing is allocated, and no device is needed, so programs can be compiled from it for devices that
+are not there (`benchmarks.gpu`), and before the size of the pool is known."""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from apt_jax.backends import with_sharded_hidden
+from apt_jax.config import CacheConfig
+from apt_jax.errors import ConfigError
+from apt_jax.executor.attention_choice import choose_attention, needed_extras
+from apt_jax.executor.buckets import Buckets, KindSet
+from apt_jax.executor.packing import StepFormat
+from apt_jax.executor.programs import Programs
+from apt_jax.models import sharding as parallel
+from apt_jax.models.config import HiddenMode, ModelConfig
+from apt_jax.ops import sampling
+from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.xla_decode import ROWS_PER_TILE
+
+MAX_MODEL_LEN = 1 << 22
+"""Longest context: block tables and histories are as long for every slot."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutorPlan:
+    """What `plan_executor` has decided."""
+
+    loaded_config: ModelConfig
+    """Of the model as it is loaded, without windows that no context outgrows."""
+    config: ModelConfig
+    """`loaded_config` with key heads repeated for the devices."""
+    kinds_offered: KindSet
+    hidden_block_size: int
+    """Layer inputs of a block."""
+    hidden_mode: HiddenMode | None
+    """What of attention over layer inputs is absorbed."""
+    ops: KernelBackend
+    mixed: bool
+    """Steps may have decode rows and prompt chunks in one program."""
+    kv_table_len: int
+    hidden_table_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    buckets: Buckets
+    num_devices: int
+    platform: str
+    has_adapters: bool
+
+    @property
+    def absorbs(self) -> bool:
+        """True: the devices keep W_k and W_v a second time, where there are several."""
+        return self.hidden_mode == "absorb"
+
+    def step_format(self, num_blocks: int) -> StepFormat:
+        """How steps over a pool of so many blocks are packed."""
+        return StepFormat(
+            block_size=self.block_size,
+            hidden_block_size=self.hidden_block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            table_len=max(self.kv_table_len, self.hidden_table_len),
+            vocab_size=self.config.vocab_size,
+            num_biases=sampling.NUM_BIASES,
+            buckets=self.buckets,
+            has_adapters=self.has_adapters,
+        )
+
+    def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any) -> Programs:
+        """The programs over a pool of so many blocks.
+
+        Args:
+            mesh: of the devices that share the model; None: one.
+            specs: how the weights are cut over the mesh.
+        """
+        return Programs(
+            parallel.own_config(self.config, self.num_devices),
+            self.ops,
+            self.step_format(num_blocks),
+            kinds_offered=self.kinds_offered,
+            hidden_mode=self.hidden_mode,
+            tensor=None if mesh is None else parallel.TensorParallel(mesh.size, self.config),
+            mesh=mesh,
+            specs=specs,
+            platform=self.platform,
+        )
+
+
+def plan_executor(
+    config: ModelConfig,
+    *,
+    cache: CacheConfig,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    num_devices: int,
+    platform: str,
+    chip: str | None,
+    attention: str | KernelBackend | None = None,
+    mixed: bool | None = None,
+    adapt_keys: bool | None = None,
+) -> ExecutorPlan:
+    """Decide what an executor runs.
+
+    Args:
+        cache, max_num_seqs, max_num_batched_tokens, max_model_len, attention, mixed: as of `JaxExecutor`.
+        num_devices: that share the model.
+        platform: of the devices, as JAX calls it.
+        chip: what tiles of GPU kernels are chosen for.
+        adapt_keys: adapters add to W_k or W_v; None: there are no adapters.
+
+    Raises:
+        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, or the model
+            cannot be cut for so many devices.
+    """
+    parallel.check_size(config, num_devices)
+    if max_model_len > MAX_MODEL_LEN:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
+        )
+    # A window that no context outgrows is none.
+    windows = tuple(w if w is not None and w < max_model_len else None for w in config.layer_windows)
+    loaded = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
+    config = parallel.with_repeated_heads(loaded, num_devices)
+    if max_model_len > config.max_position:
+        raise ConfigError(
+            f"max_model_len={max_model_len} exceeds the model's {config.max_position} positions (--max-model-len)"
+        )
+    hidden = parallel.offers_hidden(config, cache, num_devices)
+    kinds = KindSet(kv=cache.mode != "hidden", hidden=hidden)
+    hidden_block_size = config.hidden_block_size(cache.block_size) if hidden else cache.block_size
+    hidden_mode: HiddenMode | None = None
+    if hidden and cache.hidden_attention != "reproject":
+        hidden_mode = config.hidden_mode
+    if num_devices > 1 and platform == "cpu":
+        # Devices that a CPU plays are for tests; kernels there own all of its threads.
+        attention = attention or "xla"
+        if attention == "cpu":
+            raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
+    # Over several devices hidden rows are not the kernels'.
+    extras = needed_extras(config, hidden_mode, hidden and num_devices == 1, bool(adapt_keys))
+    ops = choose_attention(platform, attention, chip, extras)
+    if num_devices > 1:
+        ops = with_sharded_hidden(ops)
+    return ExecutorPlan(
+        loaded_config=loaded,
+        config=config,
+        kinds_offered=kinds,
+        hidden_block_size=hidden_block_size,
+        hidden_mode=hidden_mode,
+        ops=ops,
+        mixed=not ops.branches if mixed is None else mixed,
+        kv_table_len=-(-max_model_len // cache.block_size) * kinds.kv,
+        hidden_table_len=-(-max_model_len // hidden_block_size) * hidden,
+        block_size=cache.block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        buckets=Buckets.for_limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            hidden_block_size=hidden_block_size,
+            rows_multiple=ROWS_PER_TILE,
+        ),
+        num_devices=num_devices,
+        platform=platform,
+        has_adapters=adapt_keys is not None,
+    )

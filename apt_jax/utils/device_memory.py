@@ -1,0 +1,52 @@
+"""The share of a GPU's memory that JAX may take. Needs no JAX: JAX reads it once, when it first looks at its devices."""
+
+import os
+import sys
+
+from apt_jax.errors import ConfigError
+
+MEMORY_FRACTION = 0.92
+"""What is left holds the CUDA context, code, CUDA graphs and buffers of NCCL, which JAX does not count."""
+_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""The environment variable that jaxlib reads, and its older name; both set are an error there."""
+
+
+def set_memory_fraction() -> bool:
+    """Let JAX take `MEMORY_FRACTION` of a GPU instead of three quarters, unless the user has said how much.
+
+    To be called before JAX looks at its devices.
+
+    Returns:
+        True if JAX takes, or will take, `memory_fraction`: False if it has looked already, with nothing set.
+    """
+    if any(os.environ.get(name) for name in _NAMES):
+        return True
+    if "jax" in sys.modules and _jax_has_looked():
+        return False
+    os.environ[_NAMES[0]] = str(MEMORY_FRACTION)
+    return True
+
+
+def memory_fraction() -> float:
+    """The share that JAX takes of a GPU after `set_memory_fraction`.
+
+    Raises:
+        ConfigError: the user's value is no share.
+    """
+    for name in _NAMES:
+        text = os.environ.get(name)
+        if text:
+            try:
+                value = float(text)
+            except ValueError:
+                value = 0.0
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name}={text!r} must be a share of the GPU's memory, above 0 and up to 1")
+            return value
+    return MEMORY_FRACTION
+
+
+def _jax_has_looked() -> bool:
+    from jax._src import xla_bridge  # it has no public name
+
+    return xla_bridge.backends_are_initialized()
