@@ -1,7 +1,6 @@
 """How a step is laid out for the device, on literal examples; needs no JAX."""
 
 import numpy as np
-import pytest
 
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.buckets import GREEDY, Buckets, SamplerVariant
@@ -70,14 +69,13 @@ def test_tokens_beyond_a_narrow_mask_are_forbidden():
     assert masks.tolist() == [[-1, -1], [5, 0]]
 
 
-@pytest.mark.parametrize("branches", [True, False])
-def test_rows_get_a_variant_that_is_compiled(branches):
+def test_rows_get_a_variant_that_is_compiled():
     rows = [
         SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3),
         SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=1),
     ]  # fmt: skip
-    plain = [SamplerVariant.for_rows([p], masked=False, branches=branches) for p in rows]
+    plain = [SamplerVariant.for_rows([p], masked=False) for p in rows]
     assert plain[0] == GREEDY
-    assert list(dict.fromkeys(plain)) == SamplerVariant.variants(branches=branches)
-    masked = [SamplerVariant.for_rows([p], masked=True, branches=branches) for p in rows]
+    assert list(dict.fromkeys(plain)) == SamplerVariant.variants()
+    masked = [SamplerVariant.for_rows([p], masked=True) for p in rows]
     assert set(masked) == set(SamplerVariant.masked_variants())

@@ -7,17 +7,20 @@ from typing import NamedTuple
 from apt_jax.request import SamplingParams
 
 _MIN_PREFILL_BUCKET = 32
+_SPARSE_ROWS, _SPARSE_TOKENS = 64, 512
+"""Rows and tokens of a step below which the weights take its time, on GPUs."""
 _CONVERT_TOKENS = (128, 1024)
 """About how many layer inputs the programs convert that compute keys and values from them."""
 
 
-def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1) -> list[int]:
-    """Powers of two from `smallest`, and last the smallest multiple of `multiple` that holds `largest`."""
+def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, sparse_below: int = 0) -> list[int]:
+    """Powers of two from `smallest`, and last the smallest multiple of `multiple` that holds `largest`; below
+    `sparse_below`, of which it is a multiple by a power of four, powers of four alone."""
     buckets = []
     size = smallest
     while size < largest:
         buckets.append(size)
-        size *= 2
+        size *= 4 if size < sparse_below else 2
     last = size if largest <= multiple else -(-largest // multiple) * multiple
     return [b for b in buckets if b < last] + [last]
 
@@ -51,14 +54,24 @@ class Buckets:
         max_model_len: int,
         hidden_block_size: int,
         rows_multiple: int,
+        sparse: bool = False,
     ) -> "Buckets":
-        """Buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`."""
-        decode = power_of_two_buckets(1, max_num_seqs, rows_multiple)
+        """Buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`.
+
+        Args:
+            sparse: half as many of them where a step takes as long with some rows more, because it reads the weights once in
+                any case.
+        """
+        decode = power_of_two_buckets(1, max_num_seqs, rows_multiple, sparse_below=_SPARSE_ROWS if sparse else 0)
         return cls(
             decode=decode,
             # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
             masked=sorted({decode[0], *decode[::-2]}),
-            prefill=power_of_two_buckets(min(_MIN_PREFILL_BUCKET, max_num_batched_tokens), max_num_batched_tokens),
+            prefill=power_of_two_buckets(
+                min(_MIN_PREFILL_BUCKET, max_num_batched_tokens),
+                max_num_batched_tokens,
+                sparse_below=_SPARSE_TOKENS if sparse else 0,
+            ),
             copies=sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs}),
             conversions=sorted({-(-min(n, max_model_len) // hidden_block_size) for n in _CONVERT_TOKENS}),
         )
@@ -82,35 +95,30 @@ class SamplerVariant:
 
     greedy: bool = False
     """All rows take the most likely token, their settings are not read."""
-    filtered: bool = True
-    """Rows may have a top-k or top-p."""
     penalised: bool = False
     """Rows may have penalties, bias or a minimum of tokens, and get log probabilities."""
     masked: bool = False
     """Rows may have a mask of allowed tokens."""
 
     @classmethod
-    def for_rows(cls, params: Sequence[SamplingParams], *, masked: bool, branches: bool) -> "SamplerVariant":
+    def for_rows(cls, params: Sequence[SamplingParams], *, masked: bool) -> "SamplerVariant":
         """The cheapest variant of `variants` that serves the rows."""
         if any(p.needs_penalties or p.logprobs is not None for p in params):
             return cls(penalised=True, masked=masked)
         if masked:
             return cls(masked=True)
-        if all(p.is_greedy for p in params):
-            return GREEDY
-        return cls(filtered=branches or not all(p.top_k <= 0 and p.top_p >= 1.0 for p in params))
+        return GREEDY if all(p.is_greedy for p in params) else cls()
 
     def broader(self) -> "list[SamplerVariant]":
         """Others that serve the same rows with the same tokens, where programs branch; the cheapest first."""
-        others = [FILTERED, SamplerVariant(masked=True), SamplerVariant(penalised=True), EVERYTHING]
+        others = [SAMPLED, SamplerVariant(masked=True), SamplerVariant(penalised=True), EVERYTHING]
         needed = {name for name in ("penalised", "masked") if getattr(self, name)}
         return [v for v in others if v != self and all(getattr(v, name) for name in needed)]
 
     @classmethod
-    def variants(cls, *, branches: bool) -> "list[SamplerVariant]":
-        """All variants without masks; `branches`: programs skip on the device what no row needs."""
-        unfiltered = [] if branches else [cls(filtered=False)]
-        return [GREEDY, *unfiltered, cls(), cls(penalised=True)]
+    def variants(cls) -> "list[SamplerVariant]":
+        """All variants without masks."""
+        return [GREEDY, cls(), cls(penalised=True)]
 
     @classmethod
     def masked_variants(cls) -> "list[SamplerVariant]":
@@ -118,7 +126,7 @@ class SamplerVariant:
         return [cls(masked=True), cls(penalised=True, masked=True)]
 
 
-GREEDY = SamplerVariant(greedy=True, filtered=False)
-FILTERED = SamplerVariant()
+GREEDY = SamplerVariant(greedy=True)
+SAMPLED = SamplerVariant()
 EVERYTHING = SamplerVariant(penalised=True, masked=True)
 """Serves all rows, where programs branch."""

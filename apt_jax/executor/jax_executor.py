@@ -12,6 +12,7 @@ Over several devices every program is one `jax.shard_map`: weights and pools are
 everything else is the same on all of them.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -301,7 +302,7 @@ class JaxExecutor:
 
     def compiled_decode_step(self) -> str:
         """The program of a step of as many decode rows as there can be, as the compiler left it."""
-        call = self.runner.empty_forward_call(self.buckets.decode[-1], 0, self.programs.kind_sets()[-1])
+        call = self.runner.empty_forward_call(self.buckets.decode[-1], 0, self.kinds_offered)
         return call.lower().compile().as_text()
 
     def reset(self) -> None:
@@ -362,21 +363,25 @@ class JaxExecutor:
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""
         runner, step_format, branches = self.runner, self.step_format, self.programs.branches
+        rows = np.flatnonzero(batch.samples)
+        params = [batch.params[r] for r in rows.tolist()]
+        masked = batch.masked if batch.masked is not None and len(batch.masked) else None
+        variant = SamplerVariant.for_rows(params, masked=masked is not None)
+        in_one = not branches and len(rows) and not variant.penalised and not variant.masked
+        sizes = self.ready.sizes
         step = pack_forward(
             batch,
             step_format,
             mixed=self.mixed,
-            sizes=self.ready.sizes,
+            sizes=sizes if branches or in_one else dataclasses.replace(sizes, decode=sizes.masked),
             only_chunks=self._prompts.buckets if batch.needs_all_states else None,
         )
-        kinds = self.programs.kind_set_of(batch.kind)
-        rows = np.flatnonzero(batch.samples)
-        params = [batch.params[r] for r in rows.tolist()]
-        masked = batch.masked if batch.masked is not None and len(batch.masked) else None
-        variant = SamplerVariant.for_rows(params, masked=masked is not None, branches=branches)
+        in_one = in_one and not step.num_prefill
+        kinds = self.kinds_offered
+        if in_one or step.num_prefill:
+            kinds = self.programs.kind_set_of(batch.kind, has_prompts=step.num_prefill > 0)
         done = functools.partial(DeviceStepHandle, num_rows=len(batch.slots), rows=rows)
-        two_programs = step.num_prefill or branches or variant.penalised or variant.masked
-        if len(rows) and not two_programs:
+        if in_one:
             sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, step_format)
             tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant).run()
             return done(tokens=tokens, logprobs=None)

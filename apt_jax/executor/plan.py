@@ -167,6 +167,7 @@ def plan_executor(
             max_model_len=max_model_len,
             hidden_block_size=hidden_block_size,
             rows_multiple=ROWS_PER_TILE,
+            sparse=not ops.branches,
         ),
         num_devices=num_devices,
         platform=platform,

@@ -6,8 +6,8 @@ A step is two jitted programs, so that their shapes do not multiply:
 * sample: (bucket of sampling rows, `SamplerVariant`) -> logits, tokens, device memory of last tokens.
 
 Where the device runs a program as one graph (`KernelBackend.branches` is False), a step of decode rows alone is one
-program, "decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`, and
-for draws without top-k and top-p.
+program, "decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`. Decode
+steps whose sampler needs more than that program has run as two, in few sizes and for all kinds.
 
 With prefix caching there is a third program, "copy", for a few numbers of copies: blocks that a step writes to begin as
 copies of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values
@@ -128,17 +128,19 @@ class Programs:
         """True: programs skip on the device what no row needs."""
         return self.ops.branches
 
-    def kind_sets(self) -> list[KindSet]:
-        """Kinds that forward programs are compiled for."""
+    def kind_sets(self, *, has_prompts: bool) -> list[KindSet]:
+        """Kinds that programs are compiled for: steps of decode rows that sample in the same program, and steps with
+        prompts, which compute keys and values in any case."""
         if self.branches or not all(self.kinds_offered):
             return [self.kinds_offered]
-        return [KindSet(True, False), KindSet(False, True), KindSet(True, True)]
+        both = [KindSet(True, False), KindSet(True, True)]
+        return both if has_prompts else [*both, KindSet(False, True)]
 
-    def kind_set_of(self, kind: NDArray[np.int8]) -> KindSet:
+    def kind_set_of(self, kind: NDArray[np.int8], *, has_prompts: bool) -> KindSet:
         """The one of `kind_sets` that a step's rows need."""
         if self.branches or not all(self.kinds_offered):
             return self.kinds_offered
-        return KindSet(bool((kind == KV).any()), bool((kind == HIDDEN).any()))
+        return KindSet(has_prompts or bool((kind == KV).any()), bool((kind == HIDDEN).any()))
 
     # --- traced ----------------------------------------------------------------------------------------------------
 
@@ -258,7 +260,7 @@ class Programs:
             seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
             position=parts["position"],
         )
-        borders: sampling.Borders = "maybe" if self.branches else "yes" if variant.filtered else "no"
+        borders: sampling.Borders = "maybe" if self.branches else "yes"
         draw = functools.partial(sampling.sample, borders=borders)
         if self.branches and variant.masked and not variant.penalised:  # most of them are greedy
             tokens, finite = jax.lax.cond(

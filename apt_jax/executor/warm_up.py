@@ -110,19 +110,24 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
         conversions: layer inputs may be converted.
     """
     programs, step_format, buckets = runner.programs, runner.step_format, runner.step_format.buckets
-    variants = SamplerVariant.variants(branches=programs.branches)
+    variants = SamplerVariant.variants()
     part, name = functools.partial, ProgramName
     found: list[Program] = []
     for rows, tokens in buckets.forward_shapes(mixed=mixed):
         kind = "decode" if not tokens else "mixed" if rows else "prefill"
-        for kinds in programs.kind_sets():
+        kind_sets = programs.kind_sets(has_prompts=tokens > 0)
+        if not programs.branches and not tokens:
+            if rows not in buckets.masked:
+                continue
+            kind_sets = [programs.kinds_offered]
+        for kinds in kind_sets:
             found.append(Program(name(kind, tokens or rows), part(runner.empty_forward_call, rows, tokens, kinds)))
     samplers = [(rows, variant) for rows in buckets.decode for variant in variants]
     samplers += [(rows, variant) for rows in buckets.masked for variant in SamplerVariant.masked_variants()]
     for rows, variant in samplers:
         found.append(Program(name("sample", rows, variant), part(runner.empty_sample_call, rows, variant)))
     for rows in () if programs.branches else buckets.decode:
-        for kinds in programs.kind_sets():
+        for kinds in programs.kind_sets(has_prompts=False):
             for variant in variants:
                 if not variant.penalised:
                     call = part(runner.empty_decode_call, rows, kinds, variant)

@@ -6,7 +6,7 @@ import sys
 from apt_jax.errors import ConfigError
 
 MEMORY_FRACTION = 0.92
-"""What is left holds the CUDA context, code, CUDA graphs and buffers of NCCL, which JAX does not count."""
+"""The rest holds the CUDA context, code, CUDA graphs and buffers of NCCL, which JAX does not count."""
 _NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """The environment variable that jaxlib reads, and its older name; both set are an error there."""
 

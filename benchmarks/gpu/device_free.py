@@ -88,7 +88,7 @@ class ProgramReport:
     """Launches outside command buffers."""
     collectives: int
     input_bytes: int = 0
-    """What a step sends from the host."""
+    """Bytes that a step sends from the host."""
     lowering_s: float = 0.0
     """Seconds of tracing and lowering, on the machine that compiled."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from apt_jax.config import CacheConfig
-from apt_jax.executor.buckets import GREEDY, KindSet, SamplerVariant
+from apt_jax.executor.buckets import GREEDY, SAMPLED, KindSet
 from apt_jax.executor.plan import plan_executor
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
@@ -26,7 +26,7 @@ from benchmarks.gpu.compile_only import Chip
 from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh
 
 BLOCK_SIZE = 16
-VARIANTS = {"greedy": GREEDY, "draw": SamplerVariant(filtered=False), "sample": SamplerVariant()}
+VARIANTS = {"greedy": GREEDY, "sample": SAMPLED}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

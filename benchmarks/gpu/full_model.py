@@ -147,12 +147,10 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
 
 def programs_of(executor: JaxExecutor) -> list[Program]:
     """All that greedy serving uses, for every mixture of kinds."""
-    mixtures = executor.programs.kind_sets()
     return [
         (rows, tokens, kinds)
         for rows, tokens in reversed(executor.buckets.forward_shapes(mixed=executor.mixed))
-        for kinds in mixtures
-        if rows + tokens > 1 or not all(kinds) or len(mixtures) == 1  # one row is not of two kinds
+        for kinds in executor.programs.kind_sets(has_prompts=tokens > 0)
     ]
 
 
@@ -257,7 +255,7 @@ def step(stage: Stage) -> list[str]:
             for case in cases:
                 name, _, kinds, _, lens = case
                 rows, tokens = (0, sum(lens)) if name.startswith("prefill") else (len(kinds), 0)
-                mixture = built.programs.kind_set_of(np.asarray(kinds, np.int8))
+                mixture = built.programs.kind_set_of(np.asarray(kinds, np.int8), has_prompts=tokens > 0)
                 yield case, _lower(built, (rows, tokens, mixture))
 
         started = time.perf_counter()

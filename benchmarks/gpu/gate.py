@@ -159,7 +159,6 @@ def step_cases() -> list[tuple[StepCase, str]]:
         ),
         StepCase(**short, kinds=both),
         StepCase(**short, kinds=hidden, absorb=False),
-        StepCase(**short, kinds=kv, sampling="draw"),
         StepCase(**short, kinds=kv, sampling="sample"),
         StepCase(**short, kinds=both, prefill_tokens=1024),
     ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from apt_jax.executor.buckets import EVERYTHING, FILTERED, GREEDY, Buckets, SamplerVariant
+from apt_jax.executor.buckets import EVERYTHING, GREEDY, SAMPLED, Buckets, SamplerVariant
 from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
 
 BUCKETS = Buckets.for_limits(
@@ -37,30 +37,29 @@ def test_at_first_and_at_last_all_programs_may_run(ready: ReadyPrograms) -> None
 def test_the_first_programs_serve_every_step(ready: ReadyPrograms) -> None:
     for field in ("decode", "prefill", "copies", "conversions"):
         assert getattr(ready.sizes, field) == getattr(BUCKETS, field)[-1:]
-    for variant in (GREEDY, FILTERED, PENALISED, MASKED, EVERYTHING):
+    for variant in (GREEDY, SAMPLED, PENALISED, MASKED, EVERYTHING):
         for rows in range(1, 9):
             assert ready.sampler(rows, variant) == (8, EVERYTHING)
 
 
 def test_what_is_ready_is_used_and_the_smallest_that_fits(ready: ReadyPrograms) -> None:
-    ready.add(ProgramName("sample", 8, FILTERED))
-    assert ready.sampler(1, GREEDY) == (8, FILTERED)  # cheaper than everything
+    ready.add(ProgramName("sample", 8, SAMPLED))
+    assert ready.sampler(1, GREEDY) == (8, SAMPLED)  # cheaper than everything
     assert ready.sampler(1, PENALISED) == (8, EVERYTHING)
     ready.add(ProgramName("sample", 1, GREEDY))
     assert ready.sampler(1, GREEDY) == (1, GREEDY)
-    assert ready.sampler(2, GREEDY) == (8, FILTERED)
+    assert ready.sampler(2, GREEDY) == (8, SAMPLED)
     ready.add(ProgramName("decode", 1))
     ready.add(ProgramName("decode", 4))
     assert ready.sizes.decode == [1, 4, 8]
 
 
 def test_a_broader_sampler_has_all_that_the_rows_need() -> None:
-    for variant in (GREEDY, FILTERED, PENALISED, MASKED, EVERYTHING):
+    for variant in (GREEDY, SAMPLED, PENALISED, MASKED, EVERYTHING):
         for other in variant.broader():
-            assert other.filtered
             assert not other.greedy
             assert (other.penalised, other.masked) >= (variant.penalised, variant.masked)
             assert other.penalised >= variant.penalised
             assert other.masked >= variant.masked
     assert EVERYTHING.broader() == []
-    assert np.all([v.broader()[-1] == EVERYTHING for v in (GREEDY, FILTERED, PENALISED, MASKED)])
+    assert np.all([v.broader()[-1] == EVERYTHING for v in (GREEDY, SAMPLED, PENALISED, MASKED)])
