@@ -1,10 +1,11 @@
 """Sampling on the device: penalties, bias, temperature, top-k, top-p, min-p, seeded draws, log probabilities.
 
-Thresholds are found by bisection over the ordered bit patterns of the scores instead of by sorting: 32 passes over
-(B, V) give the k-th largest value exactly, and a sort of 50,000 columns costs more than ten times that on a CPU.
+Thresholds are found by a search over the ordered bit patterns of the scores instead of by sorting: 8 passes over (B, V)
+give the k-th largest value exactly, and a sort of 50,000 columns costs many times that.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -69,16 +70,68 @@ Borders = Literal["maybe", "yes", "no"]
 "no": the host has looked; nothing branches or loops, so that the whole can be part of one CUDA graph."""
 
 
+def _split(x: Array) -> Array:
+    """Rows (B, V) as (B, parts, V / parts): whole, a GPU would give a row to one processor."""
+    parts = math.gcd(x.shape[1], 32)
+    return x.reshape(x.shape[0], parts, -1)
+
+
+def _row_sums(terms: tuple[UInt32[Array, "B parts _"], ...]) -> tuple[UInt32[Array, " B"], ...]:
+    """The sums of several arrays over all but their rows, in one reduction: what they have in common is read once.
+
+    They are of integers, so that they do not depend on the order: neither on the device nor on the other rows.
+    """
+
+    def add(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(a + b for a, b in zip(x, y, strict=True))
+
+    zeros = (jnp.uint32(0),) * len(terms)
+    return lax.reduce(lax.reduce(terms, zeros, add, (2,)), zeros, add, (1,))
+
+
 def _largest_threshold(
-    keep_at_least: Callable[[Array], Array], bits: UInt32[Array, "B V"], unroll: bool
+    bits: UInt32[Array, "B V"],
+    weigh: Callable[[Array], Array],
+    wanted: UInt32[Array, " B"],
+    unroll: bool,
 ) -> UInt32[Array, "B 1"]:
-    """The largest threshold t for which `keep_at_least(bits >= t)` still holds, per row, by bisection over 32 bits."""
+    """The largest threshold of a row at or above which the weights sum to `wanted` or more; 0 where none is.
+
+    Four bits are found per pass, which reads a row once and sums the weights above 15 thresholds.
+
+    Args:
+        weigh: The weights, uint32, from the bits; those of a row sum to less than 2³².
+    """
+    parts = _split(bits)
 
     def body(i: Array, t: Array) -> Array:
-        candidate = t | (jnp.uint32(1) << (jnp.uint32(31) - i.astype(jnp.uint32)))
-        return jnp.where(keep_at_least(bits >= candidate)[:, None], candidate, t)
+        shift = jnp.uint32(28) - jnp.uint32(4) * i.astype(jnp.uint32)
+        weights = weigh(parts)
+        thresholds = [(t | (jnp.uint32(digit) << shift))[:, None, None] for digit in range(1, 16)]
+        above = tuple(jnp.where(parts >= threshold, weights, jnp.uint32(0)) for threshold in thresholds)
+        digit = sum((total >= wanted).astype(jnp.uint32) for total in _row_sums(above))
+        return t | (digit << shift)
 
-    return lax.fori_loop(0, 32, body, jnp.zeros((bits.shape[0], 1), jnp.uint32), unroll=unroll)
+    return lax.fori_loop(0, 8, body, jnp.zeros(bits.shape[0], jnp.uint32), unroll=unroll)[:, None]
+
+
+def _normalise(relative: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """Probabilities from what they are relative to the largest, at most 1. Their sum is of three times 13 bits, of
+    fewer than 2¹⁹."""
+    scale, rest = 2.0**13, _split(relative)
+    digits = []
+    for _ in range(3):
+        rest = rest * scale
+        digits.append(jnp.floor(rest).astype(jnp.uint32))
+        rest = rest - jnp.floor(rest)
+    total = jnp.zeros(relative.shape[0], jnp.float32)
+    for digit in reversed(_row_sums(tuple(digits))):
+        total = (total + digit.astype(jnp.float32)) / scale
+    return relative / total[:, None]
+
+
+_CERTAIN = 2.0**31
+"""Probability 1 as an integer."""
 
 
 def restrict(
@@ -90,7 +143,7 @@ def restrict(
 ) -> Float[Array, "B V"]:
     """Scores with every token outside top-k, then top-p of what is left, then min-p, at -inf. Ties at a border stay.
 
-    The most likely token always stays.
+    The most likely token always stays. Top-p sums probabilities as multiples of 2⁻³¹.
     """
     vocab = scores.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
@@ -106,24 +159,23 @@ def restrict(
 
     def by_count(scores: Array) -> Array:
         bits = _ordered_bits(scores)
-        threshold = _largest_threshold(lambda kept: jnp.sum(kept, axis=1, dtype=jnp.int32) >= k, bits, unroll)
-        return bits >= threshold
+        return bits >= _largest_threshold(bits, lambda _: jnp.uint32(1), k.astype(jnp.uint32), unroll)
 
     kept = where_needed(k < vocab, by_count, scores)
     scores = jnp.where(kept, scores, _FORBIDDEN)
-    probabilities = jax.nn.softmax(scores, axis=-1)
+    relative = jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True))  # to the most likely token
 
-    def by_mass(probabilities: Array) -> Array:
-        wanted = jnp.minimum(top_p, 1.0 - 1e-6)
+    def by_mass(relative: Array) -> Array:
+        def weigh(bits: Array) -> Array:
+            return jnp.round(lax.bitcast_convert_type(bits, jnp.float32) * _CERTAIN).astype(jnp.uint32)
 
-        def enough(kept: Array) -> Array:
-            return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=1) >= wanted
+        wanted = jnp.ceil(jnp.minimum(top_p, 1.0 - 1e-6) * _CERTAIN).astype(jnp.uint32)
+        wanted = jnp.maximum(wanted, 1)  # a top_p that is 0 in float32
+        bits = lax.bitcast_convert_type(_normalise(relative), jnp.uint32)  # none is negative: in their order
+        return (bits >= _largest_threshold(bits, weigh, wanted, unroll)) | (top_p >= 1.0)[:, None]
 
-        bits = _ordered_bits(probabilities)
-        return (bits >= _largest_threshold(enough, bits, unroll)) | (top_p >= 1.0)[:, None]
-
-    kept = where_needed(top_p < 1.0, by_mass, probabilities)
-    kept &= probabilities >= min_p[:, None] * jnp.max(probabilities, axis=1, keepdims=True)
+    kept = where_needed(top_p < 1.0, by_mass, relative)
+    kept &= relative >= min_p[:, None]
     return jnp.where(kept, scores, _FORBIDDEN)
 
 

@@ -54,7 +54,9 @@ def thresholds_by_a_loop() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not ALL:
             patch.setattr(
-                sampling, "_largest_threshold", lambda keep, bits, unroll: threshold(keep, bits, unroll=False)
+                sampling,
+                "_largest_threshold",
+                lambda bits, weigh, wanted, unroll: threshold(bits, weigh, wanted, unroll=False),
             )
         yield
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from apt_jax.ops import sampling
-from tests.support.cases import cover
+from tests.support.cases import cover, num_cases
 
 ROWS, VOCAB = 32, 501
 """One size of batch for all restrictions, so that few programs are compiled."""
 
 restrict = jax.jit(sampling.restrict, static_argnames="borders")
 sample = jax.jit(sampling.sample)
+largest_threshold = jax.jit(sampling._largest_threshold, static_argnums=(1, 3))
 
 
 def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -66,6 +67,77 @@ def test_ties_at_the_border_stay() -> None:
     for borders in ("maybe", "yes"):
         kept = np.isfinite(np.asarray(restrict(scores, one.astype(np.int32), one, 0 * one, borders=borders)))
         assert [np.flatnonzero(row).tolist() for row in kept[:2]] == [[1, 2], [0, 1]]
+
+
+def thresholds_by_hand(scores: np.ndarray, top_k: int, top_p: float, slack: float) -> np.ndarray:
+    """Scores of one row, -inf outside top-k and, for a top_p that is `slack` larger, outside top-p: by sorting, with
+    sums in float64. A `slack` below 0 leaves out what is close to the border, one above 0 keeps it."""
+    top_k = len(scores) if top_k <= 0 else min(top_k, len(scores))
+    scores = np.where(scores >= np.sort(scores)[-top_k], scores, -np.inf)
+    if top_p < 1.0:
+        p = np.exp(scores.astype(np.float64) - scores.max())
+        order = np.sort(p / p.sum())[::-1]
+        enough = np.flatnonzero(np.cumsum(order) >= top_p + slack)
+        border = order[enough[0]] if len(enough) else 0.0
+        scores = np.where(p / p.sum() >= border * (1 - 10 * slack), scores, -np.inf)
+    return scores
+
+
+TINY = 1e-42
+"""A top_p that XLA takes for 0."""
+
+
+def rows_at_the_edges(rng: np.random.Generator) -> np.ndarray:
+    """Scores (ROWS, VOCAB): smooth, peaked, with many ties, with forbidden tokens, equal, with one token left."""
+    scores = rng.standard_normal((ROWS, VOCAB)) * rng.choice([0.01, 1.0, 5.0, 30.0], (ROWS, 1))
+    scores[::4] = np.round(scores[::4])
+    scores[1::4][rng.random((ROWS // 4, VOCAB)) < 0.5] = -np.inf
+    scores[:, 0] = 0.0
+    scores[2], scores[3, 1:] = 1.5, -np.inf
+    return scores.astype(np.float32)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("vocab", [VOCAB, 512])  # in one part and in 32
+@pytest.mark.parametrize("borders", ["maybe", "yes"])
+def test_kept_sets_end_at_the_border_and_are_those_of_a_row_alone(vocab: int, borders: sampling.Borders) -> None:
+    for seed in range(num_cases(3, 200)):
+        rng = np.random.default_rng(seed)
+        scores = rows_at_the_edges(rng)
+        scores = np.concatenate([scores, scores[:, : vocab - VOCAB]], axis=1)
+        top_k = rng.choice([0, -1, 1, 2, 40, vocab - 1, vocab, vocab + 1], ROWS).astype(np.int32)
+        top_p = rng.choice([1.0, 0.9999999, 0.99, 0.9, 0.5, 1e-6, TINY], ROWS).astype(np.float32)
+        kept = restrict(scores, top_k, top_p, 0 * top_p, borders=borders)
+        for r in range(ROWS):
+            row = scores[r], int(top_k[r]), float(top_p[r])
+            fewest, most = (np.isfinite(thresholds_by_hand(*row, slack)) for slack in (-2e-6, 2e-6))
+            actual = np.isfinite(np.asarray(kept)[r])
+            assert actual.any(), (seed, r)
+            assert not (fewest & ~actual).any(), (seed, r)
+            assert not (actual & ~most).any(), (seed, r)
+        row = slice(seed % ROWS, seed % ROWS + 1)
+        alone = restrict(scores[row], top_k[row], top_p[row], 0 * top_p[row], borders=borders)
+        np.testing.assert_array_equal(alone, kept[row])
+
+
+@pytest.mark.parametrize("vocab", [501, 512])
+def test_thresholds_are_exact(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    bits = rng.integers(0, 2**32, (ROWS, vocab), dtype=np.uint32)
+    bits[::2] >>= rng.integers(0, 32, (ROWS // 2, 1), dtype=np.uint32)  # many are equal
+    totals = (bits % 1000).sum(1, dtype=np.int64)
+    wanted = (totals * rng.choice([0.0, 0.3, 0.9, 1.0, 1.1], ROWS)).astype(np.uint32) + 1
+    found = np.asarray(largest_threshold(bits, lambda bits: bits % 1000, wanted, False))[:, 0]
+    for row, least, threshold in zip(bits, wanted, found, strict=True):
+        enough = [t for t in row if (row[row >= t] % 1000).sum(dtype=np.int64) >= least]
+        assert threshold == max(enough, default=0)
+
+
+def test_the_smallest_top_p_keeps_the_most_likely_token() -> None:
+    scores = rows_at_the_edges(np.random.default_rng(0))
+    zeros = np.zeros(ROWS, np.int32)
+    kept = np.isfinite(np.asarray(restrict(scores, zeros, np.full(ROWS, TINY, np.float32), 0 * scores[:, 0])))
+    np.testing.assert_array_equal(kept, scores == scores.max(1, keepdims=True))
 
 
 def _rows(b: int, temperature: float, seed: int = 0, position: int = 0, top_k: int = 0) -> sampling.SamplingRows:

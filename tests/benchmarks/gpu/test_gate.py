@@ -12,9 +12,10 @@ pytest.importorskip("benchmarks.gpu.gate")
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops import shapes
+from apt_jax.ops import sampling, shapes
 from apt_jax.ops.backend import KernelBackend
 from benchmarks.gpu import compile_only, device_free, engine_step, gate
 from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport
@@ -318,3 +319,23 @@ def test_a_step_with_loops_outside_its_kernels_fails():
     case = engine_step.StepCase(model="opt-13b", dtype="bfloat16", kinds=(True, False), num_layers=2)
     failures = gate.check_step(case, "sm_80", attention_ops("gpu", "xla")).failures
     assert "command buffers" in failures[-1]
+
+
+@compiles
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_thresholds_of_top_k_and_top_p_read_the_scores_once_a_pass(num_rows):
+    vocab = 50_272
+    placed = NamedSharding(device_free.make_mesh(A100, 1), PartitionSpec())
+    scores, rows, ints = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+        for shape, dtype in (((num_rows, vocab), "f4"), ((num_rows,), "f4"), ((num_rows,), "i4"))
+    )
+    lowered = jax.jit(lambda *a: sampling.restrict(*a, borders="yes")).lower(scores, ints, rows, rows)
+    text = str(lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text())
+    entry = text[text.index("\nENTRY") :].splitlines()
+    sums = [line for line in entry if line.count(f"u32[{num_rows},32]") == 15 or line.count("u32[32]{0}") == 15]
+    assert len([line for line in sums if " fusion(" in line]) == 16
+    large = [
+        size for line in entry if " fusion(" in line for size in device_free._sizes(line.split(" = ")[1], "fusion")
+    ]
+    assert large.count(num_rows * vocab) < 10  # not 15 a pass
