@@ -260,8 +260,7 @@ class Programs:
             seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
             position=parts["position"],
         )
-        borders: sampling.Borders = "maybe" if self.branches else "yes"
-        draw = functools.partial(sampling.sample, borders=borders)
+        draw = functools.partial(sampling.sample, branches=self.branches)
         if self.branches and variant.masked and not variant.penalised:  # most of them are greedy
             tokens, finite = jax.lax.cond(
                 jnp.any(settings.temperature > 0.0),

@@ -7,7 +7,6 @@ give the k-th largest value exactly, and a sort of 50,000 columns costs many tim
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +62,6 @@ def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     negative = bits >= jnp.uint32(0x80000000)
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
-
-
-Borders = Literal["maybe", "yes", "no"]
-"""Presence of rows with a top-k or top-p. "maybe": the device looks, and branches around what no row needs. "yes" and
-"no": the host has looked; nothing branches or loops, so that the whole can be part of one CUDA graph."""
 
 
 def _split(x: Array) -> Array:
@@ -139,23 +133,25 @@ def restrict(
     top_k: Int32[Array, " B"],
     top_p: Float[Array, " B"],
     min_p: Float[Array, " B"],
-    borders: Borders = "maybe",
+    branches: bool = True,
 ) -> Float[Array, "B V"]:
     """Scores with every token outside top-k, then top-p of what is left, then min-p, at -inf. Ties at a border stay.
 
     The most likely token always stays. Top-p sums probabilities as multiples of 2⁻³¹.
+
+    Args:
+        branches: branch on the device around what no row needs. Without it nothing branches or loops, so that the whole
+            can be part of one CUDA graph.
     """
     vocab = scores.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
-    unroll = borders == "yes"
+    unroll = not branches
 
     def everything(of: Array) -> Array:
         return jnp.ones(of.shape, bool)
 
     def where_needed(needed: Array, keep: Callable[[Array], Array], of: Array) -> Array:
-        if borders == "maybe":
-            return lax.cond(jnp.any(needed), keep, everything, of)
-        return keep(of) if borders == "yes" else everything(of)
+        return lax.cond(jnp.any(needed), keep, everything, of) if branches else keep(of)
 
     def by_count(scores: Array) -> Array:
         bits = _ordered_bits(scores)
@@ -236,14 +232,14 @@ def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array,
 
 
 def sample(
-    scores: Float[Array, "B V"], rows: SamplingRows, borders: Borders = "maybe"
+    scores: Float[Array, "B V"], rows: SamplingRows, *, branches: bool = True
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
     """Draw one token a row by the Gumbel-max rule after temperature and the restrictions; greedy rows take the top."""
     best, finite = greedy(scores)
     is_greedy = rows.temperature <= 0.0
     scaled = scores / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
     scaled = jnp.where(jnp.isnan(scaled), 0.0, scaled)
-    scaled = restrict(scaled, rows.top_k, rows.top_p, rows.min_p, borders)
+    scaled = restrict(scaled, rows.top_k, rows.top_p, rows.min_p, branches)
     drawn = jnp.argmax(scaled + gumbel(rows.seed, rows.position, scores.shape[1]), axis=1).astype(jnp.int32)
     return jnp.where(is_greedy, best, drawn), finite
 

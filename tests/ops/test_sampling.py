@@ -11,7 +11,7 @@ from tests.support.cases import cover, num_cases
 ROWS, VOCAB = 32, 501
 """One size of batch for all restrictions, so that few programs are compiled."""
 
-restrict = jax.jit(sampling.restrict, static_argnames="borders")
+restrict = jax.jit(sampling.restrict, static_argnames="branches")
 sample = jax.jit(sampling.sample)
 largest_threshold = jax.jit(sampling._largest_threshold, static_argnums=(1, 3))
 
@@ -31,32 +31,31 @@ def restrict_by_sorting(scores: np.ndarray, top_k: int, top_p: float, min_p: flo
     return keep
 
 
-@pytest.mark.parametrize("borders", ["maybe", "yes"])
+@pytest.mark.parametrize("branches", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, borders: sampling.Borders) -> None:
+def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, branches: bool) -> None:
     rng = np.random.default_rng(seed)
     b = ROWS
     scores = (rng.standard_normal((b, VOCAB)) * 3).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 100, 501, 1000], b).astype(np.int32)
     top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05], b).astype(np.float32)
     min_p = rng.choice([0.0, 0.01, 0.2, 1.0], b).astype(np.float32)
-    kept = np.isfinite(np.asarray(restrict(scores, top_k, top_p, min_p, borders=borders)))
+    kept = np.isfinite(np.asarray(restrict(scores, top_k, top_p, min_p, branches=branches)))
     for r in range(b):
         expected = restrict_by_sorting(scores[r].astype(np.float64), int(top_k[r]), float(top_p[r]), float(min_p[r]))
         np.testing.assert_array_equal(kept[r], expected)
 
 
-def test_without_borders_only_min_p_is_left_and_nothing_branches_or_loops() -> None:
+def test_without_branches_nothing_branches_or_loops_and_rows_without_borders_keep_what_min_p_leaves() -> None:
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, VOCAB)), jnp.float32)
     off, ones = jnp.zeros(ROWS, jnp.int32), jnp.ones(ROWS, jnp.float32)
     min_p = jnp.asarray(np.resize([0.0, 0.01, 0.2, 1.0], ROWS), jnp.float32)
     arguments = (scores, off, ones, min_p)
-    programs = {borders: restrict.lower(*arguments, borders=borders).compile() for borders in ("yes", "no")}
-    np.testing.assert_array_equal(programs["no"](*arguments), restrict(*arguments))
-    for program in programs.values():
-        text = program.as_text() or ""
-        for control in (" while(", " conditional("):
-            assert control not in text
+    program = restrict.lower(*arguments, branches=False).compile()
+    np.testing.assert_array_equal(program(*arguments), restrict(*arguments))
+    text = program.as_text() or ""
+    for control in (" while(", " conditional("):
+        assert control not in text
 
 
 def test_ties_at_the_border_stay() -> None:
@@ -64,8 +63,8 @@ def test_ties_at_the_border_stay() -> None:
     scores[0, :5] = [1.0, 2.0, 2.0, 0.0, -1.0]
     scores[1, :3] = [0.0, -0.0, -1.0]  # equal, whatever their sign bits
     one = np.ones(ROWS, np.float32)
-    for borders in ("maybe", "yes"):
-        kept = np.isfinite(np.asarray(restrict(scores, one.astype(np.int32), one, 0 * one, borders=borders)))
+    for branches in (True, False):
+        kept = np.isfinite(np.asarray(restrict(scores, one.astype(np.int32), one, 0 * one, branches=branches)))
         assert [np.flatnonzero(row).tolist() for row in kept[:2]] == [[1, 2], [0, 1]]
 
 
@@ -99,15 +98,15 @@ def rows_at_the_edges(rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.seeds
 @pytest.mark.parametrize("vocab", [VOCAB, 512])  # in one part and in 32
-@pytest.mark.parametrize("borders", ["maybe", "yes"])
-def test_kept_sets_end_at_the_border_and_are_those_of_a_row_alone(vocab: int, borders: sampling.Borders) -> None:
+@pytest.mark.parametrize("branches", [True, False])
+def test_kept_sets_end_at_the_border_and_are_those_of_a_row_alone(vocab: int, branches: bool) -> None:
     for seed in range(num_cases(3, 200)):
         rng = np.random.default_rng(seed)
         scores = rows_at_the_edges(rng)
         scores = np.concatenate([scores, scores[:, : vocab - VOCAB]], axis=1)
         top_k = rng.choice([0, -1, 1, 2, 40, vocab - 1, vocab, vocab + 1], ROWS).astype(np.int32)
         top_p = rng.choice([1.0, 0.9999999, 0.99, 0.9, 0.5, 1e-6, TINY], ROWS).astype(np.float32)
-        kept = restrict(scores, top_k, top_p, 0 * top_p, borders=borders)
+        kept = restrict(scores, top_k, top_p, 0 * top_p, branches=branches)
         for r in range(ROWS):
             row = scores[r], int(top_k[r]), float(top_p[r])
             fewest, most = (np.isfinite(thresholds_by_hand(*row, slack)) for slack in (-2e-6, 2e-6))
@@ -116,7 +115,7 @@ def test_kept_sets_end_at_the_border_and_are_those_of_a_row_alone(vocab: int, bo
             assert not (fewest & ~actual).any(), (seed, r)
             assert not (actual & ~most).any(), (seed, r)
         row = slice(seed % ROWS, seed % ROWS + 1)
-        alone = restrict(scores[row], top_k[row], top_p[row], 0 * top_p[row], borders=borders)
+        alone = restrict(scores[row], top_k[row], top_p[row], 0 * top_p[row], branches=branches)
         np.testing.assert_array_equal(alone, kept[row])
 
 

@@ -68,7 +68,7 @@ def few_programs(executor: Executor) -> JaxExecutor:
 def draw_greedily(patch: pytest.MonkeyPatch) -> None:
     """Let programs that draw take the most likely token, as draws take long to compile; `make test-slow` has them."""
     if not ALL:
-        patch.setattr(sampling, "sample", lambda scores, settings, borders: sampling.greedy(scores))
+        patch.setattr(sampling, "sample", lambda scores, settings, branches: sampling.greedy(scores))
 
 
 class Driver:

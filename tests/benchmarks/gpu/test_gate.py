@@ -330,7 +330,7 @@ def test_thresholds_of_top_k_and_top_p_read_the_scores_once_a_pass(num_rows):
         jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
         for shape, dtype in (((num_rows, vocab), "f4"), ((num_rows,), "f4"), ((num_rows,), "i4"))
     )
-    lowered = jax.jit(lambda *a: sampling.restrict(*a, borders="yes")).lower(scores, ints, rows, rows)
+    lowered = jax.jit(lambda *a: sampling.restrict(*a, branches=False)).lower(scores, ints, rows, rows)
     text = str(lowered.compile(compiler_options={"xla_gpu_autotune_level": 0}).as_text())
     entry = text[text.index("\nENTRY") :].splitlines()
     sums = [line for line in entry if line.count(f"u32[{num_rows},32]") == 15 or line.count("u32[32]{0}") == 15]
