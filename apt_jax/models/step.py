@@ -107,10 +107,12 @@ def apply_dense_summed(
     b: Float[Array, " O"] | None,
     options: StepOptions,
 ) -> Float[Array, "T O"]:
-    """`apply_dense`, summed over devices where each holds a shard of the inputs."""
+    """`apply_dense`, summed over devices where each holds a shard of the inputs: in the dtype of x, half the bytes of
+    float32 in 16-bit models."""
     if options.tensor is None:
         return apply_dense(x, w, b, options.ops.dense)
-    out = options.tensor.sum(apply_dense(x, w, None, options.ops.dense))
+    share = apply_dense(x, w, None, options.ops.dense).astype(x.dtype)
+    out = options.tensor.sum(share).astype(jnp.float32)
     return out if b is None else out + b.astype(jnp.float32)[None, :]
 
 
