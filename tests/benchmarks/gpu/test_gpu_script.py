@@ -38,12 +38,13 @@ def failures(out: Path) -> list[str]:
 
 
 def test_kernel_stages(tmp_path: Path) -> None:
-    printed = start(tmp_path, "--tiny", "--stages", "bandwidth,correctness,kernels,peers,tune")
+    printed = start(tmp_path, "--tiny", "--stages", "start,bandwidth,correctness,kernels,peers,tune")
     assert failures(tmp_path) == []
     assert {row["op"] for row in rows_of(tmp_path / "correctness.csv")} == {"decode_kv", "decode_absorbed", "prefill"}
     assert all(float(row["us"]) > 0 for row in rows_of(tmp_path / "kernels.csv"))
+    assert [row["case"] for row in rows_of(tmp_path / "start.csv")] == ["tiny-opt first", "tiny-opt second"]
     facts = json.loads(printed.splitlines()[-1])
-    assert set(facts["seconds"]) == {"bandwidth", "correctness", "kernels", "peers", "tune"}
+    assert set(facts["seconds"]) == {"start", "bandwidth", "correctness", "kernels", "peers", "tune"}
     for found in json.loads((tmp_path / "tiles.json").read_text()):
         assert {"tokens", "lanes", "warps", "stages"} <= set(found["tile"])
 
