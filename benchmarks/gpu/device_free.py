@@ -113,7 +113,7 @@ def make_mesh(chip: Chip, num_devices: int) -> Any:
 
 
 @contextlib.contextmanager
-def _pallas_for(chip: Chip) -> Iterator[None]:
+def pallas_for(chip: Chip) -> Iterator[None]:
     """Pallas asks JAX's default device, the CPU, for its capability: let it answer for `chip` in this context."""
     import jax
     from jax._src.pallas.triton import gpu_info
@@ -138,7 +138,7 @@ def compile_program(lower: Callable[[], Any], chip: Chip, *, pool: tuple[int, in
         lower: lowers a jitted function for devices of a mesh of `make_mesh`.
         pool: number of elements of one layer's pool on one device, and their size in bytes.
     """
-    with tempfile.TemporaryDirectory() as directory, _pallas_for(chip):
+    with tempfile.TemporaryDirectory() as directory, pallas_for(chip):
         options: dict[str, Any] = {
             "xla_gpu_autotune_level": 0,
             "xla_dump_to": directory,
