@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from apt_jax.distributed.hosts import Hosts, Leader
     from apt_jax.executor.jax_executor import JaxExecutor
-    from apt_jax.models import LoadedModel
+    from apt_jax.models import LoadedModel, ModelParams
     from apt_jax.models.lora import LoraAdapter
     from apt_jax.sched.costs.fit import CostModel
 
@@ -52,6 +52,7 @@ _SMALLER_STEPS = "lower --device-memory-utilization, --num-blocks-override, --ma
 def build_engine(
     config: EngineConfig,
     *,
+    params: "ModelParams | None" = None,
     warm_up: bool = True,
     calibrate: bool = True,
     calibration_s: float = DEFAULT_CALIBRATION_S,
@@ -63,6 +64,8 @@ def build_engine(
 
     Args:
         config: what to build.
+        params: weights that take the place of those in the model's files, as `load_model` and `from_nnx` return them;
+            see `LLM`.
         warm_up: compile every program now; False: each is compiled when it is first needed.
         calibrate: measure step costs if none are stored for this model, machine and configuration; stored ones are used
             in any case.
@@ -83,12 +86,14 @@ def build_engine(
     from apt_jax.models.loading.auto_dtype import with_auto_dtype
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
+    if params is not None and config.parallel.nnodes > 1:
+        raise ConfigError("params=... serves weights of this process, not of several hosts (--nnodes)")
     started = time.monotonic()
     with all_hosts(config) as hosts:
         leader = hosts if isinstance(hosts, Leader) else None
         if leader is not None:
             on_joined(leader)
-        loaded, mesh = load_weights(config)
+        loaded, mesh = load_weights(config, params)
         config = with_auto_dtype(config, loaded.hf_config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
@@ -215,8 +220,9 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
         yield hosts
 
 
-def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
-    """Load the model; returns it and the devices that it is sharded over, None: it is not sharded."""
+def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "tuple[LoadedModel, Mesh | None]":
+    """Load the model, with `params` as its weights if there are any; returns it and the devices that it is sharded over,
+    None: it is not sharded."""
     from apt_jax.models import load_model
     from apt_jax.models import sharding as parallel
 
@@ -228,7 +234,7 @@ def load_weights(config: EngineConfig) -> "tuple[LoadedModel, Mesh | None]":
         mesh = parallel.tensor_mesh(ours.tensor_parallel_size, ours.nnodes)
     sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh)
     with _room_for("the weights", _SMALLER_WEIGHTS), activity(f"loading {config.model}"):
-        return load_model(config, sharding), mesh
+        return load_model(config, sharding, params), mesh
 
 
 def make_executor(

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from apt_jax.options import options_of
 from apt_jax.request import EngineRequest, RequestOutput, SamplingParams
 from apt_jax.text.chat import Message, Tool
 from apt_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from apt_jax.models import ModelParams
 
 Prompt = str | Sequence[int]
 Adapter = str | Any | None
@@ -82,6 +85,9 @@ class LLM:
         model: a bundled name (``tiny-opt``), a directory in Hugging Face or Orbax format, a ``.gguf`` file, a hub id
             (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
         config: configuration of the engine, whose model is replaced by `model`; None: the defaults.
+        params: weights that take the place of those in the model's files, as `apt_jax.models.load_model` and
+            `apt_jax.models.from_nnx` return them; configuration and tokenizer stay those of `model`. Cast to ``dtype``;
+            arrays that have it already are shared, and must not be donated while the engine lives.
         warm_up: compile all programs now rather than when they are first needed.
         calibrate: measure step costs if none are stored for this machine; stored ones are used in any case.
         use_tqdm: show progress while preparing programs and calibrating.
@@ -100,6 +106,7 @@ class LLM:
         model: str,
         *,
         config: EngineConfig | None = None,
+        params: "ModelParams | None" = None,
         warm_up: bool = True,
         calibrate: bool = False,
         use_tqdm: bool = True,
@@ -108,7 +115,7 @@ class LLM:
         config = configure(model, config, options)
         bars = ProgressBars(disable=None if use_tqdm else True)
         try:
-            self.parts = build_engine(config, warm_up=warm_up, calibrate=calibrate, progress=bars)
+            self.parts = build_engine(config, params=params, warm_up=warm_up, calibrate=calibrate, progress=bars)
         finally:
             bars.close()
 

@@ -27,7 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 from apt_jax.config import EngineConfig
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ConfigError, ModelLoadError
+from apt_jax.models.check_params import check_params
 from apt_jax.models.checkpoint_map import TIED_HEAD, ModelFamily, Source
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
@@ -56,6 +57,7 @@ LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
 _logger = logging.getLogger(__name__)
 
 _PROGRESS_BYTES = 64 * 2**20  # below this, loading is over before a bar is read
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_ELEMENTS = 2**20  # of the check for NaN: small enough for the processor's cache
 
 
@@ -409,12 +411,38 @@ def _load_params(
     return jax.tree.map(lambda name: arrays[name], param_names(config))
 
 
-def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> LoadedModel:
+def _placed(
+    params: ModelParams, config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None
+) -> ModelParams:
+    """Given weights, checked, in `dtype` and on their devices.
+
+    Raises:
+        ConfigError: they are not those of a model of this shape, or hold NaN or infinite values.
+    """
+    check_params(params, config, "params")
+    default = jax.sharding.SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
+
+    def placed(name: str, leaf: Any) -> jax.Array:
+        where = None if sharding is None else sharding(config, name)
+        leaf = leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)  # a copy: NumPy's may change later
+        array = jax.device_put(leaf.astype(dtype), where or default)
+        if not _all_finite(array):
+            raise ConfigError(f"params: {name!r} holds NaN or infinite values in {dtype.name}")
+        return array
+
+    return jax.tree.map(placed, param_names(config), params)
+
+
+def load_model(
+    config: EngineConfig, sharding: LeafSharding | None = None, params: ModelParams | None = None
+) -> LoadedModel:
     """Find, check and load the model that `config` names, or make random weights of its shape (`load_format="dummy"`).
 
     Args:
         config: names the model.
         sharding: where each leaf goes; each is moved there directly, in its shards. None: to the default device.
+        params: take these weights; those of the model's files are not read. Arrays that are in place already and in
+            `config.dtype` are not copied.
 
     Returns:
         The parameters, every leaf in `config.dtype`; with `quantization="gguf"` matrices of Q4_0, Q4_1 and Q8_0 are a
@@ -422,12 +450,17 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
 
     Raises:
         ModelLoadError: one line that says which file or field is wrong and why.
+        ConfigError: the same of `params`.
     """
     dummy = config.load_format == "dummy"
     keep_integers = config.quantization == "gguf"
     resolved = resolve_model(config.model, allow_preset=dummy)
     fields, path = resolved.fields, resolved.path
     where = config.model if path is None else os.fspath(path)
+    if keep_integers and params is not None:
+        raise ConfigError(
+            "quantization='gguf' keeps the integers of a file; params=... have none: use int8, or leave it out"
+        )
     if keep_integers and (dummy or resolved.format != "gguf"):
         raise ModelLoadError(
             f"{where}: is not a GGUF file, whose integers quantization='gguf' would keep; use int8, or leave it out (--quantization)"
@@ -447,7 +480,10 @@ def load_model(config: EngineConfig, sharding: LeafSharding | None = None) -> Lo
             " and ".join(ignored),
         )
     dtype, weights = np.dtype(jnp.dtype(with_auto_dtype(config, fields).dtype)), "random"
-    if dummy:
+    if params is not None:
+        params = _placed(params, model_config, dtype, sharding)
+        weights = _NAMES[dtype.name]
+    elif dummy:
         _check_memory(model_config, dtype, sharding)
         place = None if sharding is None else functools.partial(sharding, model_config)
         params = dummy_params(model_config, dtype, config.seed, place)

@@ -1,0 +1,56 @@
+"""Checks of parameters that callers bring: a leaf of the right shape for each that the model has, and nothing else."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apt_jax.errors import ConfigError
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.loading.checkpoint import format_names
+from apt_jax.models.params import ModelParams, abstract_params, param_names
+
+
+def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
+    """Raise unless the tree is as `load_model` makes it: not quantized, and not laid out for an engine.
+
+    Args:
+        where: begins the error's message.
+
+    Raises:
+        ConfigError: one line that names the leaves.
+    """
+    names = param_names(config)
+    try:
+        leaves = jax.tree.structure(names).flatten_up_to(params)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"{where}: not the parameters of a {config.family} model of this configuration as load_model returns them "
+            "(those of a running engine have another layout)"
+        ) from None
+    check_leaves(dict(zip(jax.tree.leaves(names), leaves, strict=True)), config, where)
+
+
+def check_leaves(leaves: Mapping[str, Any], config: ModelConfig, where: str) -> None:
+    """`check_params` of leaves by their names, `params.param_names`."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, jnp.float32))]
+    wanted = dict(zip(jax.tree.leaves(param_names(config)), shapes, strict=True))
+    found: dict[str, list[str]] = {
+        "missing": [name for name in wanted if name not in leaves],
+        "unexpected": [name for name in leaves if name not in wanted],
+        "misshapen": [],
+        "not floating-point": [],
+    }
+    for name in wanted.keys() & leaves.keys():
+        value = leaves[name]
+        if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+            found["not floating-point"].append(f"{name} is {getattr(value, 'dtype', type(value).__name__)}")
+        elif tuple(value.shape) != wanted[name]:
+            found["misshapen"].append(f"{name} has {list(value.shape)}, not {list(wanted[name])}")
+    problems = [f"{len(some)} {kind} ({format_names(sorted(some))})" for kind, some in found.items() if some]
+    if problems:
+        raise ConfigError(f"{where}: parameters do not match the {config.family} model: {'; '.join(problems)}")
+
+
+__all__ = ["check_leaves", "check_params"]

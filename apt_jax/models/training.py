@@ -1,0 +1,221 @@
+"""The forward pass of whole sequences, for training: no cache, all positions at once, with gradients.
+
+It takes the parameters that the engine serves, in their layout and with its rounding: products are of numbers in the
+parameters' dtype and accumulate in float32; the residual stream, norms and softmax are float32. Two things make it fast:
+
+* Gradients are rounded to that dtype before they are multiplied. The automatic gradient of a product with a float32
+  result would multiply float32, which 16-bit matrix units do not take.
+* Queries attend in blocks, each to the keys up to its own end, and within its window. Their weights are computed again
+  for the gradient, not kept.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from apt_jax.models.attention import logit_modifiers
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.decoder import embed, logits
+from apt_jax.models.params import LayerParams, ModelParams
+from apt_jax.models.step import apply_dense, apply_norm
+from apt_jax.ops.linear import activate, dot
+from apt_jax.ops.reference import LogitModifiers, apply_rope, rms_norm_heads
+from apt_jax.ops.weights import NormParams
+
+_QUERY_BLOCK = 64
+_MOST_BLOCKS = 8  # more only make the program longer
+
+
+@jax.custom_vjp
+def _product(a: Float[Array, "*Z T I"], b: Float[Array, "*Z O I"]) -> Float[Array, "*Z T O"]:
+    batch = tuple(range(a.ndim - 2))
+    return dot(a, b, (a.ndim - 1, b.ndim - 1), (batch, batch))
+
+
+def _product_forward(a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(a, b), (a, b)
+
+
+def _product_backward(factors: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    a, b = factors
+    batch, rows, last = tuple(range(a.ndim - 2)), a.ndim - 2, a.ndim - 1
+    gradient = gradient.astype(a.dtype)
+    of_a = dot(gradient, b, (last, rows), (batch, batch))
+    of_b = dot(gradient, a, (rows, rows), (batch, batch))
+    return of_a.astype(a.dtype), of_b.astype(b.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _dense(
+    x: Float[Array, "T I"],
+    w: Float[Array, "O I"],
+    *,
+    bias: Float[Array, " O"] | None = None,
+    activation: str | None = None,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "T O"]:
+    """`ops.linear.dense` with the gradient of `_product`."""
+    out = _product(x.astype(w.dtype), w)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)[None, :]
+    return (out if activation is None else activate(out, activation)).astype(dtype)
+
+
+def _attend_block(
+    q: Float[Array, "B K T G H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    *,
+    first_query: int,
+    scale: float,
+    rules: LogitModifiers,
+) -> Float[Array, "B K T G H"]:
+    """Attention of the queries from position `first_query` of the keys on; its weights are rounded to their dtype."""
+    rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    scores = _product(rows, k).reshape(*q.shape[:4], k.shape[2]) * scale
+    if rules.softcap is not None:
+        scores = rules.softcap * jnp.tanh(scores / rules.softcap)
+    distance = jnp.arange(k.shape[2])[None, :] - (first_query + jnp.arange(q.shape[2]))[:, None]
+    if rules.slopes is not None:
+        slopes = rules.slopes.reshape(1, k.shape[1], 1, -1, 1)
+        scores = scores + slopes * distance.astype(jnp.float32)[None, None, :, None]
+    seen = distance <= 0
+    if rules.window is not None:
+        seen = seen & (distance > -rules.window)
+    weights = jax.nn.softmax(jnp.where(seen[None, None, :, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    out = _product(weights.reshape(*rows.shape[:3], -1), v.swapaxes(2, 3))
+    return out.astype(q.dtype).reshape(q.shape)
+
+
+def _attend(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], scale: float, rules: Any
+) -> Float[Array, "B T NH"]:
+    """Causal attention of whole sequences by the rules of a layer, `LogitModifiers` or None."""
+    batch, length, num_heads, head_dim = q.shape
+    rules = LogitModifiers() if rules is None else rules
+    q = q.reshape(batch, length, k.shape[2], -1, head_dim).swapaxes(1, 2)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    size = max(_QUERY_BLOCK, -(-length // _MOST_BLOCKS))
+    outs = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = 0 if rules.window is None else max(0, start - rules.window + 1)
+        block = functools.partial(_attend_block, first_query=start - first, scale=scale, rules=rules)
+        outs.append(jax.checkpoint(block)(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]))
+    return jnp.concatenate(outs, axis=2).swapaxes(1, 2).reshape(batch, length, num_heads * head_dim)
+
+
+def _self_attention(
+    x: Float[Array, "BT D"],
+    p: LayerParams,
+    cos_sin: tuple[Array, Array] | None,
+    config: ModelConfig,
+    layer: int,
+    length: int,
+) -> Float[Array, "BT D"]:
+    """Attention of a layer over the tokens before each, within sequences of `length` tokens; float32."""
+
+    def project(w: Array, b: Array | None, norm: Array | None, *, turns: bool) -> Array:
+        out = apply_dense(x, w.reshape(-1, w.shape[2]), None if b is None else b.reshape(-1), _dense)
+        if config.clip_qkv is not None:
+            out = jnp.clip(out, -config.clip_qkv, config.clip_qkv)
+        out = out.reshape(-1, *w.shape[:2])
+        if norm is not None:
+            out = rms_norm_heads(out, norm, config.norm_eps)
+        if turns and cos_sin is not None:
+            out = apply_rope(out, *cos_sin)
+        return out.astype(x.dtype).reshape(-1, length, *w.shape[:2])
+
+    q = project(p.wq, p.bq, p.q_norm, turns=True)
+    k = project(p.wk, p.bk, p.k_norm, turns=True)
+    v = project(p.wv, p.bv, None, turns=False)
+    heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer))
+    return apply_dense(heads.reshape(x.shape[0], -1), p.wo.reshape(p.wo.shape[0], -1), p.bo, _dense)
+
+
+def _feed_forward(x: Float[Array, "BT D"], p: LayerParams, config: ModelConfig) -> Float[Array, "BT D"]:
+    if config.gated:
+        gate = apply_dense(x, p.w_gate, p.b_gate, _dense, config.activation)
+        up = (gate * apply_dense(x, p.w_up, p.b_up, _dense)).astype(x.dtype)
+    else:
+        up = apply_dense(x, p.w_up, p.b_up, _dense, config.activation, x.dtype)
+    return apply_dense(up, p.w_down, p.b_down, _dense)
+
+
+def _layer(
+    h: Float[Array, "BT D"],
+    p: LayerParams,
+    cos_sin: tuple[Array, Array] | None,
+    config: ModelConfig,
+    layer: int,
+    length: int,
+) -> Float[Array, "BT D"]:
+    def normed(x: Array, norm: NormParams | None) -> Array:
+        return x if norm is None else apply_norm(x, norm, config)
+
+    dtype = p.wq.dtype
+
+    def attention(x: Array) -> Array:
+        return _self_attention(x.astype(dtype), p, cos_sin, config, layer, length)
+
+    def feed_forward(x: Array) -> Array:
+        return _feed_forward(x.astype(dtype), p, config)
+
+    if config.norm_placement == "post":
+        h = normed(h + attention(h), p.attn_norm)
+        return normed(h + feed_forward(h), p.ffn_norm)
+    after = h + normed(attention(normed(h, p.attn_norm)), p.attn_out_norm)
+    source = h if config.parallel else after
+    return after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm)
+
+
+def training_logits(
+    params: ModelParams,
+    tokens: Int32[Array, "B T"],
+    config: ModelConfig,
+    *,
+    positions: Int32[Array, "B T"] | None = None,
+    dtype: Any = None,
+    remat: bool = False,
+) -> Float[Array, "B T V"]:
+    """Scores of the next token after each position; differentiable by the parameters.
+
+    Args:
+        params: as `load_model` returns them, matrices not quantized.
+        tokens: sequences of one length. Shorter ones are padded at their end, with any token: no position sees a later
+            one. Leave the scores of padding out of the loss.
+        positions: of the tokens, consecutive in each sequence; None: from 0 on.
+        dtype: that the parameters are rounded to first: bfloat16 with float32 parameters is training in mixed
+            precision. None: as they are.
+        remat: keep the inputs of layers alone for the gradient, and compute the layers again.
+
+    Returns:
+        float32 logits; row t depends on tokens [0, t] only.
+    """
+    if dtype is not None:
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    batch, length = tokens.shape
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    positions = positions.reshape(-1)
+    cos_sin = None
+    if config.rope is not None:
+        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
+        cos_sin = (jnp.cos(angles) * config.rope.attention_factor, jnp.sin(angles) * config.rope.attention_factor)
+    h = embed(params, tokens.reshape(-1), positions, config, _dense)
+    for i, p in enumerate(params.layers):
+        layer = functools.partial(_layer, config=config, layer=i, length=length)
+        with jax.named_scope(f"layer{i}"):
+            h = (jax.checkpoint(layer) if remat else layer)(h, p, cos_sin)
+    if params.final_norm is not None:
+        h = apply_norm(h, params.final_norm, config)
+    return logits(params, h.astype(params.embed.dtype), config, _dense).reshape(batch, length, -1)
+
+
+__all__ = ["training_logits"]
