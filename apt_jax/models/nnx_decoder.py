@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int32
@@ -45,7 +46,7 @@ class Decoder(nnx.Module):
         self.remat = remat
 
     def __call__(
-        self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"] | None = None
+        self, tokens: Int32[Array | np.ndarray, "B T"], positions: Int32[Array | np.ndarray, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
         """Scores of the next token after each position.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
@@ -177,10 +178,10 @@ def _layer(
 
 def training_logits(
     params: ModelParams,
-    tokens: Int32[Array, "B T"],
+    tokens: Int32[Array | np.ndarray, "B T"],
     config: ModelConfig,
     *,
-    positions: Int32[Array, "B T"] | None = None,
+    positions: Int32[Array | np.ndarray, "B T"] | None = None,
     dtype: Any = None,
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
@@ -203,12 +204,12 @@ def training_logits(
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    positions = positions.reshape(-1)
+    tokens, positions = jnp.asarray(tokens).reshape(-1), jnp.asarray(positions).reshape(-1)
     cos_sin = None
     if config.rope is not None:
         angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
         cos_sin = (jnp.cos(angles) * config.rope.attention_factor, jnp.sin(angles) * config.rope.attention_factor)
-    h = embed(params, tokens.reshape(-1), positions, config, _dense)
+    h = embed(params, tokens, positions, config, _dense)
     for i, p in enumerate(params.layers):
         layer = functools.partial(_layer, config=config, layer=i, length=length)
         with jax.named_scope(f"layer{i}"):

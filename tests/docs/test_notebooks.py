@@ -10,7 +10,11 @@ import pytest
 
 from tests.support.small_models import write_shallow_model
 
-PRINTS = {"quickstart": "apt, hybrid cache", "policies": "apt-plus, hybrid by absorption"}
+PRINTS = {
+    "quickstart": "apt, hybrid cache",
+    "policies": "apt-plus, hybrid by absorption",
+    "training": "of the engine and of the module are the same: True",
+}
 """Something that each notebook prints near its end."""
 
 SMALLER = {
@@ -39,6 +43,11 @@ SMALLER = {
         "num_requests=300": "num_requests=6",
         "rates = [2.0, 4.0, 6.0, 10.0]": "rates = [2.0, 10.0]",
     },
+    "training": {
+        'MODEL = "tiny-opt"': "MODEL = {model!r}",
+        "STEPS = 25": "STEPS = 15",
+        "max_tokens=24": "max_tokens=6",
+    },
 }
 """A smaller model, and less to calibrate, replay and simulate; every cell runs all the same, and as it is with
 `make test-slow`."""
@@ -51,9 +60,12 @@ def test_cells_run_in_this_process(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With less to do, and as in Jupyter within a running event loop."""
+    import jax
     import matplotlib.pyplot as plt
     import nbformat
 
+    if path.stem == "training":
+        pytest.importorskip("flax", reason="needs the extra `train`")
     monkeypatch.chdir(path.parent)
     plt.switch_backend("agg")
     model = str(write_shallow_model(tmp_path / "tiny-opt"))
@@ -70,7 +82,8 @@ def test_cells_run_in_this_process(
                 await result
 
     try:
-        asyncio.run(run())
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as it is for users
+            asyncio.run(run())
     finally:
         plt.close("all")
     assert PRINTS[path.stem] in capsys.readouterr().out
