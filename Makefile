@@ -121,7 +121,7 @@ clean:
 .venv/.ready: pyproject.toml uv.lock Makefile
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python $(INSTALL) uv==$(UV_VERSION)
-	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra demo --extra otel --group test --group train -o .venv/requirements.txt
+	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra demo --extra otel --extra train --group test -o .venv/requirements.txt
 	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements.txt
 	.venv/bin/python $(INSTALL) --no-deps -e .
 	touch $@
