@@ -5,7 +5,7 @@ cpu               CPU          default       C++ (`cpu/`), compiled at first use
 xla               all          TPU default   plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); the portable fallback
 triton            NVIDIA GPU   default       Pallas kernels on the Triton backend (`pallas/triton_*.py`)
 triton-interpret  all          tests only    the same kernels in Pallas' interpreter, slow
-jax-triton        NVIDIA GPU   experimental  `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
+jax-triton        NVIDIA GPU   example       `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
 tpu               TPU          experimental  `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
 tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
 

@@ -1,7 +1,7 @@
 """The NNX module that `apt_jax.models.to_nnx` makes; import this only where flax is installed."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
@@ -10,26 +10,40 @@ from jaxtyping import Float, Int32
 
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.nnx import from_nnx
-from apt_jax.models.params import LayerParams, ModelParams
+from apt_jax.models.params import ModelParams
 from apt_jax.models.training import training_logits
 from apt_jax.ops.weights import NormParams
 
 
-class Norm(nnx.Module):
+class _Part(nnx.Module):
+    """The fields of a dataclass of parameters as attributes, but for those that are None.
+
+    Args:
+        params: arrays become an `nnx.Param`, norms a `Norm`.
+    """
+
+    def __init__(self, params: Any) -> None:
+        for field in dataclasses.fields(params):
+            value = getattr(params, field.name)
+            if isinstance(value, NormParams):
+                setattr(self, field.name, Norm(value))
+            elif value is not None and not isinstance(value, tuple):
+                setattr(self, field.name, nnx.Param(value))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Norm(_Part):
     """The scale, and the bias if there is one, of a norm."""
 
-    def __init__(self, params: NormParams) -> None:
-        _set_params(self, params)
 
-
-class Layer(nnx.Module):
+class Layer(_Part):
     """The parameters of one layer, by the names of `LayerParams`."""
 
-    def __init__(self, params: LayerParams) -> None:
-        _set_params(self, params)
 
-
-class Decoder(nnx.Module):
+class Decoder(_Part):
     """A model of any family: its parameters, by the names of `ModelParams`, and its forward pass for training.
 
     Calling it computes `training_logits`, which is what the engine computes, in the engine's precision.
@@ -39,7 +53,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, params: ModelParams, config: ModelConfig, *, dtype: Any = None, remat: bool = False) -> None:
-        _set_params(self, dataclasses.replace(params, layers=()))
+        super().__init__(params)
         self.layers = nnx.List([Layer(layer) for layer in params.layers])
         self.config = config
         self.dtype = dtype
@@ -55,16 +69,6 @@ class Decoder(nnx.Module):
         """
         params = from_nnx(self, self.config)
         return training_logits(params, tokens, self.config, positions=positions, dtype=self.dtype, remat=self.remat)
-
-
-def _set_params(module: nnx.Module, params: Any) -> None:
-    """Give a module what a dataclass of parameters has; nothing for what is None."""
-    for field in dataclasses.fields(params):
-        value = getattr(params, field.name)
-        if isinstance(value, NormParams):
-            setattr(module, field.name, Norm(value))
-        elif value is not None and not isinstance(value, tuple):
-            setattr(module, field.name, nnx.Param(value))
 
 
 __all__ = ["Decoder", "Layer", "Norm"]

@@ -1,8 +1,11 @@
-"""Absorbed decode attention for NVIDIA GPUs as plain Triton kernels that jax-triton launches (optional).
+"""Absorbed decode attention for NVIDIA GPUs in plain Triton, launched by jax-triton: an example, never the default.
 
-A twin of the Pallas kernels that does not depend on Pallas' Triton backend, which JAX has deprecated in favour of
-jax-triton. The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run
-without.
+An example of how a kernel of this package is written in Triton itself and called from JAX, and a hedge: JAX has
+deprecated Pallas' Triton backend in favour of jax-triton. It is one of the five attention ops, and no backend's default;
+the backend `jax-triton` takes the other four from Pallas, so it does not outlive that backend. docs/kernels.md says what
+would make it the successor.
+
+The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run without.
 """
 
 import dataclasses

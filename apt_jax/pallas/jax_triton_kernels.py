@@ -1,4 +1,4 @@
-"""Plain Triton kernels of absorbed decode attention; import this only where triton is installed.
+"""Plain Triton kernels of absorbed decode attention, an example; import this only where triton is installed.
 
 The accumulator of a row, N heads of D lanes in float32, fits no streaming multiprocessor, so the output is cut along D
 over programs, while every score needs all of D. Hence two kernels (launched by `jax_triton_absorbed.py`):

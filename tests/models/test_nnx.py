@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from apt_jax.models.quantize import quantize_params
 from apt_jax.models.weight_layout import fuse_products
 from tests.support.caches import calibrations_apart
 from tests.support.paged_driver import few_programs
-from tests.support.small_models import write_byte_model
+from tests.support.small_models import write_byte_model, write_shallow_model
 from tests.support.training_cases import CONFIGS, weights
 
 
@@ -85,11 +86,19 @@ def test_shardings_stay():
         assert leaf.sharding == where
 
 
-def test_a_checkpoint_may_number_layers_in_strings():
+def test_a_checkpoint_comes_back(tmp_path):
+    """Orbax restores numbers of layers as strings."""
+    ocp = pytest.importorskip("orbax.checkpoint")
     config = CONFIGS["opt"]
-    state = nnx.to_pure_dict(nnx.state(to_nnx(weights(config), config)))
-    state["layers"] = {str(i): layer for i, layer in state["layers"].items()}
-    jax.tree.map(np.testing.assert_array_equal, from_nnx(state, config), weights(config))
+    params = weights(config, "bfloat16")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", nnx.to_pure_dict(nnx.state(to_nnx(params, config))))
+        checkpointer.wait_until_finished()
+        state = checkpointer.restore(tmp_path / "1")
+    assert set(state["layers"]) == {"0", "1"}
+    for a, b in zip(*map(jax.tree.leaves, (from_nnx(state, config), params)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(bits(a), bits(b))
 
 
 def test_what_does_not_fit_is_named():
@@ -103,7 +112,8 @@ def test_what_does_not_fit_is_named():
         to_nnx(params, dataclasses.replace(config, ffn_size=32))
     module = to_nnx(params, config)
     del module.layers[1].wq
-    module.layers[0].lora_a = nnx.LoRAParam(jnp.zeros((64, 2)))
+    layer: Any = module.layers[0]
+    layer.lora_a = nnx.LoRAParam(jnp.zeros((64, 2)))
     with pytest.raises(ConfigError, match=r"1 missing \(layers.1.wq\); 1 unexpected \(layers.0.lora_a\)"):
         from_nnx(module, config)
     with pytest.raises(ConfigError, match="from_nnx: ModelParams is not an NNX module"):
@@ -182,7 +192,9 @@ def test_the_engine_has_the_scores_of_the_module(architecture, tmp_path):
     wanted = jax.nn.log_softmax(nnx.jit(lambda module, tokens: module(tokens))(module, tokens), axis=-1)
     spread = 0.0
     for row, scores, output in zip(tokens, np.asarray(wanted), outputs, strict=True):
+        assert output.prompt_logprobs is not None
         for at, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None
             ids = list(entry)
             assert row[at + 1] in ids
             np.testing.assert_allclose([entry[i].logprob for i in ids], scores[at][ids], atol=2e-4)
@@ -251,3 +263,17 @@ def test_weights_that_cannot_be_served_are_refused(tmp_path):
         serve(tmp_path, params, quantization="gguf")
     with pytest.raises(ConfigError, match="not of several hosts"):
         serve(tmp_path, params, tensor_parallel_size=2, nnodes=2)
+
+
+@pytest.mark.slow
+def test_weights_that_were_trained_in_shards_are_served_on_any_number_of_devices(tmp_path):
+    model = write_shallow_model(tmp_path / "model")
+    command = [sys.executable, "-m", "tests.support.sharded_training", str(model)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=250
+    )
+    found = json.loads(done.stdout)
+    whole, sharded = found["losses"]
+    np.testing.assert_allclose(sharded, whole, rtol=1e-4)
+    assert whole[-1] < whole[0]
+    assert found["served"] == [found["served"][0]] * 4
