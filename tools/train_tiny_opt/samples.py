@@ -1,4 +1,4 @@
-"""Text samples from the flax model: slow (no cache), enough for a model card."""
+"""Text samples from the model that trains: slow (no cache), enough for a model card."""
 
 from typing import Any
 

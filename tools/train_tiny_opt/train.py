@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from tools.train_tiny_opt import data
-from tools.train_tiny_opt.model import OptConfig, OptModel, compute_logits, token_losses
+from tools.train_tiny_opt.model import OptConfig, compute_logits, init_params, is_decayed, token_losses
 
 Params = Any
 _CSV_FIELDS: tuple[str, ...] = (
@@ -88,20 +88,11 @@ class TrainConfig:
 def _optimizer(cfg: TrainConfig) -> optax.GradientTransformation:
     """AdamW without the learning rate, which each step gets as an argument."""
 
-    def matrices(params: Params) -> Params:
-        return jax.tree.map(lambda p: p.ndim > 1, params)
-
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
-        optax.add_decayed_weights(cfg.weight_decay, mask=matrices),
+        optax.add_decayed_weights(cfg.weight_decay, mask=is_decayed),
     )
-
-
-def init_params(cfg: OptConfig, seed: int) -> Params:
-    """Fresh parameters."""
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    return OptModel(cfg).init(jax.random.key(seed), tokens, jnp.zeros(1, jnp.int32))["params"]
 
 
 @functools.cache
