@@ -178,7 +178,10 @@ def _caches(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=pytest.mark.slow) if name.startswith("Llama") else name for name in SERVED],
+)
 def test_the_engine_has_the_scores_of_the_module(architecture, tmp_path):
     config = write(tmp_path, architecture)
     module = to_nnx(weights(config), config)

@@ -71,6 +71,7 @@ def test_positions_and_dtype():
     assert rounded.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_layers_that_are_computed_again_have_the_same_gradient():
     config = shallow(CONFIGS["llama"])
     params, tokens = weights(config), tokens_of(config, 1, 8)
