@@ -38,7 +38,7 @@ class OptConfig:
     max_len: int = 2048
     """Learned positions."""
     matmul_dtype: str = "bfloat16"
-    """What parameters are rounded to in the forward pass; sums are float32."""
+    """Dtype that parameters are rounded to in the forward pass; sums are float32."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class OptConfig:
 
     @functools.cached_property
     def shape(self) -> ModelConfig:
-        """What the engine calls it."""
+        """The shape as the engine knows it."""
         return opt.model_config(self.fields)
 
 
