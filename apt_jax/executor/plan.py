@@ -1,4 +1,4 @@
-"""What an executor is going to run, from the model's configuration and the bounds of a step alone: cache kinds, attention
+"""Plan of what an executor runs, from the model's configuration and the bounds of a step alone: cache kinds, attention
 ops, buckets, programs. Nothing is allocated, and no device is needed, so programs can be compiled from it for devices that
 are not there (`benchmarks.gpu`), and before the size of the pool is known."""
 
@@ -26,17 +26,17 @@ MAX_MODEL_LEN = 1 << 22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutorPlan:
-    """What `plan_executor` has decided."""
+    """Decisions of `plan_executor`."""
 
     loaded_config: ModelConfig
-    """Of the model as it is loaded, without windows that no context outgrows."""
+    """Configuration of the model as it is loaded, without windows that no context outgrows."""
     config: ModelConfig
     """`loaded_config` with key heads repeated for the devices."""
     kinds_offered: KindSet
     hidden_block_size: int
     """Layer inputs of a block."""
     hidden_mode: HiddenMode | None
-    """What of attention over layer inputs is absorbed."""
+    """Parts of attention over layer inputs that are absorbed."""
     ops: KernelBackend
     mixed: bool
     """Steps may have decode rows and prompt chunks in one program."""
