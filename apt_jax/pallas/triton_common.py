@@ -40,9 +40,22 @@ def launch(
     stages: int,
     name: str,
     interpret: bool,
+    in_place: dict[int, int] | None = None,
 ) -> Any:
-    """`kernel` over a grid; it gets a ref, or None, for every operand, then a ref for every output."""
+    """`kernel` over a grid; it gets a ref, or None, for every operand, then a ref for every output.
+
+    Args:
+        in_place: operands, by index, whose memory becomes that of an output.
+
+    Raises:
+        ValueError: an operand that the compiler would address wrongly.
+    """
     given = [operand is not None for operand in operands]
+    for operand in operands:
+        if operand is not None and operand.dtype.itemsize == 1 and operand.size >= 1 << 31:
+            raise ValueError(
+                f"{name}: {operand.shape} elements of one byte are 2 GiB or more, which 32-bit offsets do not reach"
+            )
 
     def body(*refs: Any) -> None:
         rest = iter(refs)
@@ -58,6 +71,7 @@ def launch(
         out_shape=out_shape,
         interpret=interpret,
         name=name,
+        input_output_aliases={sum(given[:i]): out for i, out in (in_place or {}).items()},
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
     )(*present)
 
@@ -120,6 +134,18 @@ def locate(slots: Any, row: Any, half: int, position: Any, length: Any, holes: b
     own = position < length
     slot = plt.load(slots.at[row, half, position], mask=own, other=0)
     return slot, own & (slot >= 0) if holes else own
+
+
+def slot_of(
+    tables: Any, slot_ranges: Any, row: Any, half: int, position: Any, own: Any, block_size: int
+) -> tuple[Any, Any]:
+    """Block and slot of positions of a row; neither means anything where they are not `own`."""
+    entry, order = lax.div(position, jnp.int32(block_size)), lax.rem(position, jnp.int32(block_size))
+    block = plt.load(tables.at[row, half, entry], mask=own, other=0)
+    if slot_ranges is None:
+        return block, order
+    first, last = (plt.load(slot_ranges.at[row, entry, jnp.int32(i)], mask=own, other=0) for i in range(2))
+    return block, jnp.where(first <= last, first + order, first - 1 - order)
 
 
 def table_row_of(table_of_row: Any, row: Any) -> Any:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from apt_jax.pallas.triton_tiles import chip_for
+
 _CUSTOM_CALL = "__gpu$xla.gpu.triton"
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that the driver takes for itself in every CTA."""
@@ -34,10 +36,16 @@ class Chip:
     """80 for 8.0."""
     shared_bytes_per_sm: int
     shared_bytes_per_cta: int
+    warps_per_sm: int = 64
 
     @property
     def arch(self) -> str:
         return f"sm_{self.capability}"
+
+    @property
+    def tiles(self) -> str:
+        """The class of chips whose tiles it takes."""
+        return chip_for(self.capability / 10)
 
 
 CHIPS = {
@@ -51,11 +59,27 @@ CHIPS = {
             shared_bytes_per_cta=163 << 10,
         ),
         Chip(
+            name="L40",
+            device_kind="NVIDIA L40",
+            capability=89,
+            shared_bytes_per_sm=100 << 10,
+            shared_bytes_per_cta=99 << 10,
+            warps_per_sm=48,
+        ),
+        Chip(
             name="H200",
             device_kind="NVIDIA H200",
             capability=90,
             shared_bytes_per_sm=228 << 10,
             shared_bytes_per_cta=227 << 10,
+        ),
+        Chip(
+            name="RTX PRO 6000",
+            device_kind="NVIDIA RTX PRO 6000",
+            capability=120,
+            shared_bytes_per_sm=100 << 10,
+            shared_bytes_per_cta=99 << 10,
+            warps_per_sm=48,
         ),
     )
 }
@@ -125,7 +149,7 @@ def occupancy(chip: Chip, *, registers: int, num_warps: int, shared_bytes: int) 
     return min(
         65536 // registers_of_cta,
         chip.shared_bytes_per_sm // (shared_bytes + _RESERVED_SHARED_BYTES),
-        2048 // (32 * num_warps),
+        chip.warps_per_sm // num_warps,
         _MAX_CTAS,
     )
 

@@ -105,7 +105,7 @@ class Outcome:
 
 def gpu_ops(chip: Chip) -> KernelBackend:
     """The registry's kernels for NVIDIA GPUs with the tiles of `chip`."""
-    return attention_ops("gpu", "triton", chip.arch)
+    return attention_ops("gpu", "triton", chip.tiles)
 
 
 def kernel_cases() -> list[KernelCase]:
@@ -275,7 +275,7 @@ def check_kernels(case: KernelCase, ops: KernelBackend) -> list[Outcome]:
     if not codes:
         return [outcome(case.op, None, ["has no Triton kernel"])]
     outcomes = []
-    for code in codes:
+    for code in dict.fromkeys(codes):  # one that is launched again is the same
         start = time.perf_counter()
         compiled = _compiled(lambda code=code: (code, compile_only.compile_kernel(code, chip)))
         outcomes.append(outcome(code.name, *compiled))

@@ -1,0 +1,394 @@
+"""Hidden prefixes of prompt chunks on NVIDIA GPUs: keys and values from cached layer inputs, then flash attention.
+
+The prefixes of all rows lie one after another, each from a whole tile of positions on, and are taken in pieces:
+
+  * `prefix_project` gathers the layer inputs of a piece and multiplies them by W_k and W_v, once however many query
+    tokens there are. As many programs as the chip has processors take tiles of positions times heads in turn, up to
+    where the prefixes end: a piece that none reaches costs a launch.
+  * `prefix_attend` folds the keys and values of the piece into the flash states (m, l, acc) of the query tiles. A
+    program reads and writes those of its own tile.
+
+Pieces are few and of a size that depends on shapes alone, so that memory is known and a step stays one CUDA graph.
+
+For few query tokens `absorbed_prefix` is cheaper: absorbed attention, each token a row of its own. Up to H tokens it
+multiplies less than the projection of the prefix.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Float, Int32
+
+from apt_jax.ops.reference import KeyNorm
+from apt_jax.pallas.triton_common import below, dot, lanes_of_step, launch, load, slot_of
+from apt_jax.pallas.triton_decode_absorbed import absorbed_attention
+from apt_jax.pallas.triton_queries import (
+    LOG2_E,
+    FlashState,
+    Scores,
+    attend,
+    no_state,
+    queries_of,
+    read_state,
+    read_tile,
+)
+from apt_jax.pallas.triton_tiles import NUM_PROCESSORS, PrefillTile, Tile, check_chip, padded, tile_for
+
+_PIECE_POSITIONS = 8192
+_MAX_PIECES = 32
+"""A piece has at least so many positions, and more where that would be more pieces."""
+
+_SIDE_BY_SIDE = 8
+"""Tiles of positions that programs take at the same time, for all heads: what they read fits the L2 cache."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixPlan:
+    """Where the prefixes lie, the same in every layer: the compiler computes it once a step."""
+
+    begins: Int32[Array, " B"]
+    """The first position of a row that any of its queries sees, rounded down to a whole tile."""
+    starts: Int32[Array, " B"]
+    """Where that position lies among those of all rows."""
+    tiles: Int32[Array, "TILES 3"]
+    """Row, first position and length of the prefix (0: nothing to do) of every tile of positions."""
+    count: Int32[Array, " 1"]
+    """Number of tiles with something to do."""
+    per_piece: int
+    """Tiles of a piece."""
+
+
+def plan_prefixes(
+    hidden_lens: Int32[Array, " B"], scores: Scores, capacity: int, positions: int, piece_positions: int
+) -> PrefixPlan:
+    """Lay out prefixes of layer inputs.
+
+    Args:
+        capacity: the longest prefix that there can be.
+        positions: of a tile.
+        piece_positions: `_PIECE_POSITIONS`, or fewer in tests.
+    """
+    batch = hidden_lens.shape[0]
+    begins = scores.first_seen(hidden_lens) // positions * positions + jnp.zeros_like(hidden_lens)
+    counts = (hidden_lens - begins + positions - 1) // positions
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    longest = capacity if scores.window is None else min(capacity, scores.window + positions)
+    total = batch * -(-longest // positions)
+    tile = jnp.arange(total, dtype=jnp.int32)
+    row = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    there, row = row < batch, jnp.minimum(row, batch - 1)
+    first = begins[row] + (tile - (ends - counts)[row]) * positions
+    fields = jnp.where(there[:, None], jnp.stack((row, first, hidden_lens[row]), axis=1), 0)
+    per_piece = max(-(-piece_positions // positions), -(-total // _MAX_PIECES))
+    return PrefixPlan(
+        begins=begins,
+        starts=(ends - counts) * positions,
+        tiles=fields,
+        count=ends[-1:],
+        per_piece=min(per_piece, total),
+    )
+
+
+def _project_kernel(
+    piece: Any,
+    tiles: Any,
+    count: Any,
+    tables: Any,
+    ranges: Any,
+    pool: Any,
+    wk: Any,
+    bk: Any,
+    wv: Any,
+    bv: Any,
+    norm: Any,
+    cos: Any,
+    sin: Any,
+    after: Any,
+    out: Any,
+    *,
+    tile: Tile,
+    per_piece: int,
+    programs: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    half: int,
+    width: int,
+    eps: float,
+) -> None:
+    del after  # what must be done before the piece before this one is overwritten
+    first_tile = plt.load(piece.at[jnp.int32(0)]) * per_piece
+    active = jnp.clip(plt.load(count.at[jnp.int32(0)]) - first_tile, 0, per_piece)
+    whole = (0, head_dim)
+    # A key's lanes, where rotary: both sides of the turn apart, as a tile in registers cannot be cut; then the rest.
+    cuts = (0, half, 2 * half, head_dim) if half else whole
+
+    def project(index: Any, kv_head: Any, *, of_keys: bool) -> None:
+        row, first, length = (plt.load(tiles.at[first_tile + index, jnp.int32(i)]) for i in range(3))
+        position = first + jnp.arange(tile.tokens)
+        own = position < length
+        block, slot = slot_of(tables, ranges, row, 0, position, own, block_size)
+        w, b = (wk, bk) if of_keys else (wv, bv)
+        parts = []
+        for start, end in itertools.pairwise(cuts if of_keys else whole):
+            if start < end:
+                lane = jnp.arange(padded(end - start))
+                parts.append((start + lane, below(lane, end - start, lane.size)))
+
+        def multiply(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            feature, feature_ok = lanes_of_step(j, tile.lanes, width)
+            feature_ok = None if feature_ok is None else feature_ok[None, :]
+            at = (block[:, None], (slot * width)[:, None] + feature[None, :])
+            x = load(pool, at, (tile.tokens, tile.lanes), own[:, None], feature_ok)
+            new = []
+            for total, (lane, ok) in zip(sums, parts, strict=True):
+                at = (kv_head, lane[:, None], feature[None, :])
+                of_part = load(w, at, (lane.size, tile.lanes), None if ok is None else ok[:, None], feature_ok)
+                new.append(total + dot(x, of_part, (1, 1)))
+            return tuple(new)
+
+        init = tuple(jnp.zeros((tile.tokens, lane.size), jnp.float32) for lane, _ in parts)
+        sums = list(lax.fori_loop(0, -(-width // tile.lanes), multiply, init))
+
+        def per_lane(ref: Any, *at: Any) -> list[Any]:
+            return [load(ref, (*at, lane), lane.shape, ok).astype(jnp.float32)[None, :] for lane, ok in parts]
+
+        if b is not None:
+            sums = [total + of_part for total, of_part in zip(sums, per_lane(b, kv_head), strict=True)]
+        if of_keys and norm is not None:
+            square = sum(jnp.sum(total * total, axis=1) for total in sums)
+            factor = lax.rsqrt(square * (1.0 / head_dim) + eps)[:, None]
+            sums = [total * factor * of_part for total, of_part in zip(sums, per_lane(norm), strict=True)]
+        if of_keys and half:
+            lane, ok = parts[0]
+            at = (position[:, None], lane[None, :])
+            masks = (own[:, None], None if ok is None else ok[None, :])
+            c, s = (load(table, at, sums[0].shape, *masks) for table in (cos, sin))
+            sums[:2] = sums[0] * c - sums[1] * s, sums[1] * c + sums[0] * s
+        place = index * tile.tokens + jnp.arange(tile.tokens)
+        for total, (lane, ok) in zip(sums, parts, strict=True):
+            mask = own[:, None] if ok is None else own[:, None] & ok[None, :]
+            at = (jnp.int32(not of_keys), place[:, None], kv_head, lane[None, :])
+            plt.store(out.at[at], total.astype(out.dtype), mask=jnp.broadcast_to(mask, total.shape))
+
+    def item(i: Any) -> Any:
+        band = _SIDE_BY_SIDE * 2 * num_kv_heads
+        first = i // band * _SIDE_BY_SIDE
+        high = jnp.minimum(active - first, _SIDE_BY_SIDE)
+        index, column = first + i % band % high, i % band // high
+        kv_head = column >> 1
+        pl.when(column & 1 == 0)(lambda: project(index, kv_head, of_keys=True))
+        pl.when(column & 1 == 1)(lambda: project(index, kv_head, of_keys=False))
+        return i + programs
+
+    # Not a `fori_loop`, which the compiler would pipeline.
+    lax.while_loop(lambda i: i < active * (2 * num_kv_heads), item, pl.program_id(0))
+
+
+def _attend_kernel(
+    piece: Any,
+    query_tiles: Any,
+    begins: Any,
+    starts: Any,
+    q_ref: Any,
+    kv: Any,
+    slopes: Any,
+    m_in: Any,
+    l_in: Any,
+    acc_in: Any,
+    m_out: Any,
+    l_out: Any,
+    acc_out: Any,
+    *,
+    tile: PrefillTile,
+    scores: Scores,
+    num_tiles: int,
+    piece_positions: int,
+    group: int,
+    head_dim: int,
+    barrier: bool,
+) -> None:
+    index, kv_head = num_tiles - 1 - pl.program_id(0), pl.program_id(1)
+    row, offset, first, length, _, hidden_len = read_tile(query_tiles, index)
+    begin, start = plt.load(begins.at[row]), plt.load(starts.at[row])
+    lane = jnp.arange(padded(head_dim))
+    lane_ok = below(lane, head_dim, lane.size)
+    # Positions less their places in the piece, and those of the row's that the piece holds.
+    place = plt.load(piece.at[jnp.int32(0)]) * piece_positions
+    less = begin - start + place
+    low = jnp.maximum(begin, less)
+    high = jnp.minimum(hidden_len, less + piece_positions)
+
+    @pl.when((length > 0) & (low < high))
+    def _() -> None:
+        queries = queries_of(tile.queries, group, kv_head, offset, first, length)
+        q = queries.load(q_ref, lane, lane_ok)
+        slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
+        if m_in is None:
+            state = no_state(tile.queries, lane.size)
+        else:  # a row's first piece has none
+            state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
+
+        def fetch(position: Any) -> Any:
+            own = position < high
+
+            def half(which: int) -> Any:
+                at = (jnp.int32(which), (position - less)[:, None], kv_head, lane[None, :])
+                return load(kv, at, (tile.keys, lane.size), own[:, None], None if lane_ok is None else lane_ok[None, :])
+
+            return half(0), lambda: half(1), own[None, :]
+
+        m, l, acc = attend(
+            state,
+            q,
+            fetch,
+            scores,
+            hidden_len + queries.position,
+            slope,
+            keys=tile.keys,
+            first=jnp.maximum(low, scores.first_seen(hidden_len + first)),
+            last=high,
+        )
+        if barrier and m_in is not None:  # the outputs are the memory of the inputs, which other threads may still read
+            plt.debug_barrier()
+        _, offset_, first_, length_, _, _ = read_tile(query_tiles, index, copy=1)
+        queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
+        at = (queries.token, queries.head)
+        plt.store(m_out.at[at], m, mask=queries.ok)
+        plt.store(l_out.at[at], l, mask=queries.ok)
+        queries.store(acc_out, lane, lane_ok, acc)
+
+
+def projected_prefix(
+    q: Float[Array, "T N H"],
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "B 2 J"],
+    slot_ranges: Int32[Array, "B J 2"] | None,
+    hidden_lens: Int32[Array, " B"],
+    query_tiles: Int32[Array, "TILES 12"],
+    weights: tuple[Array | None, ...],
+    slopes: Float[Array, " N"] | None,
+    *,
+    tile: PrefillTile,
+    scores: Scores,
+    block_size: int,
+    angles: Float[Array, "S HALF"] | None,
+    key_norm: KeyNorm | None,
+    interpret: bool,
+    chip: str | None,
+    piece_positions: int = _PIECE_POSITIONS,
+) -> tuple[Array, Array, Array]:
+    """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
+
+    Args:
+        weights: W_k, b_k, W_v, b_v in the dtype of the pool.
+        block_size: layer inputs of a block.
+    """
+    num_kv_heads, head_dim, width = weights[0].shape
+    num_heads = q.shape[1]
+    kernel = "project" if angles is None and key_norm is None else "project_turned"
+    project = tile_for(kernel, chip, num_heads, width, pool.dtype.itemsize, head_dim)
+    plan = plan_prefixes(hidden_lens, scores, tables.shape[2] * block_size, project.tokens, piece_positions)
+    most = plan.per_piece * project.tokens
+    programs = 2 if interpret else NUM_PROCESSORS[check_chip(chip, head_dim)]
+    turns = (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
+    of_head = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
+    state: tuple[Any, ...] = (None, None, None)
+    project_piece = functools.partial(
+        launch,
+        functools.partial(
+            _project_kernel,
+            tile=project,
+            per_piece=plan.per_piece,
+            programs=programs,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            half=0 if angles is None else angles.shape[1],
+            width=width,
+            eps=0.0 if key_norm is None else key_norm.eps,
+        ),
+        out_shape=jax.ShapeDtypeStruct((2, most, num_kv_heads, head_dim), pool.dtype),
+        grid=(programs,),
+        warps=project.warps,
+        stages=project.stages,
+        name="prefix_project",
+        interpret=interpret,
+    )
+    attend_piece = functools.partial(
+        launch,
+        functools.partial(
+            _attend_kernel,
+            tile=tile,
+            scores=scores,
+            num_tiles=query_tiles.shape[0],
+            piece_positions=most,
+            group=num_heads // num_kv_heads,
+            head_dim=head_dim,
+            barrier=not interpret,
+        ),
+        out_shape=(of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
+        grid=(query_tiles.shape[0], num_kv_heads),
+        warps=tile.warps,
+        stages=tile.stages,
+        name="prefix_attend",
+        interpret=interpret,
+    )
+    inputs = (tables, slot_ranges, pool.reshape(pool.shape[0], -1), *weights)
+    scale = None if key_norm is None else key_norm.scale
+
+    # Lowered once for all pieces but the first, which finds no state.
+    @jax.jit
+    def attend_to(piece: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        kv = project_piece((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0]))
+        return attend_piece(
+            (piece, query_tiles, plan.begins, plan.starts, q, kv, slopes, *state),
+            in_place={} if state[0] is None else {7: 0, 8: 1, 9: 2},
+        )
+
+    for piece in range(-(-plan.tiles.shape[0] // plan.per_piece)):
+        state = attend_to(jnp.full(1, piece, jnp.int32), state)
+    return state[0], state[1], state[2]
+
+
+def absorbed_prefix(
+    q: Float[Array, "T N H"],
+    pool: Float[Array, "P C D"],
+    tables: Int32[Array, "B J"],
+    row_of_token: Int32[Array, " T"],
+    lens: Int32[Array, " T"],
+    wk: Float[Array, "K H D"],
+    bk: Float[Array, "K H"] | None,
+    wv: Float[Array, "K H D"],
+    bv: Float[Array, "K H"] | None,
+    **more: Any,
+) -> FlashState:
+    """The states of `projected_prefix`, with the projections absorbed."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, _, width = wk.shape
+    grouped = (q * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    q_absorbed = jnp.einsum("tkgh,khd->tkgd", grouped, wk, precision=exact).astype(q.dtype)
+    z, m, l = absorbed_attention(
+        q_absorbed.reshape(num_tokens, num_heads, width),
+        pool,
+        tables,
+        lens,
+        table_of_row=row_of_token,
+        out_dtype=q.dtype,
+        **more,
+    )
+    if bk is not None:  # the same for the whole prefix, but not for the chunk, which it is joined with
+        m = m + jnp.sum(grouped.astype(jnp.float32) * bk.astype(jnp.float32)[None, :, None, :], axis=3).reshape(m.shape)
+    z = z.reshape(num_tokens, num_kv_heads, -1, width)
+    out = jnp.einsum("tkgd,khd->tkgh", z, wv, precision=exact).astype(jnp.float32)
+    if bv is not None:
+        out = out + bv.astype(jnp.float32)[None, :, None, :]
+    return m * LOG2_E, l, out.reshape(q.shape) * l[:, :, None]

@@ -1,0 +1,191 @@
+"""What the prefill kernels share: tiles of query tokens, and flash attention of a tile over keys and values.
+
+A program takes a tile of query tokens of one chunk and the query heads of one key/value head, side by side as the rows
+of its products. Which chunk a tile belongs to is computed on the device, from the chunks' lengths: a grid of as many
+tiles as any division into chunks can need, of which the last ones have nothing to do.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Int32
+
+from apt_jax.ops.reference import LogitModifiers
+from apt_jax.pallas.triton_common import MASKED, dot, load
+
+LOG2_E = math.log2(math.e)
+"""Scores are in units of log 2: the chip has an exponential of base 2."""
+
+TILE_FIELDS = 6
+"""Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's
+length, cached keys and values, cached layer inputs."""
+
+FlashState = tuple[Any, Any, Any]
+"""m and l (queries,) and acc (queries, lanes)."""
+
+
+def query_tiles(
+    offsets: Int32[Array, " B"],
+    chunk_lens: Int32[Array, " B"],
+    kv_lens: Int32[Array, " B"],
+    hidden_lens: Int32[Array, " B"],
+    num_tokens: int,
+    per_tile: int,
+) -> Int32[Array, "TILES 12"]:
+    """`TILE_FIELDS` of every query tile, twice; tiles beyond the last chunk have only zeros.
+
+    The same in every layer, so the compiler computes it once a step.
+    """
+    batch = offsets.shape[0]
+    counts = (chunk_lens + per_tile - 1) // per_tile
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    tile = jnp.arange(min(num_tokens // per_tile + batch, num_tokens), dtype=jnp.int32)
+    row = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    there, row = row < batch, jnp.minimum(row, batch - 1)
+    first = (tile - (ends - counts)[row]) * per_tile
+    fields = (row, offsets[row], first, chunk_lens[row], kv_lens[row], hidden_lens[row])
+    return jnp.where(there[:, None], jnp.stack((*fields, *fields), axis=1), 0)
+
+
+def read_tile(tiles: Any, index: Any, copy: int = 0) -> tuple[Any, ...]:
+    """The fields of a query tile. The second copy is for indices of the output, which would else lie in registers all
+    along."""
+    start = copy * TILE_FIELDS
+    return tuple(plt.load(tiles.at[index, jnp.int32(start + i)]) for i in range(TILE_FIELDS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Index arrays of a tile's rows: tokens outer, the query heads of one key/value head inner."""
+
+    position: Any
+    """Within the chunk."""
+    token: Any
+    """In the batch's tokens."""
+    head: Any
+    ok: Any
+
+    def load(self, ref: Any, lane: Any, lane_ok: Any, *masks: Any) -> Any:
+        index = (self.token[:, None], self.head[:, None], lane[None, :])
+        shape = (self.token.size, lane.size)
+        lane_ok = None if lane_ok is None else lane_ok[None, :]
+        return load(ref, index, shape, self.ok[:, None], lane_ok, *masks)
+
+    def store(self, ref: Any, lane: Any, lane_ok: Any, value: Any) -> None:
+        ok = self.ok[:, None] if lane_ok is None else self.ok[:, None] & lane_ok[None, :]
+        index = (self.token[:, None], self.head[:, None], lane[None, :])
+        plt.store(ref.at[index], value, mask=jnp.broadcast_to(ok, value.shape))
+
+
+def queries_of(rows: int, group: int, kv_head: Any, offset: Any, first: Any, length: Any) -> Queries:
+    """Row i is token i // G' of the tile and head i % G' of the group, G' the power of two that holds G."""
+    bits = (group - 1).bit_length()
+    index = jnp.arange(rows)
+    position, member = first + (index >> bits), index & ((1 << bits) - 1)
+    ok = position < length
+    if group != 1 << bits:
+        ok = ok & (member < group)
+    return Queries(position, offset + position, kv_head * group + member, ok)
+
+
+def no_state(queries: int, lanes: int) -> FlashState:
+    """The state of queries that have seen no key."""
+    return (
+        jnp.full((queries,), MASKED, jnp.float32),
+        jnp.zeros((queries,), jnp.float32),
+        jnp.zeros((queries, lanes), jnp.float32),
+    )
+
+
+def read_state(refs: tuple[Any, Any, Any], queries: Queries, lane: Any, lane_ok: Any, seen: Any) -> FlashState:
+    """The state that an earlier kernel left, where `seen`; else that of no key."""
+    m_ref, l_ref, acc_ref = refs
+    seen = queries.ok & seen
+    at = (queries.token, queries.head)
+    return (
+        plt.load(m_ref.at[at], mask=seen, other=MASKED),
+        plt.load(l_ref.at[at], mask=seen, other=0),
+        queries.load(acc_ref, lane, lane_ok, seen[:, None]),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores from products of queries and keys: scale, soft cap, slopes and window (`reference.LogitModifiers`)."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    @classmethod
+    def of(cls, rules: LogitModifiers | None, head_dim: int) -> "Scores":
+        return cls(
+            scale=head_dim**-0.5,
+            softcap=None if rules is None else rules.softcap,
+            window=None if rules is None else rules.window,
+        )
+
+    def first_seen(self, query: Any) -> Any:
+        """The first position that the query at a position may see."""
+        return jnp.int32(0) if self.window is None else jnp.maximum(query + 1 - self.window, 0)
+
+    def __call__(self, s: Any, distance: Any, slope: Any, mask: Any) -> tuple[Any, Any]:
+        """Scores (queries, keys) in units of log 2, and the mask less what the window hides.
+
+        Args:
+            distance: position of the key less that of the query.
+            slope: of the head of each query, or None.
+        """
+        if self.softcap is None:
+            s = s * (self.scale * LOG2_E)
+        else:
+            # tanh x = 1 - 2 / (1 + exp 2x): exact at both ends, as exp2 goes to 0 or infinity.
+            exponential = jnp.exp2(s * (2 * LOG2_E * self.scale / self.softcap))
+            s = (self.softcap * LOG2_E) * (1 - 2 / (1 + exponential))
+        if slope is not None:
+            s = s + (slope * LOG2_E)[:, None] * distance.astype(jnp.float32)
+        if self.window is not None:
+            mask = mask & (distance > -self.window)
+        return s, mask
+
+
+def attend(
+    state: FlashState,
+    q: Any,
+    fetch: Callable[[Any], tuple[Any, Callable[[], Any], Any]],
+    scores: Scores,
+    query_position: Any,
+    slope: Any,
+    *,
+    keys: int,
+    first: Any,
+    last: Any,
+) -> FlashState:
+    """Fold positions [first, last) into the state of a tile of queries, from the tile of `keys` that holds `first` on.
+
+    Args:
+        fetch: from positions (keys,), those from `last` on included, to their keys (keys, lanes), a function for their
+            values, and a mask that broadcasts to (queries, keys).
+        query_position: (queries,), counted as the positions of the keys are.
+    """
+
+    def step(i: Any, state: FlashState) -> FlashState:
+        m, l, acc = state
+        position = i * keys + jnp.arange(keys)
+        k, values, mask = fetch(position)
+        mask = jnp.broadcast_to(mask, (q.shape[0], keys))
+        s, mask = scores(dot(q, k, (1, 1)), position[None, :] - query_position[:, None], slope, mask)
+        s = jnp.where(mask, s, MASKED)
+        v = values()
+        m_new = jnp.maximum(m, jnp.max(s, axis=1))
+        p = jnp.where(mask, jnp.exp2(s - m_new[:, None]), 0.0)
+        before = jnp.exp2(m - m_new)
+        acc = acc * before[:, None] + dot(p.astype(v.dtype), v, (1, 0))
+        return m_new, l * before + jnp.sum(p, axis=1), acc
+
+    return lax.fori_loop(first // keys, (last + keys - 1) // keys, step, state)
