@@ -25,7 +25,7 @@ from jax import Array
 from apt_jax.cpu import build
 from apt_jax.cpu.build import KernelBuildError
 from apt_jax.ops import xla_decode, xla_prefill
-from apt_jax.ops.backend import EXTRAS, KernelBackend
+from apt_jax.ops.backend import EXTRAS, RULES, KernelBackend
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         decode_v_absorbed=decode_v_absorbed,
         prefill=bound(triton_prefill.prefill),
         rows_per_tile=1,
-        extras=frozenset(),
+        extras={"prefill": RULES, "prefill_hidden": RULES | {"key norm", "input width"}},
         branches=False,
     )
 
@@ -124,7 +124,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
         decode_kv=functools.partial(tpu_decode.decode_kv, interpret=interpret),
         decode_absorbed=functools.partial(tpu_decode.decode_absorbed, interpret=interpret),
         rows_per_tile=1,
-        extras=frozenset(),
+        extras={op: EXTRAS for op in ("decode_reprojected", "decode_v_absorbed", "prefill", "prefill_hidden")},
     )
 
 

@@ -1,37 +1,71 @@
-"""Choice of the attention implementation of an executor."""
+"""Choice of the attention implementation of an executor: the platform's kernels, and XLA's ops for what they lack."""
 
+import dataclasses
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from apt_jax.backends import attention_ops
+from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import HiddenMode, ModelConfig
-from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.backend import ATTENTION_OPS, RULES, KernelBackend
 
 logger = logging.getLogger(__name__)
 
+_HIDDEN_OP = {None: "decode_reprojected", "absorb": "decode_absorbed", "partial": "decode_v_absorbed"}
+"""The op that hidden rows decode with; "v-absorb" as "partial"."""
+
 
 def needed_extras(
-    config: ModelConfig, hidden_mode: HiddenMode | None, hidden: bool, adapted_keys: bool = False
-) -> frozenset[str]:
-    """Return the features of `ops.backend.EXTRAS` that a model needs; `adapted_keys`: adapters add to W_k or W_v."""
-    needed = {
+    config: ModelConfig,
+    hidden_mode: HiddenMode | None,
+    *,
+    kv: bool,
+    hidden: bool,
+    adapted_keys: bool = False,
+) -> dict[str, frozenset[str]]:
+    """Return the features of `ops.backend.EXTRAS` that a model needs of each op that it uses.
+
+    Args:
+        hidden_mode: how hidden rows decode; None: reprojected.
+        kv, hidden: the kinds that there may be.
+        adapted_keys: adapters add to W_k or W_v.
+    """
+    rules = {
         "softcap": config.attention_softcap is not None,
         "alibi": bool(config.alibi_slopes),
         "window": any(window is not None for window in config.layer_windows),
-        "key norm": hidden and config.qk_norm is not None,
-        "grouped absorption": hidden_mode in ("partial", "v-absorb") and config.num_heads > config.num_kv_heads,
-        "adapters": hidden and adapted_keys,
-        "input width": hidden and config.hidden_size != config.lane,
     }
-    return frozenset(name for name, is_needed in needed.items() if is_needed)
+    projected = {
+        "key norm": config.qk_norm == "head",
+        "lane norm": config.qk_norm == "lane",
+        "adapters": adapted_keys,
+        "input width": config.hidden_size != config.lane,
+    }
+    grouped = {"grouped absorption": config.num_heads > config.num_kv_heads}
+    needed = {"prefill": rules}
+    if kv:
+        needed["decode_kv"] = rules
+    if hidden:
+        decode = _HIDDEN_OP.get(hidden_mode, "decode_v_absorbed")
+        needed[decode] = rules | projected | (grouped if decode == "decode_v_absorbed" else {})
+        needed["prefill_hidden"] = rules | projected
+    return {op: frozenset(name for name, is_needed in names.items() if is_needed) for op, names in needed.items()}
 
 
 def choose_attention(
-    platform: str, wanted: str | KernelBackend | None, chip: str | None, extras: frozenset[str]
+    platform: str, wanted: str | KernelBackend | None, chip: str | None, needed: Mapping[str, frozenset[str]]
 ) -> KernelBackend:
-    """Return the requested ops, or the platform's default; XLA's where the default lacks a feature that the model
-    needs."""
+    """Return the requested ops, or the platform's default; there XLA's takes the place of an op in the layers whose
+    rules it lacks, or in all where it lacks something else.
+
+    Args:
+        needed: of `needed_extras`.
+
+    Raises:
+        ConfigError: there are no such ops, or they were asked for by name and lack what the model needs.
+    """
     if isinstance(wanted, KernelBackend):
         ops = wanted
     else:
@@ -39,22 +73,80 @@ def choose_attention(
             ops = attention_ops(platform, wanted, chip)
         except ValueError as error:
             raise ConfigError(f"{error} (--attention-backend)") from None
-    missing = ", ".join(sorted(extras - ops.extras))
+    missing = {op: extras - ops.extras_of(op) for op, extras in needed.items()}
+    missing = {op: extras for op, extras in missing.items() if extras}
     if not missing:
         return ops
     if wanted is not None:
+        every = ", ".join(sorted(frozenset().union(*missing.values())))
         raise ConfigError(
-            f"attention backend {ops.name!r} cannot do what this model needs: {missing}; use xla (--attention-backend)"
+            f"attention backend {ops.name!r} cannot do what this model needs: {every}; use xla (--attention-backend)"
         )
-    logger.warning("attention: %s cannot do %s; this model runs on xla", ops.name, missing)
-    return attention_ops(platform, "xla", chip)
+    for op, extras in sorted(missing.items()):
+        where = "in the layers that need it" if extras <= RULES else "in all layers"
+        logger.warning("attention: %s of %s cannot do %s; xla does %s", op, ops.name, ", ".join(sorted(extras)), where)
+    return _with_xla(ops, attention_ops(platform, "xla", chip), missing)
+
+
+def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, frozenset[str]]) -> KernelBackend:
+    """`ops` with the ops of `xla` wherever one lacks what a call asks of it."""
+
+    def falls_back(op: str, given: Mapping[str, Any]) -> bool:
+        extras = missing.get(op, frozenset())
+        return bool(extras - RULES) or bool(extras & _rules_of(given.get("rules")))
+
+    def either(op: str) -> Callable[..., Any]:
+        kernel, plain = getattr(ops, op), getattr(xla, op)
+
+        def call(*arguments: Any, **given: Any) -> Any:
+            kind = "prefill_hidden" if op == "prefill" and given["with_hidden"] else op
+            return (plain if falls_back(kind, given) else kernel)(*arguments, **given)
+
+        return call
+
+    changed = {"prefill" if op == "prefill_hidden" else op for op in missing}
+    # Rows of a tile attend together in XLA's decode ops: steps of those cost what XLA's do.
+    rows = ops.rows_per_tile if changed == {"prefill"} else max(ops.rows_per_tile, xla.rows_per_tile)
+    return dataclasses.replace(ops, rows_per_tile=rows, **{op: either(op) for op in ATTENTION_OPS if op in changed})
+
+
+def _rules_of(rules: Any) -> frozenset[str]:
+    """The score rules of one layer, as `EXTRAS` names them."""
+    if rules is None:
+        return frozenset()
+    given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window}
+    return frozenset(name for name, value in given.items() if value is not None)
 
 
 def chip_of(device: Any) -> str | None:
-    """The chip that the tiles of GPU kernels are chosen for; None where there is no GPU."""
+    """The class of chips that the tiles of GPU kernels are chosen for; None where there is no GPU of NVIDIA's.
+
+    Raises:
+        ConfigError: too old a GPU for the kernels.
+    """
     capability = getattr(device, "compute_capability", None)
-    if capability is None:
+    if capability is None or "gfx" in str(capability):
         return None
-    if float(capability) < 8.0:
-        raise ValueError(f"{device.device_kind} has compute capability {capability}; the kernels need 8.0 or newer")
-    return "sm_90" if float(capability) >= 9.0 else "sm_80"
+    from apt_jax.pallas.triton_tiles import chip_for
+
+    try:
+        return chip_for(float(capability))
+    except ValueError as error:
+        raise ConfigError(f"{device.device_kind}: {error}; use xla (--attention-backend xla)") from None
+
+
+def check_attention(config: EngineConfig, model: ModelConfig, device: Any) -> None:
+    """Refuse a GPU or a model that the kernels have no tiles for, before anything is loaded.
+
+    Raises:
+        ConfigError: one line with the numbers and what to do.
+    """
+    if device.platform not in ("gpu", "cuda") or config.attention_backend not in (None, "triton", "jax-triton"):
+        return
+    chip = chip_of(device)
+    from apt_jax.pallas.triton_tiles import check_chip
+
+    try:
+        check_chip(chip, model.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"{device.device_kind}: {error}; use xla (--attention-backend xla)") from None

@@ -143,7 +143,9 @@ def plan_executor(
         if attention == "cpu":
             raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
     # Over several devices hidden rows are not the kernels'.
-    extras = needed_extras(config, hidden_mode, hidden and num_devices == 1, bool(adapt_keys))
+    extras = needed_extras(
+        config, hidden_mode, kv=kinds.kv, hidden=hidden and num_devices == 1, adapted_keys=bool(adapt_keys)
+    )
     ops = choose_attention(platform, attention, chip, extras)
     if num_devices > 1:
         ops = with_sharded_hidden(ops)

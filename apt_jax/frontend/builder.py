@@ -223,10 +223,16 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
 def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "tuple[LoadedModel, Mesh | None]":
     """Load the model, with `params` as its weights if there are any; returns it and the devices that it is sharded over,
     None: it is not sharded."""
-    from apt_jax.models import load_model
+    import jax
+
+    from apt_jax.executor.attention_choice import check_attention
+    from apt_jax.models import load_model, read_model_config, resolve_model
     from apt_jax.models import sharding as parallel
 
     ours = config.parallel
+    if (device := jax.local_devices()[0]).platform != "cpu":
+        resolved = resolve_model(config.model, allow_preset=config.load_format == "dummy")
+        check_attention(config, read_model_config(resolved.fields, config.max_model_len)[1], device)
     if ours.nnodes == 1:  # only rank 0's JAX stores what it compiles, and all ranks must do the same
         use_compile_cache()
     mesh = None

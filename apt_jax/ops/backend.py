@@ -2,19 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax import Array
 
 from apt_jax.ops import linear, low_rank
 
-EXTRAS: frozenset[str] = frozenset(
-    {"softcap", "alibi", "window", "key norm", "grouped absorption", "input width", "adapters"}
-)
-"""Features that some models need beside plain attention: the three of `LogitModifiers`, `KeyNorm`, `decode_v_absorbed`
-with fewer key heads than query heads, layer inputs narrower or wider than the lane, and adapters of W_k or W_v where keys
-and values are computed from layer inputs."""
+RULES: frozenset[str] = frozenset({"softcap", "alibi", "window"})
+"""Features that layers need each by itself: the fields of `LogitModifiers`."""
+
+EXTRAS: frozenset[str] = RULES | {"key norm", "lane norm", "grouped absorption", "input width", "adapters"}
+"""Features that some models need beside plain attention: those of `RULES`, `KeyNorm` of each head or of all together,
+`decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower or wider than the lane, and adapters of
+W_k or W_v where keys and values are computed from layer inputs."""
+
+ATTENTION_OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill")
+"""Fields of `KernelBackend`. Features are named for them and for `prefill_hidden`: `prefill` with `with_hidden`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,17 @@ class KernelBackend:
     weights would be."""
     rows_per_tile: int
     """Decode rows that attend together, reading up to the longest of their contexts."""
-    extras: frozenset[str]
-    """Features of `EXTRAS` that the ops support."""
+    extras: frozenset[str] | Mapping[str, frozenset[str]] = dataclasses.field(hash=False)
+    """Features of `EXTRAS` that all ops support, or each op by itself; one that is not named supports none."""
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
     where they have none, as a branch on the device would break up a CUDA graph."""
+
+    def extras_of(self, op: str) -> frozenset[str]:
+        """Features of `EXTRAS` that an op supports: one of `ATTENTION_OPS`, or `prefill_hidden`."""
+        if isinstance(self.extras, Mapping):
+            return self.extras.get(op, frozenset())
+        return self.extras
 
     def for_rows(self, live: Array) -> "KernelBackend":
         """The same where only the first `live` rows of products and what lies between them matter."""

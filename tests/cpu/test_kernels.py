@@ -327,7 +327,7 @@ def test_D6_without_a_compiler_xla_serves_and_says_so(
         assert attention_ops("cpu").name == "xla"
     assert "no C++ compiler found" in caplog.text
     with pytest.raises(ConfigError, match=r"'cpu' is not available: no C\+\+ compiler"):
-        choose_attention("cpu", "cpu", None, frozenset())
+        choose_attention("cpu", "cpu", None, {})
 
 
 def test_D6_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Rules on scores, norms of keys, grouped absorption and narrow layer inputs: XLA's ops, and the references.
+"""Rules on scores, norms of keys, grouped absorption and narrow layer inputs: XLA's ops, Triton's prefill, and the references.
 
 Slots that no row owns hold NaN, and so does the tail of blocks that layer inputs do not fill.
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from apt_jax.backends import attention_ops
 from apt_jax.ops import reference, xla_decode, xla_prefill
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.pallas import triton_prefill
 from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
 from tests.support.cases import cover
 
@@ -170,6 +172,10 @@ def test_decode_with_absorbed_values(ops: str, name: str | None, norm: str | Non
         itertools.product((None, *RULES), NORMS),
         [*EACH_NORM, ("softcap", None), ("window", None), ("wide window", None)],
         [("softcap and window", "head")],
+    )
+    + cover(
+        [("triton", name, norm) for name in (None, *RULES) for norm in (None, "head")],
+        [("triton", "alibi", None), ("triton", "softcap and window", "head")],
     ),
 )
 def test_prefill_over_prefixes_of_both_kinds(ops: str, name: str | None, norm: str | None) -> None:
@@ -202,6 +208,9 @@ def test_prefill_over_prefixes_of_both_kinds(ops: str, name: str | None, norm: s
     )  # fmt: skip
     if ops == "reference":
         got = reference_prefill(args, options)
+    elif ops == "triton":
+        prefill = functools.partial(triton_prefill.prefill, interpret=True, piece_positions=512)
+        got = jax.jit(lambda *a: prefill(*a, **options))(*args)
     else:
         got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
     np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)
