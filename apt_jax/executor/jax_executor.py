@@ -127,7 +127,7 @@ class JaxExecutor:
             max_model_len=max_model_len,
             num_devices=self.num_devices,
             platform=self.platform,
-            chip=chip_of(self.device),
+            chip=None if attention == "xla" else chip_of(self.device),
             attention=attention,
             mixed=mixed,
             adapt_keys=adapt_keys(adapters) if adapters else None,

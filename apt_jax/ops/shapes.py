@@ -13,6 +13,9 @@ class AttentionShape:
     head_dim: int
     rotary_dim: int = 0
     """Lanes of a head that rotary embedding turns; 0: positions are learned or none."""
+    window: int | None = None
+    softcap: float | None = None
+    """Score rules, as of `reference.LogitModifiers`."""
 
     @property
     def hidden_size(self) -> int:
@@ -40,6 +43,10 @@ PUBLISHED = {
         AttentionShape(name="opt-66b", num_heads=72, num_kv_heads=72, head_dim=128),
         AttentionShape(name="llama-2-7b", num_heads=32, num_kv_heads=32, head_dim=128, rotary_dim=128),
         AttentionShape(name="llama-3-8b", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128),
+        AttentionShape(name="mistral-7b", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, window=4096),
+        AttentionShape(name="phi-3", num_heads=32, num_kv_heads=32, head_dim=96, rotary_dim=96, window=2047),
+        AttentionShape(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256, rotary_dim=256),
+        AttentionShape(name="gemma-2-9b", num_heads=16, num_kv_heads=8, head_dim=256, rotary_dim=256, window=4096, softcap=50.0),
         AttentionShape(name="gpt-neox-20b", num_heads=64, num_kv_heads=64, head_dim=96, rotary_dim=24),
     )
 }  # fmt: skip

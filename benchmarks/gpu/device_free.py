@@ -48,6 +48,36 @@ _TARGETS = {
       dnn_version_info { major: 9 minor: 10 }
       device_description_str: "NVIDIA H200"
     """,
+    "sm_89": """
+      gpu_device_info {
+        cuda_compute_capability { major: 8 minor: 9 }
+        core_count: 142  fpus_per_core: 128  clock_rate_ghz: 2.49
+        threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 1536
+        block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+        registers_per_core_limit: 65536  registers_per_block_limit: 65536
+        shared_memory_per_core: 102400  shared_memory_per_block: 49152  shared_memory_per_block_optin: 101376
+        l2_cache_size: 100663296  memory_bandwidth: 864000000000  device_memory_size: 51539607552
+      }
+      platform_name: "CUDA"
+      runtime_version { major: 12 minor: 9 patch: 0 }
+      dnn_version_info { major: 9 minor: 10 }
+      device_description_str: "NVIDIA L40"
+    """,
+    "sm_120": """
+      gpu_device_info {
+        cuda_compute_capability { major: 12 minor: 0 }
+        core_count: 188  fpus_per_core: 128  clock_rate_ghz: 2.6
+        threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 1536
+        block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+        registers_per_core_limit: 65536  registers_per_block_limit: 65536
+        shared_memory_per_core: 102400  shared_memory_per_block: 49152  shared_memory_per_block_optin: 101376
+        l2_cache_size: 134217728  memory_bandwidth: 1792000000000  device_memory_size: 103079215104
+      }
+      platform_name: "CUDA"
+      runtime_version { major: 12 minor: 9 patch: 0 }
+      dnn_version_info { major: 9 minor: 10 }
+      device_description_str: "NVIDIA RTX PRO 6000"
+    """,
 }
 """From the datasheets and the CUDA programming guide's table of compute capabilities."""
 

@@ -44,6 +44,7 @@ import jax.numpy as jnp
 from apt_jax.backends import attention_ops
 from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import compile_only, device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
@@ -55,12 +56,18 @@ DOCUMENT = _ROOT / "docs" / "kernels.md"
 RESULTS = _ROOT / "benchmarks" / "results" / "kernel-gate"
 
 DTYPES = ("bfloat16", "float16")
+ARCHS = ("sm_80", "sm_90")
+"""A100 and H200: everything is compiled for them."""
+SMALL_ARCHS = ("sm_89", "sm_120")
+"""Cards with 99 KiB of shared memory a block: each op is compiled once, without groups and rotary lanes and with them."""
 _BLOCK_SIZE = 16
 _CONTEXT = 2048
 _NUM_BLOCKS = 4096
 _PREFILL_TOKENS = 1024
 _FEW_TOKENS = 64
 _FEW = f"hidden prefix, {_FEW_TOKENS} tokens"
+_LONG_TOKENS, _LONG_CONTEXT = 8192, 131_072
+_LONG = f"{_LONG_TOKENS} tokens of {_LONG_CONTEXT}"
 _STEP = "step"
 
 
@@ -118,19 +125,36 @@ def kernel_cases() -> list[KernelCase]:
         ops += [("prefill", ""), ("prefill", "hidden prefix")]
         if not shape.rotary_dim:
             ops.append(("decode_absorbed", "jax-triton"))
-        for (op, variant), dtype, arch in itertools.product(ops, DTYPES, CHIPS):
+        for (op, variant), dtype, arch in itertools.product(ops, DTYPES, ARCHS):
             cases.append(KernelCase(op=op, shape=name, dtype=dtype, arch=arch, variant=variant))
+        if name in _SMALL_SHAPES:
+            for (op, variant), arch in itertools.product(ops, SMALL_ARCHS):
+                if variant != "jax-triton":
+                    cases.append(KernelCase(op=op, shape=name, dtype="bfloat16", arch=arch, variant=variant))
+    for name, arch in itertools.product(_PREFILL_SHAPES, (*ARCHS, *SMALL_ARCHS)):
+        common: dict[str, Any] = {"op": "prefill", "shape": name, "dtype": "bfloat16", "arch": arch}
+        cases.append(KernelCase(**common))
+        if shapes.PUBLISHED[name].has_hidden:
+            cases.append(KernelCase(**common, variant="hidden prefix"))
+    for arch in ARCHS:
+        cases.append(KernelCase(op="prefill", shape="llama-3-8b", dtype="bfloat16", arch=arch, variant=_LONG))
     # One shape is enough for what other shapes do not change: rows that share blocks, contexts cut into pieces, and few
     # prompt tokens, which absorb the projection of their prefix.
-    for op, arch in itertools.product(("decode_kv", "decode_absorbed", "decode_reprojected"), CHIPS):
-        common: dict[str, Any] = {"op": op, "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
+    for op, arch in itertools.product(("decode_kv", "decode_absorbed", "decode_reprojected"), ARCHS):
+        common = {"op": op, "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
         cases.append(KernelCase(**common, variant="shared blocks"))
         cases.append(KernelCase(**common, variant="one row", num_rows=1))
-    for arch in CHIPS:
+    for arch in ARCHS:
         common = {"op": "prefill", "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
         cases.append(KernelCase(**common, variant=_FEW))
         cases.append(KernelCase(**common, variant="shared blocks"))
-    return sorted(cases, key=lambda case: (_OPS.index(case.op), shapes.GATE.index(case.shape)))
+    order = (*shapes.GATE, *_PREFILL_SHAPES)
+    return sorted(cases, key=lambda case: (_OPS.index(case.op), order.index(case.shape)))
+
+
+_SMALL_SHAPES = ("opt-13b", "llama-2-7b")
+_PREFILL_SHAPES = ("llama-3-8b", "mistral-7b", "phi-3", "gemma-2b", "gemma-2-9b")
+"""Shapes that `prefill` is compiled at beside those of all kernels: groups, a window, heads of 96 and 256, a soft cap."""
 
 
 _OPS = (
@@ -162,7 +186,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**short, kinds=kv, sampling="sample"),
         StepCase(**short, kinds=both, prefill_tokens=1024),
     ]
-    return [(case, arch) for case in cases for arch in CHIPS]
+    return [(case, arch) for case in cases for arch in ARCHS]
 
 
 def quick(
@@ -173,9 +197,9 @@ def quick(
     All kernels at all shapes, in bfloat16 for one chip and in float16 for the other; all steps, with 8
     layers where they have all of a model, for the chips in turn.
     """
-    pairs = set(zip(CHIPS, DTYPES, strict=True))
+    pairs = {*zip(ARCHS, DTYPES, strict=True), *((arch, "bfloat16") for arch in SMALL_ARCHS)}
     chosen = [case for case in kernels if (case.arch, case.dtype) in pairs]
-    archs = list(CHIPS)
+    archs = list(ARCHS)
     short = [(case, arch) for i, (case, arch) in enumerate(steps) if arch == archs[i // len(archs) % len(archs)]]
     return [(dataclasses.replace(case, num_layers=case.num_layers or 8), arch) for case, arch in short] + chosen
 
@@ -184,7 +208,8 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
     """The op with its keyword arguments bound, and abstract arrays as the decoder passes them."""
     shape: AttentionShape = shapes.PUBLISHED[case.shape]
     dtype, rows = jnp.dtype(case.dtype), case.num_rows
-    table = _CONTEXT // _BLOCK_SIZE
+    context = _LONG_CONTEXT if case.variant == _LONG else _CONTEXT
+    table = context // _BLOCK_SIZE
     n, k, h, d = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
 
     def floats(*dims: int) -> Any:
@@ -214,7 +239,7 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
             rest = floats(rows, n, d) if rotary < h else None
             arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(n, rotary, d), None)
         case "prefill":
-            tokens = _FEW_TOKENS if case.variant == _FEW else _PREFILL_TOKENS
+            tokens = {_FEW: _FEW_TOKENS, _LONG: _LONG_TOKENS}.get(case.variant, _PREFILL_TOKENS)
             arguments = (
                 floats(tokens, n, h),
                 floats(tokens, k, h),
@@ -229,6 +254,8 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
                 *projections,
             )
             keywords["with_hidden"] = case.variant.startswith("hidden prefix")
+            if shape.window or shape.softcap:
+                keywords["rules"] = LogitModifiers(window=shape.window, softcap=shape.softcap)
         case _:
             raise ValueError(f"unknown op {case.op!r}")
     # Arrays that the ops take by keyword.
@@ -239,7 +266,7 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
         named["slot_ranges"] = ints(rows, table, 2)
     turned = case.op in ("decode_reprojected", "decode_v_absorbed") or keywords.get("with_hidden")
     if shape.rotary_dim and turned:
-        named["angles"] = jax.ShapeDtypeStruct((_CONTEXT, shape.rotary_dim // 2), jnp.float32)
+        named["angles"] = jax.ShapeDtypeStruct((context, shape.rotary_dim // 2), jnp.float32)
     op = getattr(ops, case.op)
     if op is None:
         raise NotImplementedError(f"{ops.name} has no {case.op}")
@@ -379,19 +406,19 @@ def _progress(outcome: Outcome) -> None:
     print(f"{state:6} {outcome.seconds:5.1f} s  {outcome.place}", flush=True)
 
 
-def kernel_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
+def kernel_table(outcomes: Sequence[Outcome], archs: Sequence[str] = ARCHS) -> list[list[str]]:
     """A header and one row for every kernel and shape; chips side by side, equal dtypes in one row."""
     cells = ("registers", "shared KiB", "CTAs", "MMA", "copies")
-    rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in CHIPS for cell in cells)]]
+    rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in archs for cell in cells)]]
     found: dict[tuple[str, str, str, str], dict[str, list[list[str]]]] = {}
     for outcome in outcomes:
-        if outcome.op == _STEP:
+        if outcome.op == _STEP or outcome.arch not in archs:
             continue
         key = (outcome.kernel, outcome.op, outcome.shape, outcome.dtype)
         found.setdefault(key, {}).setdefault(outcome.arch, []).append(_cells(outcome))
     merged: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for (kernel, op, shape, dtype), by_arch in found.items():
-        values = [cell for arch in CHIPS for cell in by_arch.get(arch, [["", "", "", "", ""]])[0]]
+        values = [cell for arch in archs for cell in by_arch.get(arch, [["", "", "", "", ""]])[0]]
         merged.setdefault((kernel, op, shape), {})[dtype] = values
     for key, by_dtype in merged.items():
         if len(by_dtype) > 1 and len({tuple(values) for values in by_dtype.values()}) == 1:
@@ -480,6 +507,7 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
     """Put the tables into the document, and everything into CSV files."""
     text = document.read_text()
     text = replace_between(text, "kernels", as_markdown(kernel_table(outcomes)))
+    text = replace_between(text, "small", as_markdown(kernel_table(outcomes, SMALL_ARCHS)))
     text = replace_between(text, "steps", as_markdown(step_table(outcomes)))
     built = ", ".join(f"{name} {version}" for name, version in versions().items())
     document.write_text(replace_between(text, "versions", f"Compiled with {built}."))
@@ -515,7 +543,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     items = quick(kernels, steps) if options.quick else [*steps, *kernels]
     items = [item for item in items if options.match in str(item)]
     outcomes = run(items, options.jobs)
-    for table in (kernel_table(outcomes), step_table(outcomes)):
+    for table in (kernel_table(outcomes), kernel_table(outcomes, SMALL_ARCHS), step_table(outcomes)):
         if len(table) > 1:
             print("\n" + as_text(table))
     failed = [outcome for outcome in outcomes if outcome.failures]

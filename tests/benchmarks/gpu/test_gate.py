@@ -201,7 +201,7 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
     }
     cases = gate.kernel_cases()
     assert {case.op for case in cases} == fields
-    for shape, dtype, arch in itertools.product(shapes.GATE, gate.DTYPES, CHIPS):
+    for shape, dtype, arch in itertools.product(shapes.GATE, gate.DTYPES, gate.ARCHS):
         ops = {c.op for c in cases if (c.shape, c.dtype, c.arch) == (shape, dtype, arch)}
         rotary = shapes.PUBLISHED[shape].rotary_dim > 0
         assert ops == fields - {"decode_absorbed" if rotary else "decode_v_absorbed"}
@@ -216,9 +216,9 @@ def test_the_quick_gate_has_every_kernel_at_every_shape_every_dtype_and_every_st
     assert {c.dtype for c in chosen} == set(gate.DTYPES)
     short = [item for item in items if not isinstance(item, gate.KernelCase)]
     assert [c for c, _ in short] == [
-        dataclasses.replace(c, num_layers=c.num_layers or 8) for c, _ in steps[:: len(CHIPS)]
+        dataclasses.replace(c, num_layers=c.num_layers or 8) for c, _ in steps[:: len(gate.ARCHS)]
     ]
-    assert {arch for _, arch in short} == set(CHIPS)
+    assert {arch for _, arch in short} == set(gate.ARCHS)
 
 
 def test_tables_put_chips_side_by_side_and_equal_dtypes_together():
@@ -228,7 +228,7 @@ def test_tables_put_chips_side_by_side_and_equal_dtypes_together():
             kernel="k", op="o", shape="m", dtype=dtype, arch=arch, report=report, failures=(), seconds=0.0
         )  # fmt: skip
 
-    same = [outcome(*c, 96) for c in itertools.product(gate.DTYPES, CHIPS)]
+    same = [outcome(*c, 96) for c in itertools.product(gate.DTYPES, gate.ARCHS)]
     assert [row[:5] for row in gate.kernel_table(same)[1:]] == [["k", "o", "m", "both", "96"]]
     different = [outcome("bfloat16", "sm_80", 80), *same[1:]]
     assert [row[3:5] for row in gate.kernel_table(different)[1:]] == [["bfloat16", "80"], ["float16", "96"]]
@@ -239,7 +239,7 @@ def test_tables_go_between_markers():
     assert gate.replace_between(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb\n"
     with pytest.raises(ValueError, match="no markers"):
         gate.replace_between("a", "t", "new")
-    for name in ("kernels", "steps", "versions"):
+    for name in ("kernels", "small", "steps", "versions"):
         assert gate.replace_between(gate.DOCUMENT.read_text(), name, "new")
 
 
