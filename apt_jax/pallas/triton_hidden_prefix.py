@@ -273,7 +273,7 @@ def projected_prefix(
     slot_ranges: Int32[Array, "B J 2"] | None,
     hidden_lens: Int32[Array, " B"],
     query_tiles: Int32[Array, "TILES 12"],
-    weights: tuple[Array | None, ...],
+    weights: tuple[Any, ...],
     slopes: Float[Array, " N"] | None,
     *,
     tile: PrefillTile,

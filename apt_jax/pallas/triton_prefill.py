@@ -155,7 +155,6 @@ def prefill(
     hidden_slots = hidden_block_size or block_size
     if with_hidden:
         assert wk is not None
-        assert wv is not None
         if hidden_slots * wk.shape[2] > block_size * lane_width:
             raise ValueError(f"blocks of {pool.shape=} do not hold {hidden_slots} layer inputs of {wk.shape=}")
         if key_norm is not None and key_norm.scale.shape[0] != head_dim:
@@ -180,8 +179,9 @@ def prefill(
     owned = jnp.any(inside, axis=1)
 
     state: tuple[Array | None, ...] = (None, None, None)
-    plain = rules is None and key_norm is None and angles is None
-    if with_hidden and plain and num_tokens <= head_dim and hidden_slots == block_size and wk.shape[2] == lane_width:
+    absorbs = num_tokens <= head_dim and rules is None and key_norm is None and angles is None
+    if with_hidden and absorbs and hidden_slots == block_size and wk is not None and wk.shape[2] == lane_width:
+        assert wv is not None
         row_of_token = jnp.argmax(inside, axis=1).astype(jnp.int32)
         state = absorbed_prefix(
             q,

@@ -1,4 +1,4 @@
-"""What the prefill kernels share: tiles of query tokens, and flash attention of a tile over keys and values.
+"""Tiles of query tokens, and flash attention of a tile over keys and values, for the prefill kernels.
 
 A program takes a tile of query tokens of one chunk and the query heads of one key/value head, side by side as the rows
 of its products. Which chunk a tile belongs to is computed on the device, from the chunks' lengths: a grid of as many

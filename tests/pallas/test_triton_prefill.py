@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from apt_jax.ops.shapes import SMALL, AttentionShape
+from apt_jax.pallas.triton_hidden_prefix import plan_prefixes
 from apt_jax.pallas.triton_prefill import prefill
+from apt_jax.pallas.triton_queries import Scores
 from tests.support.attention_cases import expected_prefill
 from tests.support.cases import cover
 
@@ -19,7 +21,7 @@ CHUNKS = (1, 80, 37, 0, 40, 5, 4)
 PREFIXES = (9, 0, 70, 20, 67, 6, 30)
 """Cached tokens; rows 5 and 6 are beyond `num_rows` in some cases."""
 
-run = jax.jit(prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip"))
+run = jax.jit(prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip", "piece_positions"))
 
 
 def case(
@@ -153,6 +155,39 @@ def test_one_long_chunk_spans_several_programs(chip: str) -> None:
     del named["chip"]
     wanted = np.asarray(expected_prefill(arguments, named))
     assert np.abs(actual - wanted).max() <= TOLERANCE["bfloat16"] * np.abs(wanted).max()
+
+
+def test_prefixes_are_taken_in_pieces() -> None:
+    """Tiles of 128 positions, one a piece: the second row lies in two of them, and one that none reaches stays idle."""
+    arguments, named = case(SMALL["one-head"], "float32", chunks=(30, 40), prefixes=(100, 200), hidden=(True, True))
+    wanted = np.asarray(expected_prefill(arguments, named))
+    actual = np.asarray(run(*arguments, **named, interpret=True, piece_positions=128))
+    assert np.abs(actual - wanted).max() <= TOLERANCE["float32"] * np.abs(wanted).max()
+
+
+def test_windows_leave_out_what_no_query_sees() -> None:
+    lens = jnp.asarray([700, 130, 0, 1000], jnp.int32)
+    plain, windowed = (
+        plan_prefixes(lens, Scores(scale=1.0, softcap=None, window=window), 1024, 64, 8192) for window in (None, 200)
+    )
+    assert (plain.begins.tolist(), int(plain.count[0])) == ([0, 0, 0, 0], 11 + 3 + 0 + 16)
+    assert windowed.begins.tolist() == [448, 0, 0, 768]
+    assert windowed.tiles.shape[0] == 4 * 5
+    tiles = windowed.tiles[: int(windowed.count[0])].tolist()
+    assert tiles == [
+        [row, first, length]
+        for row, length in enumerate(lens.tolist())
+        for first in range(windowed.begins.tolist()[row], length, 64)
+    ]
+    assert not windowed.tiles[len(tiles) :, 2].any()
+
+
+@pytest.mark.parametrize(("rows", "per_piece"), [(1, 8), (64, 32), (256, 64), (4096, 1024)])
+def test_pieces_are_few(rows: int, per_piece: int) -> None:
+    """Contexts of 2,048 positions in tiles of 256: pieces of 8,192 positions, or larger ones where they were over 32."""
+    plan = plan_prefixes(jnp.zeros(rows, jnp.int32), Scores(scale=1.0, softcap=None, window=None), 2048, 256, 8192)
+    assert plan.per_piece == per_piece
+    assert -(-plan.tiles.shape[0] // per_piece) <= 32
 
 
 def test_more_query_heads_of_one_key_head_than_a_tile_has_rows() -> None:
