@@ -185,6 +185,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**short, kinds=hidden, absorb=False),
         StepCase(**short, kinds=kv, sampling="sample"),
         StepCase(**short, kinds=both, prefill_tokens=1024),
+        StepCase(**short | {"num_blocks": 32768}, kinds=both, prefill_tokens=8192),
     ]
     return [(case, arch) for case in cases for arch in ARCHS]
 
