@@ -77,6 +77,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         triton_decode_absorbed,
         triton_decode_kv,
         triton_decode_reprojected,
+        triton_decode_v_absorbed,
         triton_prefill,
     )
 
@@ -87,7 +88,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         return jax.jit(functools.partial(op, interpret=interpret, chip=chip), static_argnames=static)
 
     absorbed = bound(triton_decode_absorbed.decode_absorbed)
-    v_absorbed = bound(triton_decode_absorbed.decode_v_absorbed)
+    v_absorbed = bound(triton_decode_v_absorbed.decode_v_absorbed)
 
     # Results are N times as wide as a layer input: their traffic counts.
     def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
@@ -104,7 +105,14 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         decode_v_absorbed=decode_v_absorbed,
         prefill=bound(triton_prefill.prefill),
         rows_per_tile=1,
-        extras={"prefill": RULES, "prefill_hidden": RULES | {"key norm", "input width"}},
+        extras={
+            "decode_kv": RULES,
+            "decode_absorbed": RULES | {"input width"},
+            "decode_reprojected": RULES | {"key norm", "input width"},
+            "decode_v_absorbed": RULES | {"key norm", "grouped absorption", "input width"},
+            "prefill": RULES,
+            "prefill_hidden": RULES | {"key norm", "input width"},
+        },
         branches=False,
     )
 

@@ -43,6 +43,7 @@ PUBLISHED = {
         AttentionShape(name="opt-66b", num_heads=72, num_kv_heads=72, head_dim=128),
         AttentionShape(name="llama-2-7b", num_heads=32, num_kv_heads=32, head_dim=128, rotary_dim=128),
         AttentionShape(name="llama-3-8b", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128),
+        AttentionShape(name="yi-6b", num_heads=32, num_kv_heads=4, head_dim=128, rotary_dim=128),
         AttentionShape(name="mistral-7b", num_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128, window=4096),
         AttentionShape(name="phi-3", num_heads=32, num_kv_heads=32, head_dim=96, rotary_dim=96, window=2047),
         AttentionShape(name="gemma-2b", num_heads=8, num_kv_heads=1, head_dim=256, rotary_dim=256),

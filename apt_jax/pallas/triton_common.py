@@ -1,8 +1,7 @@
-"""Helpers that the Triton kernels share: launching, masked loads, flash-attention steps, splits of a context, program
-order.
+"""Helpers that the Triton kernels share: launching, masked loads, where positions lie, program order.
 
-Every kernel walks positions. `slots_of` gives the slot of each: position t is in entry t // C of a row's table, at slot
-t % C or where `slot_ranges` says. Loads outside a row's own slots are masked and give 0: whatever else lies in a block,
+Every kernel walks positions. Position t is in entry t // C of a row's table, at slot t % C or where `slot_ranges` says
+(`slot_of`). Loads outside a row's own slots are masked and give 0: whatever else lies in a block,
 NaN included, is neither used nor read.
 
 Shapes inside a kernel are powers of two: head counts and lanes are padded and masked. Every axis is indexed by an
@@ -20,8 +19,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
-
-from apt_jax.pallas.triton_tiles import padded
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -109,33 +106,6 @@ def lanes_of_step(step: Any, lanes: int, width: int) -> tuple[Any, Any]:
     return lane, below(lane, width, width - width % lanes)
 
 
-def slots_of(
-    tables: Int32[Array, "R A J"],
-    slot_ranges: Int32[Array, "R J 2"] | None,
-    block_size: int,
-) -> Int32[Array, "R A S"]:
-    """The slot of every position of every table, counted from the start of the pool; -1 where a range leaves none.
-
-    The same in every layer, so the compiler makes one small array a step, and kernels need not know blocks or ranges.
-    """
-    order = jnp.arange(block_size, dtype=jnp.int32)[None, None, None, :]
-    if slot_ranges is None:
-        slots = tables[..., None] * block_size + order
-    else:
-        first, last = slot_ranges[:, None, :, :1], slot_ranges[:, None, :, 1:]
-        slot = jnp.where(first <= last, first + order, first - 1 - order)
-        own = order < jnp.abs(last - first)
-        slots = jnp.where(own, tables[..., None] * block_size + slot, -1)
-    return slots.reshape(*tables.shape[:2], -1)
-
-
-def locate(slots: Any, row: Any, half: int, position: Any, length: Any, holes: bool) -> Any:
-    """Slot and "is the row's own" of positions; the slot means nothing where it is not."""
-    own = position < length
-    slot = plt.load(slots.at[row, half, position], mask=own, other=0)
-    return slot, own & (slot >= 0) if holes else own
-
-
 def slot_of(
     tables: Any, slot_ranges: Any, row: Any, half: int, position: Any, own: Any, block_size: int
 ) -> tuple[Any, Any]:
@@ -146,30 +116,6 @@ def slot_of(
         return block, order
     first, last = (plt.load(slot_ranges.at[row, entry, jnp.int32(i)], mask=own, other=0) for i in range(2))
     return block, jnp.where(first <= last, first + order, first - 1 - order)
-
-
-def table_row_of(table_of_row: Any, row: Any) -> Any:
-    return row if table_of_row is None else plt.load(table_of_row.at[row])
-
-
-def softmax_step(state: tuple[Any, Any], s: Any, own: Any) -> tuple[Any, Any, Any, Any]:
-    """Fold scores (heads, tokens) into m and l; also returns the weights p and the factor of what came before."""
-    m, l = state
-    s = jnp.where(own[None, :], s, MASKED)
-    m_new = jnp.maximum(m, jnp.max(s, axis=1))
-    p = jnp.where(own[None, :], jnp.exp(s - m_new[:, None]), 0.0)
-    before = jnp.exp(m - m_new)
-    return m_new, l * before + jnp.sum(p, axis=1), p, before
-
-
-def split_bounds(length: Any, tokens: int, split: Any, splits: int) -> tuple[Any, Any]:
-    """Tiles [first, last) of a row's context that belong to a split."""
-    tiles = (length + tokens - 1) // tokens
-    if splits == 1:
-        return 0, tiles
-    each = (tiles + splits - 1) // splits
-    first = jnp.minimum(split * each, tiles)
-    return first, jnp.minimum(first + each, tiles)
 
 
 def check_pool(pool: Array, block_size: int) -> None:
@@ -188,76 +134,6 @@ def own_lens(lens: Int32[Array, " B"], rows: tuple[Array, Array] | None, capacit
         return lens
     index = jnp.arange(lens.shape[0], dtype=jnp.int32)
     return jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
-
-
-def store_split(
-    state: tuple[Any, Any, Any],
-    outs: tuple[Any, ...],
-    row: Any,
-    heads: Any,
-    lane: Any,
-    mask: tuple[Any, Any],
-    split: Any,
-) -> None:
-    """Store a program's output: normalised where it saw the whole row, else the flash state of its piece."""
-    m, l, acc = state
-    head_ok, lane_ok = mask
-    ok = head_ok[:, None] if lane_ok is None else head_ok[:, None] & lane_ok[None, :]
-    ok = jnp.broadcast_to(ok, acc.shape)
-    if len(outs) == 1:
-        acc = acc / jnp.maximum(l, 1e-30)[:, None]
-        plt.store(outs[0].at[row, heads[:, None], lane[None, :]], acc, mask=ok)
-    else:
-        out, m_out, l_out = outs
-        plt.store(out.at[row, split, heads[:, None], lane[None, :]], acc, mask=ok)
-        plt.store(m_out.at[row, split, heads], m, mask=head_ok)
-        plt.store(l_out.at[row, split, heads], l, mask=head_ok)
-
-
-def split_shapes(batch: int, splits: int, heads: int, width: int) -> Any:
-    def shape(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.float32)
-
-    if splits == 1:
-        return [shape(batch, heads, width)]
-    pieces = (batch, splits, heads)
-    return [shape(*pieces, width), shape(*pieces), shape(*pieces)]
-
-
-def combine_splits(outs: Sequence[Array], *, interpret: bool) -> Float[Array, "B N H"]:
-    """Join the flash states of a row's pieces; a program takes one head of one row."""
-    if len(outs) == 1:
-        return outs[0]
-    batch, splits, heads, width = outs[0].shape
-    splits_padded, width_padded = 1 << (splits - 1).bit_length(), padded(width)
-
-    def kernel(acc_ref: Any, m_ref: Any, l_ref: Any, out_ref: Any) -> None:
-        head, row = pl.program_id(0), pl.program_id(1)
-        split, lane = jnp.arange(splits_padded), jnp.arange(width_padded)
-        there, lane_ok = split < splits, lane < width
-        m = plt.load(m_ref.at[row, split, head], mask=there, other=MASKED)
-        l = plt.load(l_ref.at[row, split, head], mask=there, other=0)
-        factor = jnp.exp(m - jnp.max(m, axis=0))
-        acc = load(
-            acc_ref,
-            (row, split[:, None], head, lane[None, :]),
-            (splits_padded, width_padded),
-            there[:, None] & lane_ok[None, :],
-        )
-        total = jnp.maximum(jnp.sum(l * factor, axis=0), 1e-30)
-        out = jnp.sum(acc * factor[:, None], axis=0) / total
-        plt.store(out_ref.at[row, head, lane], out, mask=lane_ok)
-
-    return launch(
-        kernel,
-        outs,
-        jax.ShapeDtypeStruct((batch, heads, width), jnp.float32),
-        grid=(heads, batch),
-        warps=4,
-        stages=1,
-        name="decode_combine",
-        interpret=interpret,
-    )
 
 
 def swizzle_group(programs: int) -> int:

@@ -1,90 +1,95 @@
 """Decode attention over keys and values of the block pool as a Pallas kernel on the Triton backend (contract:
 `reference.py`).
 
-A program takes one key/value head of one row and a split of its context, with running maximum m, denominator l and
-accumulator (flash attention); `combine_splits` joins the splits where a small batch is cut in several.
+A program takes one key/value head of one piece of a row (`triton_work_list.py`), with running maximum m, denominator l
+and accumulator (flash attention). What a window hides is neither read nor computed.
 """
 
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
-from apt_jax.pallas.triton_common import (
-    MASKED,
-    below,
-    check_pool,
-    combine_splits,
-    dot,
-    launch,
-    load,
-    locate,
-    own_lens,
-    slots_of,
-    softmax_step,
-    split_bounds,
-    split_shapes,
-    store_split,
-    table_row_of,
+from apt_jax.ops.reference import LogitModifiers
+from apt_jax.pallas.triton_common import MASKED, below, check_pool, dot, launch, load, own_lens
+from apt_jax.pallas.triton_decode_common import ScoreModifiers, by_block, find_slots, slopes_of, softmax_step
+from apt_jax.pallas.triton_tiles import Tile, padded, tile_for
+from apt_jax.pallas.triton_work_list import (
+    join_pieces,
+    partial_shapes,
+    pieces_for,
+    read_item,
+    rows_of,
+    store_piece,
+    work_list,
 )
-from apt_jax.pallas.triton_tiles import Tile, num_splits, padded, tile_for
+
+PROGRAMS_PER_PROCESSOR = 8
+"""Twice what a processor runs at once."""
 
 
 def _kv_kernel(
-    table_of_row: Any,
-    slots: Any,
-    lens: Any,
+    items: Any,
+    tables: Any,
+    slot_ranges: Any,
+    slopes: Any,
     q_ref: Any,
     pool: Any,
-    *outs: Any,
+    out: Any,
+    *partial: Any,
     tile: Tile,
-    splits: int,
+    rules: ScoreModifiers,
+    block_size: int,
     group: int,
     head_dim: int,
-    holes: bool,
+    lane_width: int,
 ) -> None:
-    kv_head, row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    table_row, length = table_row_of(table_of_row, row), plt.load(lens.at[row])
+    kv_head, index = pl.program_id(0), pl.program_id(1)
+    item = read_item(items, index)
     group_padded, width = padded(group), padded(head_dim)
     member, lane = jnp.arange(group_padded), jnp.arange(width)
     heads, head_ok = kv_head * group + member, member < group
     lane_ok = below(lane, head_dim, width)
     lane_mask = None if lane_ok is None else lane_ok[None, :]
-    q = load(
-        q_ref,
-        (row, heads[:, None], lane[None, :]),
-        (group_padded, width),
-        head_ok[:, None],
-        lane_mask,
-    )
 
-    def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        m, l, acc = state
-        position = i * tile.tokens + jnp.arange(tile.tokens)
+    @pl.when(item.row >= 0)
+    def _() -> None:
+        q = load(
+            q_ref,
+            (item.row, heads[:, None], lane[None, :]),
+            (group_padded, width),
+            head_ok[:, None],
+            lane_mask,
+        )
 
-        def fetch(half: int) -> tuple[Any, Any]:
-            slot, own = locate(slots, table_row, half, position, length, holes)
-            at = (slot[:, None], (kv_head * head_dim + lane)[None, :])
-            return load(pool, at, (tile.tokens, width), own[:, None], lane_mask), own
+        def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            m, l, acc = state
+            position = i * tile.tokens + jnp.arange(tile.tokens)
+            sees = rules.sees(position, item.length)
 
-        k, own = fetch(0)
-        s = dot(q, k, (1, 1)) * head_dim**-0.5
-        m, l, p, before = softmax_step((m, l), s, own)
-        v, _ = fetch(1)
-        return m, l, acc * before[:, None] + dot(p.astype(v.dtype), v, (1, 0))
+            def fetch(half: int) -> tuple[Any, Any]:
+                block, slot, own = find_slots(tables, slot_ranges, item.table, half, position, sees, block_size)
+                at = (block[:, None], (slot * lane_width)[:, None] + (kv_head * head_dim + lane)[None, :])
+                return load(pool, at, (tile.tokens, width), own[:, None], lane_mask), own
 
-    init = (
-        jnp.full((group_padded,), MASKED, jnp.float32),
-        jnp.zeros((group_padded,), jnp.float32),
-        jnp.zeros((group_padded, width), jnp.float32),
-    )
-    first, last = split_bounds(length, tile.tokens, split, splits)
-    state = lax.fori_loop(first, last, step, init)
-    store_split(state, outs, row, heads, lane, (head_ok, lane_ok), split)
+            k, own = fetch(0)
+            s = dot(q, k, (1, 1)) * head_dim**-0.5
+            s = rules(s, position, item.length, slopes, heads, head_ok)
+            m, l, p, before = softmax_step((m, l), s, own)
+            v, _ = fetch(1)
+            return m, l, acc * before[:, None] + dot(p.astype(v.dtype), v, (1, 0))
+
+        init = (
+            jnp.full((group_padded,), MASKED, jnp.float32),
+            jnp.zeros((group_padded,), jnp.float32),
+            jnp.zeros((group_padded, width), jnp.float32),
+        )
+        state = lax.fori_loop(item.first, item.last, step, init)
+        store_piece(state, (out,), partial, (items, index), heads, lane, (head_ok, lane_ok))
 
 
 def decode_kv(
@@ -97,6 +102,7 @@ def decode_kv(
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "R J 2"] | None = None,
     table_of_row: Int32[Array, " B"] | None = None,
+    rules: LogitModifiers | None = None,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N H"]:
@@ -111,36 +117,34 @@ def decode_kv(
         ValueError: block size, dtype, heads or chip that the kernel does not take.
     """
     check_pool(pool, block_size)
-    batch, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     lane_width = pool.shape[2]
     kv_heads = lane_width // head_dim
     if kv_heads * head_dim != lane_width or heads % kv_heads:
         raise ValueError(f"slots of {lane_width} elements do not hold heads for {q.shape=}")
     tile = tile_for("kv", chip, heads, head_dim, pool.dtype.itemsize)
     capacity = tables.shape[2] * block_size
-    splits = num_splits(chip, batch * kv_heads, -(-capacity // tile.tokens))
+    score_rules = ScoreModifiers.of(rules)
+    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=score_rules.window)
+    pieces = pieces_for(chip, kv_heads, PROGRAMS_PER_PROCESSOR)
+    work = work_list(visible, pieces, -(-capacity // tile.tokens))
     kernel = functools.partial(
         _kv_kernel,
         tile=tile,
-        splits=splits,
+        rules=score_rules,
+        block_size=block_size,
         group=heads // kv_heads,
         head_dim=head_dim,
-        holes=slot_ranges is not None,
+        lane_width=lane_width,
     )
-    outs = launch(
+    out, *partial = launch(
         kernel,
-        (
-            table_of_row,
-            slots_of(tables, slot_ranges, block_size),
-            own_lens(lens, rows, capacity),
-            q.astype(pool.dtype),
-            pool.reshape(-1, lane_width),
-        ),
-        split_shapes(batch, splits, heads, head_dim),
-        grid=(kv_heads, batch, splits),
+        (work.items, tables, slot_ranges, slopes_of(rules), q.astype(pool.dtype), by_block(pool)),
+        [jax.ShapeDtypeStruct(q.shape, jnp.float32), *partial_shapes(work, heads, head_dim)],
+        grid=(kv_heads, work.items.shape[0]),
         warps=tile.warps,
         stages=tile.stages,
         name="decode_kv",
         interpret=interpret,
     )
-    return combine_splits(outs, interpret=interpret)
+    return join_pieces(work, (out,), partial, interpret=interpret)[0]

@@ -10,63 +10,81 @@ import functools
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
+from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.pallas.triton_common import (
     MASKED,
     below,
-    check_pool,
-    combine_splits,
     cos_sin_tables,
     dot,
     lanes_of_step,
     launch,
     load,
-    locate,
     own_lens,
     rotate_pair,
-    slots_of,
-    softmax_step,
-    split_bounds,
-    split_shapes,
-    store_split,
     swizzle,
     swizzle_group,
-    table_row_of,
 )
-from apt_jax.pallas.triton_tiles import Tile, num_splits, padded, tile_for
+from apt_jax.pallas.triton_decode_common import (
+    ScoreModifiers,
+    by_block,
+    check_inputs,
+    check_key_norm,
+    find_slots,
+    lane_scale,
+    scale_of,
+    slopes_of,
+    softmax_step,
+)
+from apt_jax.pallas.triton_tiles import Tile, padded, tile_for
+from apt_jax.pallas.triton_work_list import (
+    join_pieces,
+    partial_shapes,
+    pieces_for,
+    read_item,
+    rows_of,
+    store_piece,
+    work_list,
+)
+
+PROGRAMS_PER_PROCESSOR = 2
+"""A processor runs one at once."""
 
 
 def _reprojected_kernel(
-    table_of_row: Any,
-    slots: Any,
-    lens: Any,
+    items: Any,
+    tables: Any,
+    slot_ranges: Any,
+    slopes: Any,
     q_ref: Any,
     pool: Any,
     wk: Any,
     bk: Any,
     wv: Any,
     bv: Any,
+    scale: Any,
     cos: Any,
     sin: Any,
-    *outs: Any,
+    out: Any,
+    *partial: Any,
     tile: Tile,
-    splits: int,
+    rules: ScoreModifiers,
+    norm_eps: float,
+    block_size: int,
     neighbours: int,
-    row_programs: int,
+    num_items: int,
     group: int,
     head_dim: int,
     half: int,
     width: int,
-    holes: bool,
 ) -> None:
-    kv_head, row = swizzle(pl.program_id(0), neighbours, row_programs)
-    row, split = (row, 0) if splits == 1 else (row // splits, row % splits)
-    table_row, length = table_row_of(table_of_row, row), plt.load(lens.at[row])
+    kv_head, index = swizzle(pl.program_id(0), neighbours, num_items)
+    item = read_item(items, index)
     group_padded = padded(group)
     member = jnp.arange(group_padded)
     heads, head_ok = kv_head * group + member, member < group
@@ -81,73 +99,86 @@ def _reprojected_kernel(
         if start < end:
             lane = jnp.arange(padded(end - start))
             key_lanes.append((start + lane, below(lane, end - start, lane.size)))
-    queries = [
-        load(
-            q_ref,
-            (row, heads[:, None], lane[None, :]),
-            (group_padded, lane.size),
-            head_ok[:, None],
-            None if ok is None else ok[None, :],
-        )
-        for lane, ok in key_lanes
-    ]
 
     def bias(b: Any, lane: Any, ok: Any) -> Any:
         return load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)
 
-    def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        m, l, acc = state
-        position = i * tile.tokens + jnp.arange(tile.tokens)
-        slot, own = locate(slots, table_row, 0, position, length, holes)
+    # A bias of the keys moves all scores of a query alike, which the softmax does not see, unless they are turned or
+    # anything else stands between keys and scores.
+    biased = 0 if bk is None else len(key_lanes) if scale is not None or rules.softcap is not None else 2 * bool(half)
 
-        def project(targets: list[tuple[Any, Any, Any]]) -> Any:
-            """W x of tiles (lanes, tokens): the warps share layer inputs and split the weights."""
+    @pl.when(item.row >= 0)
+    def _() -> None:
+        queries = [
+            load(
+                q_ref,
+                (item.row, heads[:, None], lane[None, :]),
+                (group_padded, lane.size),
+                head_ok[:, None],
+                None if ok is None else ok[None, :],
+            )
+            for lane, ok in key_lanes
+        ]
 
-            def one_slice(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-                feature, feature_ok = lanes_of_step(j, tile.lanes, width)
-                feature_ok = None if feature_ok is None else feature_ok[None, :]
-                at = (slot[:, None], feature[None, :])
-                x = load(pool, at, (tile.tokens, tile.lanes), own[:, None], feature_ok)
+        def step(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            m, l, acc = state
+            position = i * tile.tokens + jnp.arange(tile.tokens)
+            sees = rules.sees(position, item.length)
+            block, slot, own = find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
 
-                def onto(total: Any, w: Any, lane: Any, ok: Any) -> Any:
-                    at = (kv_head, lane[:, None], feature[None, :])
-                    lane_ok = None if ok is None else ok[:, None]
-                    weights = load(w, at, (lane.size, tile.lanes), lane_ok, feature_ok)
-                    return total + dot(weights, x, (1, 1))
+            def project(targets: list[tuple[Any, Any, Any]]) -> Any:
+                """W x of tiles (lanes, tokens): the warps share layer inputs and split the weights."""
 
-                return tuple(onto(total, *target) for total, target in zip(sums, targets, strict=True))
+                def one_slice(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+                    feature, feature_ok = lanes_of_step(j, tile.lanes, width)
+                    feature_ok = None if feature_ok is None else feature_ok[None, :]
+                    at = (block[:, None], (slot * width)[:, None] + feature[None, :])
+                    x = load(pool, at, (tile.tokens, tile.lanes), own[:, None], feature_ok)
 
-            init = tuple(jnp.zeros((lane.size, tile.tokens), jnp.float32) for _, lane, _ in targets)
-            return lax.fori_loop(0, -(-width // tile.lanes), one_slice, init)
+                    def onto(total: Any, w: Any, lane: Any, ok: Any) -> Any:
+                        at = (kv_head, lane[:, None], feature[None, :])
+                        lane_ok = None if ok is None else ok[:, None]
+                        weights = load(w, at, (lane.size, tile.lanes), lane_ok, feature_ok)
+                        return total + dot(weights, x, (1, 1))
 
-        for_keys, for_values = [(wk, *part) for part in key_lanes], (wv, value_lane, value_ok)
-        keys = list(project(for_keys if passes == 2 else [*for_keys, for_values]))
-        values = [] if passes == 2 else [keys.pop()]
-        if half:
-            if bk is not None:
-                turned = zip(keys[:2], key_lanes[:2], strict=True)
-                keys[:2] = [key + bias(bk, *part)[:, None] for key, part in turned]
-            lane, ok = key_lanes[0]
-            at, shape = (lane[:, None], position[None, :]), keys[0].shape
-            masks = (own[None, :], None if ok is None else ok[:, None])
-            turn = (load(table, at, shape, *masks) for table in (cos, sin))
-            keys[:2] = rotate_pair(keys[0], keys[1], *turn)
-        s = sum(dot(query, key.astype(query.dtype), (1, 0)) for query, key in zip(queries, keys, strict=True))
-        m, l, p, before = softmax_step((m, l), s * head_dim**-0.5, own)
-        (v,) = values or project([for_values])
-        p, v = p.astype(pool.dtype), v.astype(pool.dtype)
-        return m, l, acc * before[:, None] + dot(p, v, (1, 1))
+                    return tuple(onto(total, *target) for total, target in zip(sums, targets, strict=True))
 
-    init = (
-        jnp.full((group_padded,), MASKED, jnp.float32),
-        jnp.zeros((group_padded,), jnp.float32),
-        jnp.zeros((group_padded, value_lane.size), jnp.float32),
-    )
-    first, last = split_bounds(length, tile.tokens, split, splits)
-    m, l, acc = lax.fori_loop(first, last, step, init)
-    if bv is not None:  # added to every value, and weights sum to l
-        acc = acc + l[:, None] * bias(bv, value_lane, value_ok)[None, :]
-    store_split((m, l, acc), outs, row, heads, value_lane, (head_ok, value_ok), split)
+                init = tuple(jnp.zeros((lane.size, tile.tokens), jnp.float32) for _, lane, _ in targets)
+                return lax.fori_loop(0, -(-width // tile.lanes), one_slice, init)
+
+            for_keys, for_values = [(wk, *part) for part in key_lanes], (wv, value_lane, value_ok)
+            keys = list(project(for_keys if passes == 2 else [*for_keys, for_values]))
+            values = [] if passes == 2 else [keys.pop()]
+            if biased:
+                parts = zip(keys[:biased], key_lanes[:biased], strict=True)
+                keys[:biased] = [key + bias(bk, *part)[:, None] for key, part in parts]
+            if scale is not None:
+                square = sum(jnp.sum(key * key, axis=0) for key in keys)
+                factor = lax.rsqrt(square * (1 / head_dim) + norm_eps)[None, :]
+                scales = (lane_scale(scale, *part)[:, None] for part in key_lanes)
+                keys = [key * factor * lane for key, lane in zip(keys, scales, strict=True)]
+            if half:
+                lane, ok = key_lanes[0]
+                at, shape = (lane[:, None], position[None, :]), keys[0].shape
+                masks = (own[None, :], None if ok is None else ok[:, None])
+                turn = (load(table, at, shape, *masks) for table in (cos, sin))
+                keys[:2] = rotate_pair(keys[0], keys[1], *turn)
+            s = sum(dot(query, key.astype(query.dtype), (1, 0)) for query, key in zip(queries, keys, strict=True))
+            s = rules(s * head_dim**-0.5, position, item.length, slopes, heads, head_ok)
+            m, l, p, before = softmax_step((m, l), s, own)
+            (v,) = values or project([for_values])
+            p, v = p.astype(pool.dtype), v.astype(pool.dtype)
+            return m, l, acc * before[:, None] + dot(p, v, (1, 1))
+
+        init = (
+            jnp.full((group_padded,), MASKED, jnp.float32),
+            jnp.zeros((group_padded,), jnp.float32),
+            jnp.zeros((group_padded, value_lane.size), jnp.float32),
+        )
+        m, l, acc = lax.fori_loop(item.first, item.last, step, init)
+        if bv is not None:  # added to every value, and weights sum to l
+            acc = acc + l[:, None] * bias(bv, value_lane, value_ok)[None, :]
+        store_piece((m, l, acc), (out,), partial, (items, index), heads, value_lane, (head_ok, value_ok))
 
 
 def decode_reprojected(
@@ -165,58 +196,71 @@ def decode_reprojected(
     slot_ranges: Int32[Array, "R J 2"] | None = None,
     angles: Float[Array, "S HALF"] | None = None,
     table_of_row: Int32[Array, " B"] | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: LogitModifiers | None = None,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N H"]:
     """Attention over keys and values computed from cached layer inputs, float32; see `reference.decode_reprojected`.
 
-    Projections are accumulated in float32, turned by `angles` if given, and rounded to the pool's dtype like a cache's
+    Projections are accumulated in float32, normed and turned if so asked, and rounded to the pool's dtype like a cache's
     keys and values. Other arguments as in `decode_kv`.
 
+    Args:
+        block_size: layer inputs at the start of each block.
+        key_norm: of each head by itself.
+
     Raises:
-        ValueError: block size, dtype, heads or chip that the kernel does not take.
+        ValueError: block size, dtype, heads, norm or chip that the kernel does not take.
     """
-    check_pool(pool, block_size)
-    batch, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     kv_heads, _, width = wk.shape
-    if pool.shape[2] != width or heads % kv_heads:
-        raise ValueError(f"{pool.shape=} and {wk.shape=} do not fit {q.shape=}, {block_size=}")
+    check_inputs(pool, block_size, width)
+    check_key_norm(key_norm, head_dim)
+    if heads % kv_heads:
+        raise ValueError(f"{wk.shape=} does not fit {q.shape=}")
     tile = tile_for("reprojected", chip, heads, width, pool.dtype.itemsize)
     capacity = tables.shape[1] * block_size
-    splits = num_splits(chip, batch * kv_heads, -(-capacity // tile.tokens))
-    neighbours = swizzle_group(kv_heads)
+    score_rules = ScoreModifiers.of(rules)
+    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=score_rules.window)
+    pieces = pieces_for(chip, kv_heads, PROGRAMS_PER_PROCESSOR)
+    work = work_list(visible, pieces, -(-capacity // tile.tokens))
+    num_items = work.items.shape[0]
     kernel = functools.partial(
         _reprojected_kernel,
         tile=tile,
-        splits=splits,
-        neighbours=neighbours,
-        row_programs=batch * splits,
+        rules=score_rules,
+        norm_eps=0.0 if key_norm is None else key_norm.eps,
+        block_size=block_size,
+        neighbours=swizzle_group(kv_heads),
+        num_items=num_items,
         group=heads // kv_heads,
         head_dim=head_dim,
         half=0 if angles is None else angles.shape[1],
         width=width,
-        holes=slot_ranges is not None,
     )
 
     def cast(a: Array | None) -> Array | None:
         return None if a is None else a.astype(pool.dtype)
 
-    outs = launch(
+    out, *partial = launch(
         kernel,
         (
-            table_of_row,
-            slots_of(tables[:, None], slot_ranges, block_size),
-            own_lens(lens, rows, capacity),
+            work.items,
+            tables[:, None],
+            slot_ranges,
+            slopes_of(rules),
             cast(q),
-            pool.reshape(-1, width),
+            by_block(pool),
             *map(cast, (wk, bk, wv, bv)),
+            scale_of(key_norm),
             *cos_sin_tables(angles),
         ),
-        split_shapes(batch, splits, heads, head_dim),
-        grid=(kv_heads * batch * splits,),
+        [jax.ShapeDtypeStruct(q.shape, jnp.float32), *partial_shapes(work, heads, head_dim)],
+        grid=(kv_heads * num_items,),
         warps=tile.warps,
         stages=tile.stages,
         name="decode_reprojected",
         interpret=interpret,
     )
-    return combine_splits(outs, interpret=interpret)
+    return join_pieces(work, (out,), partial, interpret=interpret)[0]

@@ -80,7 +80,7 @@ _DEFAULTS = {
     ("kv", "sm_90"): Tile(tokens=64, lanes=128, warps=4, stages=3),
     ("scores", "sm_80"): Tile(tokens=64, lanes=64, warps=4, stages=3),
     ("scores", "sm_89"): Tile(tokens=64, lanes=64, warps=4, stages=3),
-    ("scores", "sm_90"): Tile(tokens=64, lanes=64, warps=4, stages=3),
+    ("scores", "sm_90"): Tile(tokens=128, lanes=64, warps=8, stages=3),
     ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=8, stages=5),
     ("output", "sm_89"): Tile(tokens=64, lanes=128, warps=8, stages=5),
     ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=8, stages=5),
@@ -219,9 +219,3 @@ def head_splits(size: int) -> Sequence[tuple[int, int]]:
     if size > half >= MIN_SIDE and half + padded(size - half) < whole:
         return (0, half), (half, padded(size - half))
     return ((0, whole),)
-
-
-def num_splits(chip: str | None, programs: int, tiles: int) -> int:
-    """Pieces that a row's context is cut into, so that a small batch fills the chip about twice."""
-    wanted = -(-2 * NUM_PROCESSORS[chip or CHIPS[0]] // programs)
-    return max(1, min(wanted, tiles, 32))

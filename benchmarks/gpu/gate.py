@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from apt_jax.backends import attention_ops
 from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import compile_only, device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
@@ -68,6 +68,8 @@ _FEW_TOKENS = 64
 _FEW = f"hidden prefix, {_FEW_TOKENS} tokens"
 _LONG_TOKENS, _LONG_CONTEXT = 8192, 131_072
 _LONG = f"{_LONG_TOKENS} tokens of {_LONG_CONTEXT}"
+_CONTEXTS = {_LONG: _LONG_CONTEXT, "context of 131,072": 131_072, "context of 262,144, 256 rows": 262_144}
+_NORMED = "shared key heads, key norm"
 _STEP = "step"
 
 
@@ -81,7 +83,8 @@ class KernelCase:
     arch: str
     num_rows: int = 64
     variant: str = ""
-    """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`; `jax-triton`: the kernels in Triton."""
+    """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`; `jax-triton`: the kernels in Triton;
+    or a context (`_CONTEXTS`)."""
 
     @property
     def name(self) -> str:
@@ -131,12 +134,20 @@ def kernel_cases() -> list[KernelCase]:
             for (op, variant), arch in itertools.product(ops, SMALL_ARCHS):
                 if variant != "jax-triton":
                     cases.append(KernelCase(op=op, shape=name, dtype="bfloat16", arch=arch, variant=variant))
-    for name, arch in itertools.product(_PREFILL_SHAPES, (*ARCHS, *SMALL_ARCHS)):
-        common: dict[str, Any] = {"op": "prefill", "shape": name, "dtype": "bfloat16", "arch": arch}
-        cases.append(KernelCase(**common))
+    for name, arch in itertools.product(_MORE_SHAPES, (*ARCHS, *SMALL_ARCHS)):
+        common: dict[str, Any] = {"shape": name, "dtype": "bfloat16", "arch": arch}
+        cases += [KernelCase(**common, op="prefill"), KernelCase(**common, op="decode_kv")]
         if shapes.PUBLISHED[name].has_hidden:
-            cases.append(KernelCase(**common, variant="hidden prefix"))
+            cases.append(KernelCase(**common, op="prefill", variant="hidden prefix"))
+            cases.append(KernelCase(**common, op="decode_v_absorbed"))
     for arch in ARCHS:
+        common = {"shape": "llama-3-8b", "dtype": "bfloat16", "arch": arch}
+        for context in ("context of 131,072", "context of 262,144, 256 rows"):
+            rows = 256 if "256 rows" in context else 64
+            cases.append(KernelCase(**common, op="decode_kv", variant=context, num_rows=rows))
+        cases.append(KernelCase(**common, op="decode_v_absorbed", variant=_NORMED))
+        common["shape"] = "llama-2-7b"
+        cases.append(KernelCase(**common, op="decode_v_absorbed", variant="context of 131,072"))
         cases.append(KernelCase(op="prefill", shape="llama-3-8b", dtype="bfloat16", arch=arch, variant=_LONG))
     # One shape is enough for what other shapes do not change: rows that share blocks, contexts cut into pieces, and few
     # prompt tokens, which absorb the projection of their prefix.
@@ -148,13 +159,14 @@ def kernel_cases() -> list[KernelCase]:
         common = {"op": "prefill", "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
         cases.append(KernelCase(**common, variant=_FEW))
         cases.append(KernelCase(**common, variant="shared blocks"))
-    order = (*shapes.GATE, *_PREFILL_SHAPES)
+    order = (*shapes.GATE, *_MORE_SHAPES)
     return sorted(cases, key=lambda case: (_OPS.index(case.op), order.index(case.shape)))
 
 
 _SMALL_SHAPES = ("opt-13b", "llama-2-7b")
-_PREFILL_SHAPES = ("llama-3-8b", "mistral-7b", "phi-3", "gemma-2b", "gemma-2-9b")
-"""Shapes that `prefill` is compiled at beside those of all kernels: groups, a window, heads of 96 and 256, a soft cap."""
+_MORE_SHAPES = ("llama-3-8b", "yi-6b", "mistral-7b", "phi-3", "gemma-2b", "gemma-2-9b")
+"""Shapes that `prefill`, `decode_kv` and, where keys are not shared, `decode_v_absorbed` are compiled at beside those of
+all kernels: groups, a window, heads of 96 and 256, a soft cap."""
 
 
 _OPS = (
@@ -209,8 +221,8 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
     """The op with its keyword arguments bound, and abstract arrays as the decoder passes them."""
     shape: AttentionShape = shapes.PUBLISHED[case.shape]
     dtype, rows = jnp.dtype(case.dtype), case.num_rows
-    context = _LONG_CONTEXT if case.variant == _LONG else _CONTEXT
-    table = context // _BLOCK_SIZE
+    context = _CONTEXTS.get(case.variant, _CONTEXT)
+    table, block_size = context // _BLOCK_SIZE, _BLOCK_SIZE
     n, k, h, d = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
 
     def floats(*dims: int) -> Any:
@@ -238,7 +250,8 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
         case "decode_v_absorbed":
             rotary = shape.rotary_dim
             rest = floats(rows, n, d) if rotary < h else None
-            arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(n, rotary, d), None)
+            arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(k, rotary, d), None)
+            block_size = _BLOCK_SIZE * shape.lane // d
         case "prefill":
             tokens = {_FEW: _FEW_TOKENS, _LONG: _LONG_TOKENS}.get(case.variant, _PREFILL_TOKENS)
             arguments = (
@@ -255,12 +268,14 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
                 *projections,
             )
             keywords["with_hidden"] = case.variant.startswith("hidden prefix")
-            if shape.window or shape.softcap:
-                keywords["rules"] = LogitModifiers(window=shape.window, softcap=shape.softcap)
         case _:
             raise ValueError(f"unknown op {case.op!r}")
+    if shape.window or shape.softcap:
+        keywords["rules"] = LogitModifiers(window=shape.window, softcap=shape.softcap)
     # Arrays that the ops take by keyword.
     named: dict[str, Any] = {}
+    if case.variant == _NORMED:
+        named["key_norm"] = KeyNorm(scale=floats(h), eps=1e-6)
     if case.op != "prefill":
         named["rows"] = (ints(), ints())
     if case.variant == "shared blocks":
@@ -273,7 +288,7 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
         raise NotImplementedError(f"{ops.name} has no {case.op}")
 
     def call(positional: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
-        return op(*positional, **by_name, **keywords, block_size=_BLOCK_SIZE)
+        return op(*positional, **by_name, **keywords, block_size=block_size)
 
     return call, (arguments, named)
 

@@ -31,17 +31,19 @@ def chip() -> str | None:
     return None if device.platform == "cpu" else f"sm_{str(capability).replace('.', '')}"
 
 
+def tile_class() -> str:
+    """The class of chips whose tiles the kernels under test take."""
+    from apt_jax.executor.attention_choice import chip_of
+    from apt_jax.pallas.triton_tiles import CHIPS
+
+    return chip_of(jax.devices()[0]) or CHIPS[0]
+
+
 def kernel_ops(tiny: bool = False) -> KernelBackend:
     """The kernels under test: `triton` for this chip; on a CPU its interpreter, or `xla` where there is none yet."""
     platform = jax.devices()[0].platform
     if platform != "cpu":
-        from apt_jax.pallas.triton_tiles import CHIPS
-
-        # A chip between two that tiles were chosen for takes those of the older one.
-        age = [int(name.removeprefix("sm_")) for name in CHIPS]
-        own = int((chip() or CHIPS[0]).removeprefix("sm_"))
-        tiles = CHIPS[max(0, sum(a <= own for a in age) - 1)]
-        return attention_ops(platform, "triton", tiles)
+        return attention_ops(platform, "triton", tile_class())
     if tiny and "triton-interpret" in known_attention_ops():
         try:
             return attention_ops(platform, "triton-interpret")
@@ -378,19 +380,21 @@ def one_call(case: Timed, ops: KernelBackend) -> Callable[[Arrays], Any]:
 
 def _half_of_absorbed(half: str, ops: KernelBackend, a: Arrays) -> Any:
     """One of the two kernels; the second runs on weights P = 1 that the first did not make."""
-    from apt_jax.pallas import triton_decode_absorbed
-    from apt_jax.pallas import triton_tiles as tiles
+    from apt_jax.pallas import triton_decode_absorbed as absorbed
+    from apt_jax.pallas.triton_tiles import tile_for
+    from apt_jax.pallas.triton_work_list import rows_of
 
-    more = dict(getattr(ops.decode_absorbed, "keywords", {}))
-    more["block_size"] = BLOCK_SIZE
+    more = {"block_size": BLOCK_SIZE, "chip": tile_class(), "interpret": ops.name == "triton-interpret"}
+    heads, width = a["q"].shape[1:]
+    pool = a["pool"]
+    tile = tile_for("scores", tile_class(), heads, width, pool.dtype.itemsize)
+    most_tiles = -(-a["tables"].shape[1] * BLOCK_SIZE // tile.tokens)
+    rows = rows_of(a["lens"], None, tokens=tile.tokens)
+    wave = next(absorbed.waves_of(rows, most_tiles, heads * tile.tokens * pool.dtype.itemsize))
     if half == "scores":
-        return triton_decode_absorbed.absorbed_scores(a["q"], a["pool"], a["tables"], a["lens"], **more)[0]
-    batch, heads, width = a["q"].shape
-    tile = tiles.tile_for("scores", more.get("chip"), heads, width, a["pool"].dtype.itemsize)
-    count = -(-a["tables"].shape[1] * BLOCK_SIZE // tile.tokens)
-    p = jnp.ones((batch, heads, count * tile.tokens), a["pool"].dtype)
-    state = jnp.ones((batch, count, heads), jnp.float32)
-    return triton_decode_absorbed.absorbed_output((p, state, state), a["pool"], a["tables"], a["lens"], **more)[0]
+        return absorbed.absorbed_scores(a["q"], pool, a["tables"], wave, **more)[0]
+    p, m, l = (jnp.ones(s.shape, s.dtype) for s in absorbed.scores_shape(wave, heads, tile.tokens, pool.dtype))
+    return absorbed.absorbed_output((p, m, l), pool, a["tables"], wave, width=width, **more)[0]
 
 
 def _gather_einsum(kv_heads: int, head_dim: int, a: Arrays) -> Any:

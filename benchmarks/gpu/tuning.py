@@ -26,6 +26,7 @@ from benchmarks.gpu.kernels import (
     make_arguments,
     num_workers,
     one_call,
+    tile_class,
     unless_failed,
 )
 
@@ -139,9 +140,7 @@ def tune(stage: Stage) -> list[str]:
     if not ops.name.startswith("triton"):
         write_json(stage.out / "tiles.json", [])
         return [f"nothing to tune: {ops.name}"]
-    from apt_jax.pallas import triton_tiles as tiles
-
-    chip = getattr(ops.decode_kv, "keywords", {}).get("chip") or tiles.CHIPS[0]
+    chip = tile_class()
 
     def lowered() -> Iterator[tuple[Any, Any]]:
         for trial in _trials(chip, stage.tiny):

@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 
 from apt_jax.ops.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
-from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
-from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, num_splits, padded, tile_for
+from apt_jax.pallas import (
+    triton_decode_absorbed,
+    triton_decode_kv,
+    triton_decode_reprojected,
+    triton_decode_v_absorbed,
+    triton_tiles,
+)
+from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, padded, tile_for
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
 
@@ -24,7 +30,7 @@ OPS = {
     "decode_kv": triton_decode_kv.decode_kv,
     "decode_absorbed": triton_decode_absorbed.decode_absorbed,
     "decode_reprojected": triton_decode_reprojected.decode_reprojected,
-    "decode_v_absorbed": triton_decode_absorbed.decode_v_absorbed,
+    "decode_v_absorbed": triton_decode_v_absorbed.decode_v_absorbed,
 }
 
 
@@ -245,10 +251,25 @@ def test_rows_outside_the_range_of_whole_blocks_give_zeros(op: str) -> None:
     _close(actual, case.expected(rows=rows), "float32")
 
 
-@pytest.mark.parametrize("op", cover(["decode_kv", "decode_reprojected"], ["decode_kv"]))
-def test_a_large_batch_is_not_split(op: str) -> None:
-    assert num_splits(None, 4 * 72, 2) == 1
-    _case(op, "seventy-two-heads", "float32", [3, 0, 70, 9]).check()
+@pytest.mark.parametrize("op", cover(OPS, ["decode_kv"]))
+def test_a_long_row_is_cut_in_pieces_of_several_tiles(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(triton_tiles.NUM_PROCESSORS, "sm_80", 1)
+    kernel = jax.jit(functools.partial(OPS[op], interpret=True, block_size=16))
+    case = _case(op, "one-head" if op == "decode_kv" else "rotary", "float32", [3, 0, 700, 9, 64])
+    actual = np.asarray(kernel(*case.args, **case.options))
+    _close(actual, case.expected(), "float32")
+    np.testing.assert_array_equal(actual, np.asarray(kernel(*case.args, **case.options)))
+
+
+@pytest.mark.parametrize("op", cover(["decode_absorbed", "decode_v_absorbed"], ["decode_absorbed"]))
+def test_scores_of_more_rows_than_memory_come_in_waves(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, tokens = 4, tile_for("scores" if op == "decode_absorbed" else "rotary_scores", None, 4, 128, 4).tokens
+    tiles = [-(-n // tokens) for n in (100, 40, 129, 129, 33)]
+    most = max(tiles)
+    monkeypatch.setattr(triton_decode_absorbed, "_SCORE_BYTES", (sum(tiles) - tiles[-1] + most) * heads * tokens * 4)
+    kernel = jax.jit(functools.partial(OPS[op], interpret=True, block_size=16))
+    case = _case(op, "rotary", "float32", [100, 40, 129, 129, 33])
+    _close(kernel(*case.args, **case.options), case.expected(), "float32")
 
 
 @pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])

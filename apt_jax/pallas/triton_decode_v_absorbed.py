@@ -1,0 +1,284 @@
+"""Decode attention with absorbed values and reprojected rotary keys, as Pallas kernels on the Triton backend (contract:
+`reference.decode_v_absorbed`).
+
+`rotary_scores` computes and turns the rotary lanes of the keys of a tile, and adds what is absorbed; the weighted sum of
+layer inputs is `triton_decode_absorbed.absorbed_output`, as for keys that are absorbed whole.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jaxtyping import Float, Int32
+
+from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.pallas.triton_common import (
+    cos_sin_tables,
+    dot,
+    lanes_of_step,
+    launch,
+    load,
+    own_lens,
+    rotate_pair,
+    swizzle,
+    swizzle_group,
+)
+from apt_jax.pallas.triton_decode_absorbed import (
+    Output,
+    Scores,
+    Wave,
+    absorbed_output,
+    scores_shape,
+    store_scores,
+    waves_of,
+)
+from apt_jax.pallas.triton_decode_common import (
+    ScoreModifiers,
+    by_block,
+    check_inputs,
+    check_key_norm,
+    find_slots,
+    lane_scale,
+    scale_of,
+    slopes_of,
+)
+from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, padded, tile_for
+from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of, work_list
+
+PROGRAMS_PER_PROCESSOR = 4
+"""A processor runs one at once."""
+
+
+def _rotary_scores_kernel(
+    items: Any,
+    tables: Any,
+    slot_ranges: Any,
+    slopes: Any,
+    q_rotary: Any,
+    q_absorbed: Any,
+    pool: Any,
+    wk: Any,
+    bk: Any,
+    scale: Any,
+    cos: Any,
+    sin: Any,
+    *outs: Any,
+    tile: Tile,
+    rules: ScoreModifiers,
+    norm_eps: float,
+    block_size: int,
+    neighbours: int,
+    num_items: int,
+    num_heads: int,
+    num_kv_heads: int,
+    half: int,
+    turned: int,
+    width: int,
+) -> None:
+    """Scores of a piece and the key heads whose halves fill `tile.columns` lanes side by side."""
+    program, index = swizzle(pl.program_id(0), neighbours, num_items)
+    item = read_item(items, index)
+    half_padded, group = padded(half), num_heads // num_kv_heads
+    together = _heads_together(tile, half, num_kv_heads)
+    columns = jnp.arange(together * half_padded)
+    kv_head, lane = program * together + columns // half_padded, columns % half_padded
+    column_ok = (lane < half) & (kv_head < num_kv_heads)
+    # Lanes of a head in two halves, so that lanes that turn together are side by side; then those that do not turn.
+    halves = (lane, half + lane)
+    if turned < half:
+        halves = (jnp.where(lane < turned, lane, turned + lane), jnp.where(lane < turned, turned, half) + lane)
+    member = jnp.arange(padded(together * group))
+    heads = program * together * group + member
+    head_ok = (member < together * group) & (heads < num_heads)
+
+    def one_tile(index: Any, done: Any) -> Any:
+        position = index * tile.tokens + jnp.arange(tile.tokens)
+        sees = rules.sees(position, item.length)
+        block, slot, own = find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
+
+        def project(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+            feature, feature_ok = lanes_of_step(i, tile.lanes, width)
+            feature_ok = None if feature_ok is None else feature_ok[None, :]
+            shape = (tile.tokens, tile.lanes)
+            at = (block[:, None], (slot * width)[:, None] + feature[None, :])
+            x = load(pool, at, shape, own[:, None], feature_ok)
+            totals = []
+            for total, lanes in zip(sums[:2], halves, strict=True):
+                at = (kv_head[:, None], lanes[:, None], feature[None, :])
+                shape = (columns.size, tile.lanes)
+                weights = load(wk, at, shape, column_ok[:, None], feature_ok)
+                totals.append(total + dot(weights, x, (1, 1)))
+            if q_absorbed is not None:
+                at = (item.row, heads[:, None], feature[None, :])
+                shape = (heads.size, tile.lanes)
+                q = load(q_absorbed, at, shape, head_ok[:, None], feature_ok)
+                totals.append(sums[2] + dot(q, x, (1, 1)))
+            return tuple(totals)
+
+        zeros = jnp.zeros((columns.size, tile.tokens), jnp.float32)
+        init = (zeros, zeros)
+        if q_absorbed is not None:
+            init = (*init, jnp.zeros((heads.size, tile.tokens), jnp.float32))
+        a, b, *rest = lax.fori_loop(0, -(-width // tile.lanes), project, init)
+        if bk is not None:
+            biases = (load(bk, (kv_head, lanes), columns.shape, column_ok) for lanes in halves)
+            a, b = (key + bias.astype(jnp.float32)[:, None] for key, bias in zip((a, b), biases, strict=True))
+        # Every head's query in the columns of its key head, zeros elsewhere: one product sums each head's columns apart.
+        mask = head_ok[:, None] & column_ok[None, :] & ((heads // group)[:, None] == kv_head[None, :])
+        factor = None
+        if scale is not None:
+            square = dot(mask.astype(jnp.float32), a * a + b * b, (1, 0))
+            factor = lax.rsqrt(square * (1 / (2 * half)) + norm_eps)
+            scales = (lane_scale(scale, lanes, column_ok)[:, None] for lanes in halves)
+            a, b = (key * lanes for key, lanes in zip((a, b), scales, strict=True))
+        at = (lane[:, None], position[None, :])
+        masks = (own[None, :], column_ok[:, None], (lane < turned)[:, None] if turned < half else None)
+        c, d = (load(table, at, a.shape, *masks) for table in (cos, sin))
+        a, b = rotate_pair(a, b, c if turned == half else jnp.where((lane < turned)[:, None], c, 1.0), d)
+        s = rest[0] if rest else 0.0
+        for key, lanes in zip((a, b), halves, strict=True):
+            at = (item.row, heads[:, None], lanes[None, :])
+            q = load(q_rotary, at, (heads.size, columns.size), mask)
+            s = s + dot(q, key.astype(q.dtype), (1, 0))
+        s = s if factor is None else s * factor
+        s = rules(s, position, item.length, slopes, heads, head_ok)
+        store_scores(outs, s, own, item.packed + (index - item.first), heads, head_ok)
+        return done
+
+    @pl.when(item.row >= 0)
+    def _() -> None:
+        lax.fori_loop(item.first, item.last, one_tile, jnp.int32(0))
+
+
+def _heads_together(tile: Tile, half: int, num_kv_heads: int) -> int:
+    """Key heads of one program of `_rotary_scores_kernel`, a power of two."""
+    return max(1, min(tile.columns // padded(half), MIN_SIDE, padded(num_kv_heads)))
+
+
+def rotary_scores(
+    q_rotary: Float[Array, "B N R"],
+    q_absorbed: Float[Array, "B N D"] | None,
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "RT J"],
+    wave: Wave,
+    wk_rotary: Float[Array, "K R D"],
+    bk_rotary: Float[Array, "K R"] | None,
+    angles: Float[Array, "S HALF"],
+    *,
+    block_size: int,
+    slot_ranges: Int32[Array, "RT J 2"] | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: LogitModifiers | None = None,
+    interpret: bool = False,
+    chip: str | None = None,
+) -> Scores:
+    """P, m, l of q_r k_r^T + q~ x^T of the rows of a wave: what `absorbed_output` takes.
+
+    Arguments as in `decode_v_absorbed`.
+    """
+    heads, rotary_dim = q_rotary.shape[1:]
+    kv_heads, _, width = wk_rotary.shape
+    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize)
+    groups = -(-kv_heads // _heads_together(tile, rotary_dim // 2, kv_heads))
+    work = work_list(wave.rows, pieces_for(chip, groups, PROGRAMS_PER_PROCESSOR), wave.most_tiles, wave.active)
+    num_items = work.items.shape[0]
+    kernel = functools.partial(
+        _rotary_scores_kernel,
+        tile=tile,
+        rules=ScoreModifiers.of(rules),
+        norm_eps=0.0 if key_norm is None else key_norm.eps,
+        block_size=block_size,
+        neighbours=swizzle_group(groups),
+        num_items=num_items,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        half=rotary_dim // 2,
+        turned=angles.shape[1],
+        width=width,
+    )
+
+    def cast(a: Array | None) -> Array | None:
+        return None if a is None else a.astype(pool.dtype)
+
+    outs = launch(
+        kernel,
+        (
+            work.items,
+            tables[:, None],
+            slot_ranges,
+            slopes_of(rules),
+            cast(q_rotary),
+            cast(q_absorbed),
+            by_block(pool),
+            cast(wk_rotary),
+            cast(bk_rotary),
+            scale_of(key_norm),
+            *cos_sin_tables(angles),
+        ),
+        scores_shape(wave, heads, tile.tokens, pool.dtype),
+        grid=(groups * num_items,),
+        warps=tile.warps,
+        stages=tile.stages,
+        name="rotary_scores",
+        interpret=interpret,
+    )
+    return tuple(outs)
+
+
+def decode_v_absorbed(
+    q_rotary: Float[Array, "B N R"],
+    q_absorbed: Float[Array, "B N D"] | None,
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "RT J"],
+    lens: Int32[Array, " B"],
+    wk_rotary: Float[Array, "K R D"],
+    bk_rotary: Float[Array, "K R"] | None,
+    angles: Float[Array, "S HALF"],
+    *,
+    block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "RT J 2"] | None = None,
+    table_of_row: Int32[Array, " B"] | None = None,
+    key_norm: KeyNorm | None = None,
+    rules: LogitModifiers | None = None,
+    out_dtype: Any = jnp.float32,
+    interpret: bool = False,
+    chip: str | None = None,
+) -> Float[Array, "B N D"]:
+    """`softmax(q_r k_r^T + q~ x^T) x`, k_r computed and turned tile by tile; see `reference.decode_v_absorbed`.
+
+    Keys are accumulated in float32, normed and turned, and rounded to the pool's dtype. Other arguments
+    as in `triton_decode_absorbed.absorbed_attention`.
+
+    Args:
+        key_norm: of each head by itself.
+
+    Raises:
+        ValueError: block size, dtype, heads, norm, angles or chip that the kernels do not take.
+    """
+    heads, rotary_dim = q_rotary.shape[1:]
+    kv_heads, _, width = wk_rotary.shape
+    check_inputs(pool, block_size, width)
+    check_key_norm(key_norm, rotary_dim)
+    if heads % kv_heads or rotary_dim % 2 or rotary_dim < 2 * angles.shape[1]:
+        raise ValueError(f"{q_rotary.shape=}, {wk_rotary.shape=} and {angles.shape=} do not fit")
+    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize)
+    capacity = tables.shape[1] * block_size
+    window = None if rules is None else rules.window
+    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=window)
+    more: dict[str, Any] = {
+        "block_size": block_size,
+        "slot_ranges": slot_ranges,
+        "rules": rules,
+        "interpret": interpret,
+        "chip": chip,
+    }
+    weights = (wk_rotary, bk_rotary, angles)
+    out: Output | None = None
+    for wave in waves_of(visible, -(-capacity // tile.tokens), heads * tile.tokens * pool.dtype.itemsize):
+        scores = rotary_scores(q_rotary, q_absorbed, pool, tables, wave, *weights, key_norm=key_norm, **more)
+        out = absorbed_output(scores, pool, tables, wave, out, width=width, out_dtype=out_dtype, **more)
+    assert out is not None
+    return out[0]
