@@ -107,7 +107,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         rows_per_tile=1,
         extras={
             "decode_kv": RULES,
-            "decode_absorbed": RULES | {"input width"},
+            "decode_absorbed": RULES | {"input width", "adapters"},  # those are in the queries
             "decode_reprojected": RULES | {"key norm", "input width"},
             "decode_v_absorbed": RULES | {"key norm", "grouped absorption", "input width"},
             "prefill": RULES,

@@ -41,3 +41,21 @@ def test_tokens_equal_a_plain_forward_pass(ops: str, attention: HiddenAttention)
     for slot, prompt in prompts.items():
         generated = len(driver.tokens[slot]) - len(prompt)
         assert driver.tokens[slot] == reference_greedy(prompt, generated, plain), slot
+
+
+@pytest.mark.slow
+def test_tokens_with_windows_and_soft_caps_equal_a_plain_forward_pass() -> None:
+    """A layer with a window and one without, requests of both kinds."""
+    config = dataclasses.replace(CONFIG, layer_windows=(9, None), attention_softcap=2.0)
+    plain = jax.jit(lambda tokens: forward(PARAMS, tokens, config))
+    prompts = {0: [5, 6, 7], 1: list(range(10, 41)), 2: list(range(60, 69))}
+    driver = Driver(few_programs(make_executor(attention="absorb", ops="triton-interpret", config=config)))
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, HIDDEN if slot == 1 else KV)
+    driver.step({0: 3, 1: 20, 2: 4})
+    driver.step({1: 11, 2: 5})
+    for _ in range(4):
+        driver.step({0: 1, 1: 1, 2: 1})
+    for slot, prompt in prompts.items():
+        generated = len(driver.tokens[slot]) - len(prompt)
+        assert driver.tokens[slot] == reference_greedy(prompt, generated, plain), slot
