@@ -28,7 +28,7 @@ RULES: dict[str, LogitModifiers | None] = {
     "window": LogitModifiers(window=9),
     "wide window": LogitModifiers(window=70),
     "alibi": LogitModifiers(slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
-    "softcap and window": LogitModifiers(softcap=1.5, window=20),
+    "all": LogitModifiers(softcap=1.5, window=20, slopes=jnp.asarray(2.0 ** -np.arange(1, N + 1), jnp.float32)),
 }
 
 
@@ -71,14 +71,14 @@ def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:
 LENGTHS = jnp.asarray(LENS, jnp.int32)
 
 
-@pytest.mark.parametrize("name", cover(RULES, ["softcap and window", "alibi", "wide window"]))
+@pytest.mark.parametrize("name", cover(RULES, ["all"]))
 def test_rules_over_keys_and_values(name: str) -> None:
     rng = np.random.default_rng(0)
     pool, tables = _pool(rng, C, E, 2)
     _close("decode_kv", (2.0 * _normal(rng, len(LENS), N, H), pool, tables, LENGTHS), block_size=C, rules=RULES[name])
 
 
-@pytest.mark.parametrize("name", cover(RULES, ["none", "softcap and window", "alibi"]))
+@pytest.mark.parametrize("name", cover(RULES, ["all"]))
 def test_rules_over_absorbed_layer_inputs(name: str) -> None:
     rng = np.random.default_rng(1)
     pool, tables = _pool(rng, INPUTS, D, 1)
@@ -90,7 +90,7 @@ def test_rules_over_absorbed_layer_inputs(name: str) -> None:
     ("name", "normed", "half"),
     cover(
         [(name, normed, half) for name in RULES for normed in (False, True) for half in (0, 4, 6)],
-        [("softcap and window", False, 0), ("alibi", True, 4)],
+        [("all", True, 4)],
     ),
 )
 def test_rules_over_reprojected_layer_inputs(name: str, normed: bool, half: int) -> None:
@@ -107,7 +107,7 @@ def test_rules_over_reprojected_layer_inputs(name: str, normed: bool, half: int)
     ("name", "normed", "rotary", "half"),
     cover(
         [(name, *rest) for name in RULES for rest in ((False, 4, 2), (False, H, 6), (True, H, 6), (True, H, 2))],
-        [("softcap and window", True, H, 2), ("alibi", False, 4, 2)],
+        [("all", True, H, 2)],
     ),
 )
 def test_rules_with_absorbed_values(name: str, normed: bool, rotary: int, half: int) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from apt_jax.pallas.triton_work_list import Item, longest_chain, pieces_for, rows_of, work_list
+from tests.support.cases import cover
 
 TOKENS = 64
 
@@ -51,7 +52,7 @@ def check(
     return longest
 
 
-@pytest.mark.parametrize("pieces", [1, 7, 33])
+@pytest.mark.parametrize("pieces", cover([1, 7, 33], [7]))
 def test_every_visible_tile_is_in_one_piece(pieces: int) -> None:
     rng = np.random.default_rng(pieces)
     for window in (None, 1, 100, 4096, None):
@@ -64,7 +65,10 @@ def test_every_visible_tile_is_in_one_piece(pieces: int) -> None:
         check(lens, window=window, pieces=pieces, most_tiles=most, active=active)
 
 
-@pytest.mark.parametrize(("lens", "most_tiles"), [([0, 0], 1), ([64, 64, 0], 1), ([2048] * 5, 32), ([1], 1)])
+@pytest.mark.parametrize(
+    ("lens", "most_tiles"),
+    cover([([0, 0], 1), ([64, 64, 0], 1), ([2048] * 5, 32), ([1], 1)], [([64, 64, 0], 1), ([2048] * 5, 32)]),
+)
 def test_lists_that_are_full(lens: list[int], most_tiles: int) -> None:
     for pieces in (1, 1000):
         check(np.asarray(lens, np.int32), window=None, pieces=pieces, most_tiles=most_tiles)
