@@ -81,7 +81,7 @@ def _rotary_scores_kernel(
     program, index = swizzle(pl.program_id(0), neighbours, num_items)
     item = read_item(items, index)
     half_padded, group = padded(half), num_heads // num_kv_heads
-    together = _heads_together(tile, half, num_kv_heads)
+    together = _heads_together(tile, half, num_kv_heads, scale is not None)
     columns = jnp.arange(together * half_padded)
     kv_head, lane = program * together + columns // half_padded, columns % half_padded
     column_ok = (lane < half) & (kv_head < num_kv_heads)
@@ -129,8 +129,7 @@ def _rotary_scores_kernel(
         mask = head_ok[:, None] & column_ok[None, :] & ((heads // group)[:, None] == kv_head[None, :])
         factor = None
         if scale is not None:
-            square = dot(mask.astype(jnp.float32), a * a + b * b, (1, 0))
-            factor = lax.rsqrt(square * (1 / (2 * half)) + norm_eps)
+            factor = lax.rsqrt(jnp.sum(a * a + b * b, axis=0) * (1 / (2 * half)) + norm_eps)[None, :]
             scales = (lane_scale(scale, lanes, column_ok)[:, None] for lanes in halves)
             a, b = (key * lanes for key, lanes in zip((a, b), scales, strict=True))
         at = (lane[:, None], position[None, :])
@@ -152,9 +151,9 @@ def _rotary_scores_kernel(
         lax.fori_loop(item.first, item.last, one_tile, jnp.int32(0))
 
 
-def _heads_together(tile: Tile, half: int, num_kv_heads: int) -> int:
-    """Key heads of one program of `_rotary_scores_kernel`, a power of two."""
-    return max(1, min(tile.columns // padded(half), MIN_SIDE, padded(num_kv_heads)))
+def _heads_together(tile: Tile, half: int, num_kv_heads: int, normed: bool) -> int:
+    """Key heads of one program of `_rotary_scores_kernel`, a power of two; a norm is of one head by itself."""
+    return 1 if normed else max(1, min(tile.columns // padded(half), MIN_SIDE, padded(num_kv_heads)))
 
 
 def rotary_scores(
@@ -181,7 +180,7 @@ def rotary_scores(
     heads, rotary_dim = q_rotary.shape[1:]
     kv_heads, _, width = wk_rotary.shape
     tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize)
-    groups = -(-kv_heads // _heads_together(tile, rotary_dim // 2, kv_heads))
+    groups = -(-kv_heads // _heads_together(tile, rotary_dim // 2, kv_heads, key_norm is not None))
     work = work_list(wave.rows, pieces_for(chip, groups, PROGRAMS_PER_PROCESSOR), wave.most_tiles, wave.active)
     num_items = work.items.shape[0]
     kernel = functools.partial(
