@@ -179,7 +179,7 @@ def rotary_scores(
     """
     heads, rotary_dim = q_rotary.shape[1:]
     kv_heads, _, width = wk_rotary.shape
-    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize)
+    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize, rotary_dim)
     groups = -(-kv_heads // _heads_together(tile, rotary_dim // 2, kv_heads, key_norm is not None))
     work = work_list(wave.rows, pieces_for(chip, groups, PROGRAMS_PER_PROCESSOR), wave.most_tiles, wave.active)
     num_items = work.items.shape[0]
@@ -263,7 +263,7 @@ def decode_v_absorbed(
     check_key_norm(key_norm, rotary_dim)
     if heads % kv_heads or rotary_dim % 2 or rotary_dim < 2 * angles.shape[1]:
         raise ValueError(f"{q_rotary.shape=}, {wk_rotary.shape=} and {angles.shape=} do not fit")
-    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize)
+    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize, rotary_dim)
     capacity = tables.shape[1] * block_size
     window = None if rules is None else rules.window
     visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=window)

@@ -107,6 +107,9 @@ _WIDE_HEADS: dict[tuple[str, str, int], Tile] = {
     ("project_turned", "sm_80", 256): Tile(tokens=64, lanes=32, warps=8, stages=4),
     ("project_turned", "sm_89", 256): Tile(tokens=64, lanes=32, warps=8, stages=4),
     ("project_turned", "sm_90", 256): Tile(tokens=64, lanes=32, warps=8, stages=4),
+    ("rotary_scores", "sm_80", 256): Tile(tokens=64, lanes=32, warps=8, stages=4, columns=64),
+    ("rotary_scores", "sm_89", 256): Tile(tokens=64, lanes=32, warps=8, stages=4, columns=64),
+    ("rotary_scores", "sm_90", 256): Tile(tokens=64, lanes=32, warps=8, stages=4, columns=64),
 }
 """By kernel, chip and lanes of a head, padded: where the defaults are for narrower heads."""
 

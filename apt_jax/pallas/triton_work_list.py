@@ -24,10 +24,12 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Bool, Int32
 
 from apt_jax.pallas.triton_common import MASKED, below, launch, load
-from apt_jax.pallas.triton_tiles import CHIPS, MIN_SIDE, NUM_PROCESSORS, padded
+from apt_jax.pallas.triton_tiles import CHIPS, NUM_PROCESSORS, padded
 
-_JOINED_LANES = 256
+_JOINED_LANES = 128
 """Lanes of a program of `join_pieces`."""
+_PIECES_AT_ONCE = 8
+"""Pieces of a row that it joins at a time."""
 
 
 class Rows(NamedTuple):
@@ -233,20 +235,20 @@ def join_pieces(
 
             def some(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
                 m, l, acc = state
-                number = i * MIN_SIDE + jnp.arange(MIN_SIDE)
+                number = i * _PIECES_AT_ONCE + jnp.arange(_PIECES_AT_ONCE)
                 there = number < count
                 m_piece = plt.load(m_ref.at[place + number, head], mask=there, other=MASKED)
                 l_piece = plt.load(l_ref.at[place + number, head], mask=there, other=0)
                 at = ((place + number)[:, None], head, lane[None, :])
                 more_ok = None if lane_ok is None else lane_ok[None, :]
-                acc_piece = load(acc_ref, at, (MIN_SIDE, lanes), there[:, None], more_ok)
+                acc_piece = load(acc_ref, at, (_PIECES_AT_ONCE, lanes), there[:, None], more_ok)
                 m_new = jnp.maximum(m, jnp.max(m_piece, axis=0))
                 factor, before = jnp.exp(m_piece - m_new), jnp.exp(m - m_new)
                 l = l * before + jnp.sum(l_piece * factor, axis=0)
                 return m_new, l, acc * before + jnp.sum(acc_piece * factor[:, None], axis=0)
 
             init = jnp.float32(MASKED), jnp.float32(0), jnp.zeros((lanes,), jnp.float32)
-            m, l, acc = jax.lax.fori_loop(0, (count + MIN_SIDE - 1) // MIN_SIDE, some, init)
+            m, l, acc = jax.lax.fori_loop(0, (count + _PIECES_AT_ONCE - 1) // _PIECES_AT_ONCE, some, init)
             value = (acc / jnp.maximum(l, 1e-30)).astype(out_ref.dtype)
             plt.store(out_ref.at[row, head, lane], value, mask=lane_ok)
             if more:

@@ -64,14 +64,19 @@ class StepCase:
     def name(self) -> str:
         hidden = "absorbed" if self.absorb else "reprojected"
         kinds = [name for name, used in zip(("kv", hidden), self.kinds, strict=True) if used]
-        if self.prefill_tokens:
-            return f"{' + '.join(kinds)}, {self.prefill_tokens} prompt tokens"
-        return f"{' + '.join(kinds)}, {self.sampling}"
+        step = f"{self.prefill_tokens} prompt tokens" if self.prefill_tokens else self.sampling
+        rows = f", {self.num_rows} rows" if self.num_rows != StepCase.num_rows else ""
+        context = f", context {self.context}" if self.context != StepCase.context else ""
+        return f"{' + '.join(kinds)}, {step}{rows}{context}"
 
 
 def _model(case: StepCase) -> ModelConfig:
     _, config = read_model_config(PRESETS[case.model])
-    return config if case.num_layers is None else dataclasses.replace(config, num_layers=case.num_layers)
+    if case.num_layers is None:
+        return config
+    return dataclasses.replace(
+        config, num_layers=case.num_layers, layer_windows=config.layer_windows[: case.num_layers]
+    )
 
 
 def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramReport:
@@ -93,7 +98,8 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
         num_pools=len(runner.pools),
     )
     sent = sum(argument.nbytes for argument in call.args if isinstance(argument, np.ndarray))
-    return dataclasses.replace(report, input_bytes=sent)
+    whole = PRESETS[case.model]["num_hidden_layers"] if case.num_layers else len(runner.pools)
+    return dataclasses.replace(report, input_bytes=sent, layers_share=len(runner.pools) / whole)
 
 
 def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> ProgramRunner:
