@@ -50,12 +50,12 @@ def start_cases() -> list[tuple[str, StepCase]]:
     """Engines whose start is counted."""
     both, kv = (True, True), (True, False)
     common: dict[str, Any] = {"dtype": "bfloat16", **DEFAULTS}
-    large: dict[str, Any] = common | {"num_rows": 256, "prefill_tokens": 8192}
+    large = dict(common, num_rows=256, prefill_tokens=8192)
     return [
         ("hybrid, defaults", StepCase(model="opt-13b", kinds=both, **common)),
         ("kv, defaults", StepCase(model="opt-13b", kinds=kv, **common)),
         ("hybrid, 256 rows, 8192 tokens", StepCase(model="opt-13b", kinds=both, **large)),
-        ("kv, defaults", StepCase(model="llama-3-8b", kinds=kv, **common | {"context": 8192})),
+        ("kv, defaults", StepCase(model="llama-3-8b", kinds=kv, **dict(common, context=8192))),
     ]
 
 

@@ -197,7 +197,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**short, kinds=hidden, absorb=False),
         StepCase(**short, kinds=kv, sampling="sample"),
         StepCase(**short, kinds=both, prefill_tokens=1024),
-        StepCase(**short | {"num_blocks": 32768}, kinds=both, prefill_tokens=8192),
+        StepCase(**dict(short, num_blocks=32_768), kinds=both, prefill_tokens=8192),
         *_model_cases(),
     ]
     return [(case, arch) for case in cases for arch in ARCHS if (case.model, arch) not in _XLA_SPILLS]
@@ -211,7 +211,7 @@ def _model_cases() -> list[StepCase]:
     """A decode step of each family that differs in what attention has to do, two layers each; long contexts and many rows,
     too."""
     kv, both = (True, False), (True, True)
-    models: list[tuple[str, tuple[bool, bool], dict[str, int]]] = [
+    models: list[tuple[str, tuple[bool, bool], dict[str, Any]]] = [
         ("opt-30b", both, {}),
         ("llama-2-7b", both, {}),
         ("llama-3-8b", kv, {"context": 8192}),
