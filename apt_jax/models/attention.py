@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from apt_jax.models.config import ModelConfig
+from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.lora import adapted, adapter_of
 from apt_jax.models.params import LayerParams
 from apt_jax.models.sharding import TensorParallel
@@ -33,12 +33,14 @@ _CosSin = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of one layer's attention beside its tokens: the same for all layers but for `params` and the rules."""
+    """Inputs of one layer's attention beside its tokens."""
 
     params: LayerParams
     config: ModelConfig
     options: StepOptions
     batch: DecoderBatch
+    rope: RopeConfig | None
+    """Of this layer."""
     cos_sin: _CosSin | None
     """RoPE factors of every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None
@@ -50,8 +52,20 @@ class AttentionInputs:
     @property
     def key_norm(self) -> KeyNorm | None:
         """The norm of keys computed from cached layer inputs."""
-        scale = self.params.k_norm
-        return None if scale is None else KeyNorm(scale=scale, eps=self.config.norm_eps)
+        return key_norm(self.params, self.config)
+
+
+def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:
+    """The norm of a layer's keys between projection and rotation; None: it has none."""
+    scale = head_norm_scale(params.k_norm, config)
+    return None if scale is None else KeyNorm(scale=scale, eps=config.norm_eps)
+
+
+def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
+    """The scale of a norm of queries or keys; float32 where it is not what is stored, as 16 bits would round it."""
+    if stored is None or config.norm_offset == 0:
+        return stored
+    return stored.astype(jnp.float32) + config.norm_offset
 
 
 def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
@@ -149,7 +163,7 @@ def _only_bias_and_rope(a: AttentionInputs) -> bool:
     """True if nothing but bias and rotation, if any, lies between the product for q, k and v and attention."""
     config, p = a.config, a.params
     plain = config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
-    if config.rope is not None and config.rope.attention_factor != 1.0:
+    if a.rope is not None and a.rope.attention_factor != 1.0:
         return False
     return plain and p.q_norm is None and p.k_norm is None
 
@@ -163,7 +177,7 @@ def _norm_and_rotate(
     are_queries: bool,
 ) -> Array:
     """Queries or keys after norm and rotation; queries take all factors on scores but the 1 / sqrt(H) of the ops."""
-    config, tensor = a.config, a.options.tensor
+    config, tensor, norm = a.config, a.options.tensor, head_norm_scale(norm, a.config)
     factor = config.scale * config.head_dim**0.5 if are_queries else 1.0
     if norm is None and cos_sin is None:
         return x if factor == 1.0 else x * factor
@@ -176,9 +190,9 @@ def _norm_and_rotate(
         heads = rms_norm_heads(heads, norm, config.norm_eps)
     if cos_sin is not None:
         heads = apply_rope(heads, *cos_sin)
-    if config.rope is not None and are_queries and config.rope.attention_factor != 1.0:
-        rotated = jnp.arange(config.head_dim) < config.rope.rotary_dim
-        heads = heads * jnp.where(rotated, config.rope.attention_factor**2, 1.0)[None, None]
+    if a.rope is not None and are_queries and a.rope.attention_factor != 1.0:
+        rotated = jnp.arange(config.head_dim) < a.rope.rotary_dim
+        heads = heads * jnp.where(rotated, a.rope.attention_factor**2, 1.0)[None, None]
     return (heads if factor == 1.0 else heads * factor).reshape(x.shape)
 
 

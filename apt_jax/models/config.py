@@ -84,17 +84,22 @@ class ModelConfig:
     norm_eps: float = 1e-5
     norm_placement: NormPlacement = "pre"
     """`f` being attention or feed-forward: "pre" `h + f(norm(h))`, "post" `norm(h + f(h))` (OPT-350M), "output"
-    `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2)."""
+    `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2, Gemma-3)."""
     parallel: bool = False
     """Attention and feed-forward both start from the layer's input (GPT-NeoX); with "pre" norms only."""
     final_norm: bool = True
     """A norm after the last layer."""
     qk_norm: Literal["head", "lane"] | None = None
-    """RMS norm of queries and keys after projection: over each head (Qwen3) or over all of them (OLMo-2)."""
+    """RMS norm of queries and keys after projection: over each head (Qwen3, Gemma-3) or over all of them (OLMo-2)."""
     position: Position = "learned"
     position_offset: int = 0
     """Rows skipped at the start of the learned position table (OPT: 2)."""
     rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None
+    """Rotary embedding of the layers in `local_layers`, which does not follow from their windows: those may be dropped
+    where no context outgrows them (Gemma-3)."""
+    local_layers: tuple[int, ...] = ()
+    """Indices of the layers with `local_rope`; the others have `rope`."""
     alibi_slopes: tuple[float, ...] = ()
     """(N,) slope of each head: `slope * (j - i)` is added to the score of query i and key j."""
     attention_scale: float | None = None
@@ -146,6 +151,15 @@ class ModelConfig:
         _require(
             self.rope is None or self.rope.rotary_dim <= self.head_dim,
             "model rope: more rotary lanes than a head has",
+        )
+        _require(
+            self.local_rope is None or (self.rope is not None and self.local_rope.rotary_dim == self.rope.rotary_dim),
+            "model local_rope: must turn as many lanes as rope",
+        )
+        _require(
+            bool(self.local_layers) == (self.local_rope is not None)
+            and all(0 <= layer < self.num_layers for layer in self.local_layers),
+            f"model local_layers={self.local_layers!r:.60} must name the layers of local_rope",
         )
         _require(
             len(self.alibi_slopes) == (self.num_heads if self.position == "alibi" else 0),
@@ -213,6 +227,10 @@ class ModelConfig:
         if self.rope is None:
             return "absorb"
         return "partial" if self.rope.rotary_dim < self.head_dim else "v-absorb"
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Rotary embedding of a layer."""
+        return self.local_rope if layer in self.local_layers else self.rope
 
     def window(self, layer: int) -> int | None:
         """Positions that a layer attends to; None: all."""

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from apt_jax.models.attention import AttentionInputs, attend, logit_modifiers
-from apt_jax.models.config import ModelConfig
+from apt_jax.models.attention import AttentionInputs, attend, key_norm, logit_modifiers
+from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.lora import adapted, addition
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.sharding import TensorParallel
@@ -45,7 +45,6 @@ from apt_jax.models.weight_layout import pre_norm_layer
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.linear import activate, dense, project_kv
-from apt_jax.ops.reference import KeyNorm
 from apt_jax.ops.weights import (
     GroupedMatrix,
     IntegerTiles,
@@ -142,6 +141,29 @@ def embed(
     return h if params.embed_norm is None else apply_norm(h, params.embed_norm, config)
 
 
+def _angles(rope: RopeConfig | None, positions: Array) -> Float[Array, "T HALF"] | None:
+    """Rotary angles of positions; None: no rotary embedding."""
+    if rope is None:
+        return None
+    return positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inv_freq, jnp.float32)[None]
+
+
+def _rotation(
+    rope: RopeConfig | None, batch: DecoderBatch, options: StepOptions
+) -> tuple[tuple[Array, Array] | None, Array | None]:
+    """`AttentionInputs.cos_sin` and `all_angles` of the layers with a rotary embedding."""
+    angles = _angles(rope, batch.positions)
+    if angles is None:
+        return None, None
+    # Computed once: fused into the heads of every layer, they would cost as much as the layer's products.
+    cos_sin = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    if not options.kinds[1]:
+        return cos_sin, None
+    tables = batch.decode_tables if options.num_decode else batch.prefill_tables
+    longest = tables.shape[2] * options.hidden_block_size
+    return cos_sin, _angles(rope, jnp.arange(longest, dtype=jnp.float32))
+
+
 def decoder_step(
     params: ModelParams,
     pools: tuple[Array, ...],
@@ -178,16 +200,8 @@ def decoder_step(
     dtype, product = params.dtype, options.ops.dense
     with jax.named_scope("embed"):
         h = embed(params, batch.token_ids, batch.positions, config, product, options.tensor)
-    cos_sin = all_angles = None
-    if config.rope is not None:
-        inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
-        angles = batch.positions.astype(jnp.float32)[:, None] * inv_freq
-        # Computed once: fused into the heads of every layer, they would cost as much as the layer's products.
-        cos_sin = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-        if options.kinds[1]:
-            tables = batch.decode_tables if options.num_decode else batch.prefill_tables
-            longest = tables.shape[2] * options.hidden_block_size
-            all_angles = jnp.arange(longest, dtype=jnp.float32)[:, None] * inv_freq
+    ropes = [config.rope_of(i) for i in range(len(params.layers))]
+    turns = {rope: _rotation(rope, batch, options) for rope in dict.fromkeys(ropes)}
 
     def normed(h: Array, norm: NormParams | None) -> Array:
         return h if norm is None else apply_norm(h, norm, config)
@@ -212,11 +226,13 @@ def decoder_step(
         new_pools: list[Any] = []
         delta = None  # of the last feed-forward, not in h yet
         for i, p in enumerate(params.layers):
+            cos_sin, all_angles = turns[ropes[i]]
             inputs = AttentionInputs(
                 params=p,
                 config=config,
                 options=options,
                 batch=batch,
+                rope=ropes[i],
                 cos_sin=cos_sin,
                 all_angles=all_angles,
                 rules=rules[i],
@@ -265,7 +281,7 @@ def decoder_step(
             with jax.named_scope(f"layer{i}"):
                 h, pool = options.ops.decode_layer(
                     h, pools[i], layer, tables=batch.decode_tables, lens=batch.decode_lens,
-                    slots=(batch.first_slots, batch.second_slots), live=batch.num_decode_rows, cos_sin=cos_sin,
+                    slots=(batch.first_slots, batch.second_slots), live=batch.num_decode_rows, cos_sin=turns[ropes[i]][0],
                     rules=rules[i], block_size=options.block_size,
                 )  # fmt: skip
                 new_pools.append(pool)
@@ -296,10 +312,8 @@ def convert_inputs(
         The pools.
     """
     dtype = params.dtype
-    angles = None
-    if config.rope is not None:
-        inv_freq = jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
-        angles = batch.positions.astype(jnp.float32)[:, None] * inv_freq
+    ropes = [config.rope_of(i) for i in range(len(params.layers))]
+    angles = {rope: _angles(rope, batch.positions) for rope in dict.fromkeys(ropes)}
     slots = jnp.concatenate([batch.first_slots, batch.second_slots])
     inputs: dict[str, Any] = {} if options.tensor is None else {"tensor": options.tensor}
     new_pools: list[Any] = []
@@ -308,9 +322,9 @@ def convert_inputs(
             x = fetch_blocks(pool, batch.blocks[None], options.hidden_block_size, None, p.wk.shape[2], **inputs)[
                 0
             ].astype(dtype)
-            norm = None if p.k_norm is None else KeyNorm(scale=p.k_norm, eps=config.norm_eps)
             more_k, more_v = (addition(x, p, field, config.lane, batch.adapters, options.ops) for field in ("wk", "wv"))
-            k, v = project_kv(x, p.wk, p.bk, angles, norm, more_k), project_kv(x, p.wv, p.bv, more=more_v)
+            k = project_kv(x, p.wk, p.bk, angles[ropes[i]], key_norm(p, config), more_k)
+            v = project_kv(x, p.wv, p.bv, more=more_v)
             rows = zero_non_finite(jnp.concatenate([k, v])).astype(pool.dtype)
             by_slot = pool.reshape(-1, config.lane).at[slots].set(rows, mode="drop")
             new_pools.append(by_slot.reshape(pool.shape))

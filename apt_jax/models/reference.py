@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from apt_jax.models.config import ModelConfig
+from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.ops.weights import NormParams
 
@@ -31,22 +31,23 @@ def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[A
     return _plus(x * (p.scale + config.norm_offset)[None, :], p.bias)
 
 
-def _head_norm(x: Float[Array, "T N H"], scale: Array | None, eps: float) -> Float[Array, "T N H"]:
+def _head_norm(x: Float[Array, "T N H"], scale: Array | None, config: ModelConfig) -> Float[Array, "T N H"]:
     """RMS norm of every head, or of all heads together, as long as `scale` is."""
     if scale is None:
         return x
+    scale = scale + config.norm_offset
     flat = x if scale.shape[0] == x.shape[2] else x.reshape(x.shape[0], -1)
     scale = scale.reshape((1,) * (flat.ndim - 1) + (-1,))
-    return (flat / jnp.sqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + eps) * scale).reshape(x.shape)
+    return (flat / jnp.sqrt(jnp.mean(flat**2, axis=-1, keepdims=True) + config.norm_eps) * scale).reshape(x.shape)
 
 
-def _turn(x: Float[Array, "T N H"], config: ModelConfig) -> Float[Array, "T N H"]:
+def _turn(x: Float[Array, "T N H"], rope: RopeConfig | None) -> Float[Array, "T N H"]:
     """Rotary embedding: complex multiplication of lanes i + i' j with i' = i + R / 2 by e^(j t f_i)."""
-    if config.rope is None:
+    if rope is None:
         return x
-    half = len(config.rope.inv_freq)
-    angle = jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
-    turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)) * config.rope.attention_factor
+    half = len(rope.inv_freq)
+    angle = jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] * jnp.asarray(rope.inv_freq, jnp.float32)[None]
+    turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle)) * rope.attention_factor
     turned = jax.lax.complex(x[..., :half], x[..., half : 2 * half]) * turn[:, None]
     return jnp.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
 
@@ -58,8 +59,8 @@ def _attention(x: Float[Array, "T D"], p: LayerParams, config: ModelConfig, laye
     v = _plus(_einsum("SD,KHD->SKH", x, p.wv), p.bv)
     if config.clip_qkv is not None:
         q, k, v = (jnp.clip(a, -config.clip_qkv, config.clip_qkv) for a in (q, k, v))
-    q = _turn(_head_norm(q, p.q_norm, config.norm_eps), config)
-    k = _turn(_head_norm(k, p.k_norm, config.norm_eps), config)
+    q = _turn(_head_norm(q, p.q_norm, config), config.rope_of(layer))
+    k = _turn(_head_norm(k, p.k_norm, config), config.rope_of(layer))
     k, v = jnp.repeat(k, groups, axis=1), jnp.repeat(v, groups, axis=1)
     scores = _einsum("TNH,SNH->NTS", q, k) * config.scale
     if config.attention_softcap is not None:

@@ -37,6 +37,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256, original_max_position_embeddings=128, rope_parameters={
             "rope_type": "longrope", "short_factor": _FACTORS, "long_factor": [2 * f for f in _FACTORS],
             "partial_rotary_factor": 0.5, "rope_theta": 1000.0, "original_max_position_embeddings": 128})),
+    "phi3 grouped, tied, partial longrope": ("Phi3Config", _BASE | dict(
+        num_attention_heads=3, hidden_size=48, num_key_value_heads=1, tie_word_embeddings=True, sliding_window=262144,
+        max_position_embeddings=256, original_max_position_embeddings=128, rope_parameters={
+            "rope_type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + i for i in range(6)],
+            "partial_rotary_factor": 0.75, "rope_theta": 1000.0, "original_max_position_embeddings": 128})),
     "gemma": ("GemmaConfig", _BASE | dict(num_key_value_heads=4, head_dim=12)),
     "gemma one key head": ("GemmaConfig", _BASE | dict(num_key_value_heads=1, head_dim=16)),
     "gemma2": ("Gemma2Config", _BASE | dict(
@@ -45,6 +50,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         hidden_size=20, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=10)),
     "gemma2 no caps": ("Gemma2Config", _BASE | dict(
         num_key_value_heads=4, head_dim=8, query_pre_attn_scalar=8, sliding_window=64, attn_logit_softcapping=None, final_logit_softcapping=None)),
+    "gemma3": ("Gemma3TextConfig", _BASE | dict(
+        num_hidden_layers=3, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=24, sliding_window=10, sliding_window_pattern=3,
+        rope_theta=1000.0, rope_local_base_freq=100.0, rope_scaling={"rope_type": "linear", "factor": 4.0})),
+    "gemma3 wide inputs, cap": ("Gemma3TextConfig", _BASE | dict(
+        hidden_size=20, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=10,
+        layer_types=["full_attention", "sliding_attention"], final_logit_softcapping=5.0)),
+    "gemma3 with images": ("Gemma3Config", dict(
+        text_config=_BASE | dict(num_key_value_heads=4, head_dim=8, sliding_window=9, sliding_window_pattern=2),
+        vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14),
+        mm_tokens_per_image=4)),
     "olmo2": ("Olmo2Config", _BASE | dict(num_key_value_heads=4)),
     "olmo2 grouped": ("Olmo2Config", _BASE | dict(num_key_value_heads=2)),
     "gpt2": ("GPT2Config", dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)),

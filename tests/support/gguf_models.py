@@ -123,6 +123,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen3": _llama_shapes(norms=True),
     "gemma": _llama_shapes(),
     "gemma2": _llama_shapes(gemma2=True),
+    "gemma3": _llama_shapes(norms=True, gemma2=True),
     "phi3": _phi3_shapes(),
     "gpt2": _gpt2_shapes(),
     "gptneox": _gptneox_shapes(),
@@ -157,7 +158,7 @@ def as_converted(arch: str, name: str, values: np.ndarray) -> np.ndarray:
         return _permute(values, N)
     if arch == "llama" and "k_proj" in name:
         return _permute(values, K)
-    if arch in ("gemma", "gemma2") and name.endswith("norm.weight"):
+    if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
         return values + 1
     if arch == "gpt2" and values.ndim == 2 and (".c_" in name):
         return values.T

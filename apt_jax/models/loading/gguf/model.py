@@ -30,6 +30,11 @@ _LLAMA_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SANDWICH_LAYER = _LLAMA_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -62,15 +67,8 @@ _NAMES: dict[str, _Names] = {
     "qwen2": _Names(_LLAMA_TOP, _LLAMA_LAYER),
     "qwen3": _Names(_LLAMA_TOP, _LLAMA_LAYER),
     "gemma": _Names(_LLAMA_TOP, _LLAMA_LAYER),
-    "gemma2": _Names(
-        _LLAMA_TOP,
-        _LLAMA_LAYER
-        | {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    ),
+    "gemma2": _Names(_LLAMA_TOP, _SANDWICH_LAYER),
+    "gemma3": _Names(_LLAMA_TOP, _SANDWICH_LAYER),
     "phi3": _Names(
         _LLAMA_TOP,
         {
@@ -371,6 +369,28 @@ def _gemma2(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     }
 
 
+_GEMMA3_27B_LAYERS = 62
+
+
+def _gemma3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
+    fields = _rotary_fields(file, get)
+    # Not in the file, as with Gemma 2.
+    large = fields["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+    scalar = fields["hidden_size"] // fields["num_attention_heads"] if large else fields["head_dim"]
+    has_windows = get.raw("attention.sliding_window") is not None
+    return fields | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "rope_theta": get.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": get.number("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": get.number("final_logit_softcapping", 0.0) or None,
+        "sliding_window": get.size("attention.sliding_window") if has_windows else None,
+        "sliding_window_pattern": get.size("attention.sliding_window_pattern", 6) if has_windows else 1,
+    }
+
+
 def _phi3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     fields = _rotary_fields(file, get)
     context = fields["max_position_embeddings"]
@@ -462,6 +482,7 @@ _FIELDS: dict[str, Callable[[GgufFile, _Metadata], dict[str, Any]]] = {
     "qwen3": _qwen3,
     "gemma": _gemma,
     "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,
     "gptneox": _gptneox,
@@ -572,7 +593,7 @@ class GgufCheckpoint:
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
         inner = self._inner[name]
-        add_one = self._arch in ("gemma", "gemma2") and inner.endswith("norm.weight")
+        add_one = self._arch in ("gemma", "gemma2", "gemma3") and inner.endswith("norm.weight")
         for chunk in self._file.chunks(inner):
             yield chunk - np.asarray(1, chunk.dtype) if add_one else chunk
 
