@@ -40,7 +40,7 @@ class AttentionInputs:
     options: StepOptions
     batch: DecoderBatch
     rope: RopeConfig | None
-    """Of this layer."""
+    """Rotary embedding of this layer."""
     cos_sin: _CosSin | None
     """RoPE factors of every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None

@@ -385,8 +385,11 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             raise refuse(f"[{number}] has the role {role!r:.40}, which is not a name")
         if isinstance(content, Sequence) and not isinstance(content, str | bytes):
             texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
-            if not all(isinstance(text, str) for text in texts):
-                raise refuse(f"[{number}] has content that is not text")
+            for part, text in zip(content, texts, strict=True):
+                if not isinstance(text, str):
+                    kind = part.get("type") if isinstance(part, Mapping) else None
+                    what = f" of type {kind!r:.40}" if isinstance(kind, str) and kind != "text" else ""
+                    raise refuse(f"[{number}] has content{what} that is not text")
             content = "".join(text for text in texts if text is not None)
         if not isinstance(content, str):
             raise refuse(f"[{number}] has content that is not text")

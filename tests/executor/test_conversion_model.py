@@ -21,15 +21,16 @@ from tests.support.parallel_cases import MODELS
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 FAMILIES: dict[str, ModelConfig] = {
-    **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "qwen3", "olmo2", "gemma2")},
+    **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "qwen3", "olmo2", "gemma2", "gemma3")},
     "opt post-norm": dataclasses.replace(MODELS["opt"], norm_placement="post"),
     "llama biases": dataclasses.replace(MODELS["llama"], qkv_bias=True),
     "narrow inputs": dataclasses.replace(MODELS["llama"], hidden_size=48),
 }  # fmt: skip
 
 
-HAVE_NOTHING_NEW = ("bloom", "llama", "opt post-norm", "llama biases")
-"""Where keys come from layer inputs: these are past the norm, and biases and rotation are in others too."""
+HAVE_NOTHING_NEW = ("bloom", "llama", "qwen3", "opt post-norm", "llama biases")
+"""Where keys come from layer inputs: these are past the norm, and biases, rotation and norms of keys are in others
+too."""
 
 
 def executor_of(
@@ -208,7 +209,7 @@ def expected(name: str) -> list[list[int]]:
         # What differs between the rest is above, without an engine.
         *(
             pytest.param(name, "absorb", marks=pytest.mark.slow)
-            for name in ("bloom", "neox", "llama", "qwen3", "olmo2", "llama biases")
+            for name in ("bloom", "neox", "llama", "qwen3", "olmo2", "gemma3", "llama biases")
         ),
         *(pytest.param(name, "reproject", marks=pytest.mark.slow) for name in ("opt", "llama")),
     ],

@@ -22,7 +22,7 @@ from tests.support.parallel_cases import MODELS
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 FAMILIES: dict[str, ModelConfig] = {
-    **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "llama grouped", "qwen3", "gemma2")},
+    **{name: MODELS[name] for name in ("opt", "bloom", "neox", "llama", "llama grouped", "qwen3", "gemma2", "gemma3")},
     "narrow inputs": dataclasses.replace(MODELS["llama"], hidden_size=48),
 }
 MAX_LEN, NUM_OUTPUTS = 64, 8
@@ -137,7 +137,10 @@ def test_adapters_change_what_the_model_says():
     [
         *((name, "absorb") for name in ("opt", "llama", "gemma2")),
         ("narrow inputs", "reproject"),
-        *(pytest.param(name, "absorb", marks=pytest.mark.slow) for name in ("bloom", "neox", "qwen3", "narrow inputs")),
+        *(
+            pytest.param(name, "absorb", marks=pytest.mark.slow)
+            for name in ("bloom", "neox", "qwen3", "gemma3", "narrow inputs")
+        ),
         *(pytest.param(name, "reproject", marks=pytest.mark.slow) for name in ("opt", "llama", "qwen3")),
     ],
 )

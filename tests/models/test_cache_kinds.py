@@ -1,6 +1,8 @@
+import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig
@@ -14,8 +16,11 @@ from apt_jax.models.cache_kinds import (
     published_kinds,
     splice_table,
 )
+from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
+from apt_jax.models.reference import reference_generate_greedy
+from tests.support.generation import greedy
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -35,6 +40,9 @@ def test_what_the_published_sizes_offer():
         "gemma-7b": (0.375, "v-absorb"),
         "gemma-2-9b": (0.875, "v-absorb"),
         "gemma-2-2b": (1.125, "refused"),
+        "gemma-3-1b": (2.25, "refused"),
+        "gemma-3-12b": (0.9375, "v-absorb"),
+        "phi-4": (2.0, "refused"),
         "phi-3-mini": (0.5, "v-absorb"),
         "pythia-6.9b": (0.5, "partial"),
         "bloom-7b": (0.5, "absorb"),
@@ -116,3 +124,43 @@ def test_a_window_that_no_context_outgrows_is_none():
             max_model_len=length,
         )  # fmt: skip
         assert executor.config.layer_windows == windows
+
+
+def gemma3_with_a_short_window() -> ModelConfig:
+    fields = {
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 32, "sliding_window": 32, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 10.0, "eos_token_id": None, "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = read_model_config(fields)[1]
+    assert (config.layer_windows, config.local_layers) == ((32, None), (0,))
+    return config
+
+
+def test_layers_keep_their_rotary_embedding_where_their_windows_are_dropped():
+    config = gemma3_with_a_short_window()
+    executor = JaxExecutor(
+        dummy_params(config, "float32", 0), config, cache=CacheConfig(num_blocks_override=8), max_num_seqs=1,
+        max_num_batched_tokens=32, max_model_len=32,
+    )  # fmt: skip
+    assert executor.config.layer_windows == ()
+    assert [executor.config.rope_of(i) for i in range(2)] == [config.local_rope, config.rope]
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_where_windows_are_dropped():
+    config = gemma3_with_a_short_window()
+    params = dummy_params(config, "float32", 0)
+    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)  # so that context counts
+    params = dataclasses.replace(params, layers=layers)
+    executor = JaxExecutor(
+        params, config, cache=CacheConfig(num_blocks_override=64), max_num_seqs=16, max_num_batched_tokens=32, max_model_len=32,
+    )  # fmt: skip
+    executor.buckets.decode, executor.buckets.prefill = [16], [32]  # fewer programs to compile
+    prompt = list(range(5, 20))
+    want = reference_generate_greedy(params, prompt, 12, config)
+    assert len(set(want)) > 3
+    one_rope = dataclasses.replace(config, local_rope=None, local_layers=())
+    assert reference_generate_greedy(params, prompt, 12, one_rope) != want
+    for kind in ("kv", "hidden"):
+        assert greedy(executor, [prompt], 12, kind, "one at a time") == [want]

@@ -98,6 +98,52 @@ def test_gpt_neox_has_its_own_names_for_rotary_fields():
     assert rope.inv_freq[1] == pytest.approx(5000 ** (-1 / 8))
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 1e3, "rope_scaling": LINEAR},
+        {"rope_parameters": {"full_attention": LINEAR | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e3}}},
+        {"rope_theta": 5e5, "rope_local_base_freq": 1e3, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": None}},
+    ],
+)  # fmt: skip
+def test_gemma_3_has_a_rotary_embedding_in_layers_with_a_window_and_one_in_the_others(fields):
+    config = read_model_config(_of("Gemma3ForCausalLM", sliding_window_pattern=2, head_dim=8) | fields)[1]
+    local, full = config.rope_of(0), config.rope_of(1)
+    assert local is not None
+    assert full is not None
+    assert local.inv_freq == pytest.approx([1e3 ** (-i / 4) for i in range(4)])
+    assert full.inv_freq == pytest.approx([5e5 ** (-i / 4) / 8 for i in range(4)])
+    assert config.max_position == 64  # not stretched: the published limit has the factor in it
+
+
+def test_gemma_3_beside_a_vision_encoder_is_its_text_model():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
+            "rope_scaling": LINEAR}  # fmt: skip
+    family, config = read_model_config({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text})
+    assert config == read_model_config(PRESETS["gemma-3-4b"])[1]
+    assert (config.family, family.name, config.eos_token_id) == ("gemma3", "gemma3", 1)
+    for name in ("language_model.model.norm.weight", "model.language_model.norm.weight", "model.norm.weight"):
+        assert family.strip_prefix(name) == "norm.weight"
+    assert family.strip_prefix("language_model.lm_head.weight") == "lm_head.weight"
+    for name in ("vision_tower.post_layernorm.bias", "model.multi_modal_projector.mm_soft_emb_norm.weight"):
+        assert family.ignored_tensors.search(family.strip_prefix(name))
+    assert not family.ignored_tensors.search("layers.0.vision_tower.weight")
+
+
+def test_phi_4_mini_turns_96_lanes_of_128():
+    short, long = (read_model_config(PRESETS["phi-4-mini"], max_len)[1] for max_len in (None, 131072))
+    assert (short.max_position, long.max_position) == (4096, 131072)
+    assert short.rope is not None
+    assert long.rope is not None
+    assert short.rope.rotary_dim == 96
+    assert long.rope.attention_factor == pytest.approx(np.sqrt(1 + 5 / 12))  # ln(131072 / 4096) / ln(4096)
+    assert short.rope.inv_freq[47] / long.rope.inv_freq[47] == pytest.approx(47.77)
+    assert short.tie_embeddings
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "windows"),
     [
@@ -113,6 +159,10 @@ def test_gpt_neox_has_its_own_names_for_rotary_fields():
         ),
         ("Phi3ForCausalLM", {"sliding_window": 8}, (8, 8)),
         ("Gemma2ForCausalLM", {"sliding_window": 8}, (8, None)),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "num_hidden_layers": 7}, (8,) * 5 + (None, 8)),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None)),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, (None, 8)),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, ()),
     ],
 )
 def test_windows(architecture, fields, windows):
@@ -150,6 +200,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "heads": (LLAMA | {"num_attention_heads": 5}, "multiple"),
     "key heads": (LLAMA | {"num_key_value_heads": 3}, "multiple"),
     "head count true": (LLAMA | {"num_attention_heads": True}, "num_attention_heads"),
+    "Gemma 3, softcap": (_of("Gemma3ForCausalLM", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+    "Gemma 3, bidirectional": (_of("Gemma3ForCausalLM", use_bidirectional_attention=True), "bidirectional"),
+    "Gemma 3, no period": (_of("Gemma3ForCausalLM", sliding_window_pattern=0), "sliding_window_pattern"),
+    "Gemma 3, one rope": (_of("Gemma3ForCausalLM", rope_parameters={"rope_theta": 1e6}), "rope_parameters"),
+    "Gemma 3, rope no object": (_of("Gemma3ForCausalLM", rope_scaling="linear"), "rope_scaling"),
+    "Gemma 3, rope type": (_of("Gemma3ForCausalLM", rope_parameters={"sliding_attention": {"rope_type": "spiral"}}), "spiral"),
+    "Gemma 3, no text": ({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}, "text_config"),
     "softcap": (_of("Gemma2ForCausalLM", attn_logit_softcapping=-1), "attn_logit_softcapping"),
     "bidirectional": (_of("GemmaForCausalLM", use_bidirectional_attention=True), "bidirectional"),
     "GPT-2, layer scales": (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer"),

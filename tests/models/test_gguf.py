@@ -16,9 +16,10 @@ from apt_jax.models.loading.gguf import file as gguf_file
 from apt_jax.models.loading.gguf.file import GgufFile
 from apt_jax.models.loading.gguf.model import ARCHITECTURES, hf_name, open_gguf
 from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
+from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.gguf_models import SHAPES, H, K, L, N, V, gguf_name, hf_tensors, write_gguf
+from tests.support.gguf_models import SHAPES, THETA, H, K, L, N, V, gguf_name, hf_tensors, write_gguf
 from tests.support.opt_checkpoint import write_model
 
 Q = gguf.GGMLQuantizationType
@@ -162,6 +163,23 @@ def test_a_sliding_window_makes_it_a_mistral(tmp_path):
     fields = _fields(tmp_path, extra=lambda w: w.add_sliding_window(32))
     assert fields["architectures"] == ["MistralForCausalLM"]
     assert fields["sliding_window"] == 32
+
+
+def test_gemma_3_has_windows_and_two_rotary_embeddings(tmp_path):
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_sliding_window(8)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+
+    config = read_model_config(_fields(tmp_path, "gemma3", add))[1]
+    assert config.layer_windows == (8, 8)
+    assert (config.scale, config.num_kv_heads) == (H**-0.5, K)
+    assert config.local_rope is not None
+    assert config.rope is not None
+    assert config.local_rope.inv_freq == pytest.approx([1.0, THETA**-0.5])
+    assert config.rope.inv_freq == pytest.approx([1 / 8, THETA**-0.5 / 8])
+    whole = read_model_config(_fields(tmp_path, "gemma3"))[1]
+    assert (whole.layer_windows, whole.local_rope) == ((), None)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def random_model(name: str, seed: int = 0) -> Any:
             if value.dim() == 1:  # biases and norms
                 value.add_(torch.randn_like(value) * 0.3)
             elif "emb" in parameter_name or "wte" in parameter_name or "wpe" in parameter_name:
-                value.normal_(0, 1.0 / config.get_text_config().hidden_size**0.25)
+                value.normal_(0, 1.0 / config.get_text_config().hidden_size ** 0.25)
             else:
                 value.normal_(0, 1.0 / min(value.shape) ** 0.5)
     return model.float()

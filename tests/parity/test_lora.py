@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", reason=_WHERE)
 
 TOLERANCE = 1e-4
 PROMPT, STEPS = 24, 12
-FAMILIES = ("opt", "llama", "qwen2 grouped", "gemma2", "gpt2", "phi3", "bloom six heads", "neox", "mpt")
+FAMILIES = ("opt", "llama", "qwen2 grouped", "gemma2", "gemma3", "gpt2", "phi3", "bloom six heads", "neox", "mpt")
 
 
 def linear_layers(model: Any) -> dict[str, tuple[int, int]]:

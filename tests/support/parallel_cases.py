@@ -79,6 +79,10 @@ MODELS: dict[str, ModelConfig] = {
     "gemma2": _llama(
         norm_placement="sandwich", attention_softcap=2.0, logits_softcap=5.0, layer_windows=(7, None), head_dim=16
     ),
+    "gemma3": _llama(
+        norm_placement="sandwich", norm_offset=1.0, qk_norm="head", layer_windows=(7, None), local_layers=(0,),
+        local_rope=RopeConfig(inv_freq=(1.5, 0.7, 0.4, 0.2)),
+    ),
 }  # fmt: skip
 CASES: dict[str, tuple[str, str, Any]] = {
     # name: model, kind that requests get, attention over layer inputs
@@ -100,6 +104,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "norm of all keys": ("olmo2", "kv", "auto"),
     "norm of all keys, fewer than devices": ("olmo2 grouped", "kv", "auto"),
     "caps and windows, hidden": ("gemma2", "hidden", "absorb"),
+    "rotary embeddings by layer, hidden": ("gemma3", "hidden", "absorb"),
 }
 
 

@@ -130,8 +130,8 @@ def test_what_the_template_refuses_is_an_invalid_request(templates):
         (["hi"], "must have role and content"),
         ([{"role": "user", "content": 5}], "content that is not text"),
         (
-            [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
-            "content that is not text",
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "content of type 'image_url' that is not text",
         ),
         ([{"role": "<|im_start|>", "content": "x"}], "role '<|im_start|>'"),
         ([{"role": "user\n", "content": "x"}], "which is not a name"),

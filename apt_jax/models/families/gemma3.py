@@ -55,7 +55,9 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     get = ConfigFields(fields)
     num_layers, period = get.positive("num_hidden_layers"), get.positive("sliding_window_pattern", 6)
     if fields.get("attn_logit_softcapping") is not None:
-        raise ModelLoadError("config.json: attn_logit_softcapping is set, and Gemma 3 has no soft cap of attention scores")
+        raise ModelLoadError(
+            "config.json: attn_logit_softcapping is set, and Gemma 3 has no soft cap of attention scores"
+        )
     layer_windows = windows(fields, num_layers, lambda i: (i + 1) % period != 0)
     config = gemma_config(
         _rope_fields(fields, "full_attention"), "gemma3_text", max_len, "hidden_activation",
