@@ -6,10 +6,12 @@ import jax
 import pytest
 
 from apt_jax.config import HiddenAttention
+from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import cover
 from tests.support.paged_driver import CONFIG, PARAMS, Driver, few_programs, make_executor, reference_greedy
+from tests.support.parallel_cases import MODELS
 
 ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1)
 FIRST = dataclasses.replace(PARAMS, layers=PARAMS.layers[:1])
@@ -52,6 +54,29 @@ def test_tokens_with_windows_and_soft_caps_equal_a_plain_forward_pass() -> None:
     driver = Driver(few_programs(make_executor(attention="absorb", ops="triton-interpret", config=config)))
     for slot, prompt in prompts.items():
         driver.add(slot, prompt, HIDDEN if slot == 1 else KV)
+    driver.step({0: 3, 1: 20, 2: 4})
+    driver.step({1: 11, 2: 5})
+    for _ in range(4):
+        driver.step({0: 1, 1: 1, 2: 1})
+    for slot, prompt in prompts.items():
+        generated = len(driver.tokens[slot]) - len(prompt)
+        assert driver.tokens[slot] == reference_greedy(prompt, generated, plain), slot
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["absorb", "reproject"])
+def test_tokens_of_gemma_3_equal_a_plain_forward_pass(attention: HiddenAttention) -> None:
+    """A rotary embedding of its own in the layer with a window; norms of keys whose scale is stored less one."""
+    config = MODELS["gemma3"]
+    params = dummy_params(config, "float32", 7)
+    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)  # so that context counts
+    params = dataclasses.replace(params, layers=layers)
+    plain = jax.jit(lambda tokens: forward(params, tokens, config))
+    prompts = {0: [5, 6, 7], 1: list(range(10, 41)), 2: list(range(60, 69))}
+    executor = make_executor(attention=attention, ops="triton-interpret", params=params, config=config)
+    driver = Driver(few_programs(executor))
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, KV if slot == 2 else HIDDEN)
     driver.step({0: 3, 1: 20, 2: 4})
     driver.step({1: 11, 2: 5})
     for _ in range(4):
