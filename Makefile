@@ -9,15 +9,17 @@
 #   make clients     try sixteen clients of other people on a server, each in an environment of its own (docs/clients.md); CLIENTS='openai anthropic': these
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
+#   make gate-tpu    compile the TPU kernels and the engine's steps for v5e, v5p and v6e, which needs no TPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
 #   make lint types  format, lint, layers of imports, spelling, words, table of modules and type checks
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
-#   make check       test, reference, gate, docs, lint, types and audit
+#   make check       test, reference, gate, gate-tpu, docs, lint, types and audit
 #   make lock        resolve the dependencies again
 #   make clean       remove the environments
 #
 # PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests
-# wait, so that one more than the cores keeps these busy), GATE_FLAGS=... what the gate does (docs/kernels.md).
+# wait, so that one more than the cores keeps these busy), GATE_FLAGS=... and GATE_TPU_FLAGS=... what the gates do
+# (docs/kernels.md, docs/tpu.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -49,7 +51,7 @@ PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python
 INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
 
-.PHONY: demo test test-slow fuzz chaos mutants clients reference gate docs lint types audit check lock clean
+.PHONY: demo test test-slow fuzz chaos mutants clients reference gate gate-tpu docs lint types audit check lock clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -88,6 +90,10 @@ gate: .venv-gate/.ready
 	PYTHONPATH=.venv-gate .venv/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py
 	PYTHONPATH=.venv-gate .venv/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
 
+gate-tpu: .venv-gate-tpu/.ready
+	PYTHONPATH=.venv-gate-tpu .venv/bin/python -m pytest -q tests/benchmarks/tpu/test_gate.py
+	PYTHONPATH=.venv-gate-tpu .venv/bin/python -m benchmarks.tpu.gate $(GATE_TPU_FLAGS)
+
 docs: .venv/.ready-docs
 	.venv/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
@@ -108,13 +114,13 @@ audit: .venv/.ready-dev
 	.venv/bin/uv $(EXPORT) --all-extras --group dev -o .venv/requirements-all.txt
 	.venv/bin/python .ci/audit.py .venv/requirements-all.txt
 
-check: lint types docs audit gate test reference
+check: lint types docs audit gate gate-tpu test reference
 
 lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
 
 clean:
-	rm -rf .venv .venv-ref .venv-gate .venv-fuzz .venv-clients
+	rm -rf .venv .venv-ref .venv-gate .venv-gate-tpu .venv-fuzz .venv-clients
 
 # The environments hold the versions of uv.lock, hashes checked. pip installs them, so that its configuration of indexes,
 # mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.
@@ -167,4 +173,15 @@ clean:
 	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version" "triton==$(TRITON_VERSION)" || \
 	  { echo "make gate: cannot install jax-cuda12-plugin and jax-cuda12-pjrt $$version and triton $(TRITON_VERSION):" \
 	    "the GPU kernels stay unchecked" >&2; exit 1; }
+	touch $@
+
+# XLA's TPU compiler, of the version that uv.lock has, beside the environment of the tests as above: where libtpu can be
+# imported, JAX looks for a TPU at every start.
+.venv-gate-tpu/.ready: .venv/.ready
+	rm -rf .venv-gate-tpu
+	mkdir .venv-gate-tpu
+	.venv/bin/uv $(EXPORT) --extra tpu | awk '/^[^ ]/ {of_libtpu = /^libtpu==/} of_libtpu' > .venv-gate-tpu/requirements.txt
+	.venv/bin/python $(INSTALL) --no-deps --require-hashes --target .venv-gate-tpu -r .venv-gate-tpu/requirements.txt || \
+	  { echo "make gate-tpu: cannot install $$(grep -o 'libtpu==[^ ]*' .venv-gate-tpu/requirements.txt | paste -sd' '):" \
+	    "the TPU code stays unchecked" >&2; exit 1; }
 	touch $@

@@ -2,11 +2,11 @@
 
 name              platforms    status        implementation
 cpu               CPU          default       C++ (`cpu/`), compiled at first use; `xla` where there is no compiler
-xla               all          TPU default   plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); the portable fallback
+xla               all          fallback      plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); portable
 triton            NVIDIA GPU   default       Pallas kernels on the Triton backend (`pallas/triton_*.py`)
 triton-interpret  all          tests only    the same kernels in Pallas' interpreter, slow
 jax-triton        NVIDIA GPU   example       `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
-tpu               TPU          experimental  `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
+tpu               TPU          default       `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
 tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
 
 Selection is explicit and logged; an unknown or unavailable name is an error.
@@ -126,13 +126,27 @@ def _jax_triton(chip: str | None) -> KernelBackend:
 def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
     from apt_jax.pallas import tpu_decode
 
+    common: dict[str, Any] = {"interpret": interpret, "cores": 2 if chip == "v5p" else 1}
+
+    takes = functools.partial(tpu_decode.takes, interpret=interpret)
+
+    # What the kernels do not take, each call by itself, is XLA's.
+    def decode_kv(q: Array, pool: Array, tables: Array, lens: Array, **named: Any) -> Array:
+        if not takes(pool, tables, pool.shape[2]):
+            return xla_decode.decode_kv(q, pool, tables, lens, **named)
+        return tpu_decode.decode_kv(q, pool, tables, lens, **named, **common)
+
+    def decode_absorbed(q: Array, pool: Array, tables: Array, lens: Array, **named: Any) -> Array:
+        if not takes(pool, tables, q.shape[2]):
+            return xla_decode.decode_absorbed(q, pool, tables, lens, **named)
+        return tpu_decode.decode_absorbed(q, pool, tables, lens, **named, **common, out_dtype=q.dtype)
+
     return dataclasses.replace(
         _xla(chip),
         name="tpu-interpret" if interpret else "tpu",
-        decode_kv=functools.partial(tpu_decode.decode_kv, interpret=interpret),
-        decode_absorbed=functools.partial(tpu_decode.decode_absorbed, interpret=interpret),
+        decode_kv=decode_kv,
+        decode_absorbed=decode_absorbed,
         rows_per_tile=1,
-        extras={op: EXTRAS for op in ("decode_reprojected", "decode_v_absorbed", "prefill", "prefill_hidden")},
     )
 
 
@@ -163,7 +177,7 @@ _IMPLEMENTATIONS: dict[str, Callable[[str | None], KernelBackend]] = {
     "tpu-interpret": functools.partial(_tpu, interpret=True),
 }
 
-_PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "xla"}
+_PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
 
 
 def known_attention_ops() -> list[str]:
@@ -176,7 +190,8 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
     """The implementation called `name`, or the default of a JAX platform.
 
     Args:
-        chip: what tiles are chosen for, one of `triton_tiles.CHIPS`; None: tiles that any of them takes.
+        chip: what kernels are laid out for, one of `triton_tiles.CHIPS` or a TPU generation as in
+            `executor.attention_choice.CHECKED_TPUS`; None: as any of them takes.
 
     Raises:
         ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.

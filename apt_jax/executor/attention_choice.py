@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 _HIDDEN_OP = {None: "decode_reprojected", "absorb": "decode_absorbed", "partial": "decode_v_absorbed"}
 """The op that hidden rows decode with; "v-absorb" as "partial"."""
 
+CHECKED_TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+"""TPU generations that kernels and steps are compiled for (`make gate-tpu`), by the names of JAX."""
+
 
 def needed_extras(
     config: ModelConfig,
@@ -119,11 +122,21 @@ def _rules_of(rules: Any) -> frozenset[str]:
 
 
 def chip_of(device: Any) -> str | None:
-    """The class of chips that the tiles of GPU kernels are chosen for; None where there is no GPU of NVIDIA's.
+    """The chip that kernels are laid out for: a class of GPUs of NVIDIA's, or a TPU's generation; None where there is
+    neither. Warns of a TPU whose generation nothing was compiled for.
 
     Raises:
         ConfigError: too old a GPU for the kernels.
     """
+    if getattr(device, "platform", None) == "tpu":
+        if device.device_kind not in CHECKED_TPUS:
+            checked = ", ".join(dict.fromkeys(CHECKED_TPUS.values()))
+            logger.warning(
+                "%s: apt-jax is checked for TPUs %s alone; if programs do not compile, leave out the kernels (--attention-backend xla)",
+                device.device_kind,
+                checked,
+            )
+        return CHECKED_TPUS.get(device.device_kind)
     capability = getattr(device, "compute_capability", None)
     if capability is None or "gfx" in str(capability):
         return None

@@ -1,27 +1,31 @@
 """Decode attention over the block pool for TPUs: Pallas kernels that Mosaic compiles (contracts: `reference.py`).
 
-Both ops are one flash-attention kernel. Its grid is (row, step); a step folds the next G blocks of the row into a
-running maximum m, denominator l and accumulator that stay in VMEM from step to step. How blocks arrive:
+Both ops are one flash-attention kernel over a list of work. An item is a tile of a row: the next G blocks of its table
+are folded into a running maximum m, denominator l and accumulator, which stay in VMEM from item to item of a row. The
+grid is (core, item), and as long as there are items; a chip with two cores gives each of them some of the rows, about
+half of the tiles.
 
-  * Lengths, block tables and slot ranges are prefetched into scalar memory, and the block specifications look them up:
-    the pipeline fetches the blocks of step s + 1 while step s computes. G blocks per step are G operands, all of them
-    the same pool, as one operand can only bring slots that lie side by side.
-  * A step past the row's end asks for the blocks that the last step left in VMEM, so nothing is fetched, and computes
-    nothing. The number of steps is that of the longest row, known on the device only.
+  * The list is made from lengths by XLA, in a few operations that all layers share. A row without positions has one
+    item, which writes its zeros, and a sliding window leaves out the tiles before it: what is not read costs nothing.
+  * List, lengths, block tables and slot ranges are prefetched into scalar memory, and the block specifications look them
+    up: the pipeline fetches the blocks of item i + 1 while item i computes. G blocks per item are G operands, all of
+    them the same pool, as one operand can only bring slots that lie side by side.
   * Tokens that are not the row's own get score -1e30 and weight 0, and their values are replaced by 0: 0 * NaN = NaN.
 
 Keys and values of all heads lie side by side in the E lanes of a slot. The queries are therefore spread over E lanes,
-each in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products per step; what the
+each in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products per item; what the
 accumulator gathers outside of a head's own lanes is dropped at the end. The multiplications by 0 are N times more than
 needed, and still too few to matter: they are 2 N a byte of cache, where a TPU can do over 200. In absorbed attention
-the queries are E wide by nature, and the cached inputs are both keys and values.
+the queries are E wide by nature, the cached inputs are both keys and values, and all of them are read once.
 
-Pools may be float32 or bfloat16; float16 is refused, as the matrix unit does not take it. On a TPU an array is laid out
-in tiles over its last two axes, which is why a pool has three: (P, C * E) would be another layout, and every call would
-begin with a copy of the whole pool.
+Pools may be float32 or bfloat16, as the matrix unit takes no float16. On a TPU an array is laid out in tiles over its
+last two axes, which is why a pool has three: (P, C * E) would be another layout, and every call would begin with a copy
+of the whole pool.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,11 +35,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int32
 
-TOKENS_PER_STEP = 64
-"""G * C: enough to hide the cost of a step, few enough that two steps of 9216 lanes fit into VMEM."""
+from apt_jax.ops.reference import LogitModifiers
+
+TILE_BYTES = 1 << 20
+"""Cache in one item: enough to hide the cost of an item, few enough that two tiles of 9216 lanes fit into VMEM."""
+MIN_TILE, MAX_TILE = 64, 128
+"""Positions of an item."""
+MAX_SCALARS = 1 << 17
+"""Integers of tables and list: half of a TPU's scalar memory."""
 
 _MASKED = -1e30
-"""Score of a token that is not the row's; finite, so that a fully masked step cannot make NaN."""
+"""Score of a token that is not the row's; finite, so that a fully masked tile cannot make NaN."""
+
+
+def blocks_per_item(pool: Any, num_arrays: int, num_entries: int) -> int:
+    """G: blocks of each of the arrays (keys and values: 2) that an item takes."""
+    _, block_size, lanes = pool.shape
+    tile = MIN_TILE
+    while tile < MAX_TILE and 2 * tile * num_arrays * lanes * pool.dtype.itemsize <= TILE_BYTES:
+        tile *= 2
+    return max(1, min(tile // block_size, num_entries))
+
+
+def takes(pool: Any, tables: Any, width: int, *, interpret: bool = False) -> bool:
+    """True if the kernels serve a pool (P, C, E), tables (B, [A,] J) and queries whose heads read `width` of the E lanes
+    as a whole: they take whole registers of 16 slots by 128 lanes, and tables that fit scalar memory. An interpreter takes
+    all sizes."""
+    _, block_size, lanes = pool.shape
+    num_arrays = tables.shape[1] if tables.ndim == 3 else 1
+    g = blocks_per_item(pool, num_arrays, tables.shape[-1])
+    num_scalars = tables.size + 2 * tables.shape[0] * -(-tables.shape[-1] // g)
+    return (
+        pool.dtype in (jnp.float32, jnp.bfloat16)
+        and width == lanes
+        and (interpret or (block_size % 16 == 0 and lanes % 128 == 0 and num_scalars <= MAX_SCALARS))
+    )
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
@@ -45,67 +79,125 @@ def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, contract, precision=exact, preferred_element_type=jnp.float32)
 
 
-def _cdiv(a: Array, b: int) -> Array:
-    return lax.div(a + (b - 1), jnp.int32(b))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Static sizes and rules of a call."""
+
+    num_arrays: int
+    """A: 2 for keys and values, 1 for layer inputs, which are both."""
+    blocks: int
+    """G, blocks of each array in an item."""
+    block_size: int
+    """C"""
+    num_entries: int
+    """J"""
+    num_items: int
+    """Length of each core's list."""
+    with_ranges: bool
+    head_dim: int | None
+    """H; None: the queries come E wide and scaled."""
+    softcap: float | None
+    window: int | None
+    with_slopes: bool
+
+    @property
+    def tile(self) -> int:
+        """Positions of an item."""
+        return self.blocks * self.block_size
+
+    def first_tile(self, length: Array) -> Array:
+        """The first tile that a row's query sees."""
+        if self.window is None:
+            return jnp.zeros_like(length)
+        return lax.div(jnp.maximum(length - self.window, 0), jnp.int32(self.tile))
 
 
-def _own(
-    axis: int,
-    step: Array,
-    length: Array,
-    ranges: Any,
-    first_range: Array,
-    *,
-    g: int,
-    c: int,
-    j: int,
-) -> Array:
-    """Mask of the row's own slots among the G * C of a step, along `axis` of two."""
-    shape = (1, g * c) if axis else (g * c, 1)
-    slot = lax.broadcasted_iota(jnp.int32, shape, axis)
+def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, Array, Array]:
+    """Tiles of all rows, row by row, and each core's share of the rows.
+
+    Returns:
+        Rows (cores * num_items,) and tiles of the items, and how many each core has (cores,). Behind its last item a
+        core's list repeats it, so that nothing is fetched.
+    """
+    batch = lens.shape[0]
+    tiles = jnp.maximum(lax.div(lens + (sizes.tile - 1), jnp.int32(sizes.tile)) - sizes.first_tile(lens), 1)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    first_rows = [jnp.int32(0)]
+    for core in range(1, cores):
+        before = jnp.sum(ends * cores <= ends[-1] * core, dtype=jnp.int32)
+        first_rows.append(jnp.clip(before, core, batch - cores + core))  # each has a row
+    first_row = jnp.stack(first_rows)
+    starts = jnp.where(first_row > 0, ends[first_row - 1], 0)
+    counts = jnp.append(starts[1:], ends[-1]) - starts
+    item = jnp.arange(sizes.num_items, dtype=jnp.int32)[None, :]
+    number = (starts[:, None] + jnp.minimum(item, counts[:, None] - 1)).reshape(-1)
+    rows = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
+    return rows, number - (ends - tiles)[rows] + sizes.first_tile(lens)[rows], counts
+
+
+def _vmem_bytes(q: Any, pool: Any, num_blocks: int, out_dtype: Any) -> int | None:
+    """VMEM that a kernel may need where that is more than XLA's default of 16 MiB: what comes and goes is there twice,
+    and tiles are put together and masked."""
+    _, num_heads, width = q.shape
+    tile = num_blocks * math.prod(pool.shape[1:]) * pool.dtype.itemsize
+    rows = num_heads * width * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize)
+    needed = 4 * tile + 2 * rows + 8 * num_heads * pool.shape[2]
+    return max(2 * needed, 16 << 20) if needed > 8 << 20 else None
+
+
+def _own(axis: int, tile: Array, length: Array, ranges: Any, first_range: Array, sizes: _Sizes) -> tuple[Array, Array]:
+    """Mask of the row's own slots among those of a tile that its query sees, along `axis` of two, and positions."""
+    g, c = sizes.blocks, sizes.block_size
+    slot = lax.broadcasted_iota(jnp.int32, (1, g * c) if axis else (g * c, 1), axis)
     if ranges is None:
-        return slot < length - step * (g * c)
-    own = None
-    for i in range(g):
-        entry = step * g + i
-        at = (first_range + jnp.minimum(entry, j - 1)) * 2
-        first, last = ranges[at], ranges[at + 1]
-        upwards = first <= last
-        size = jnp.where(upwards, last - first, first - last)
-        count = jnp.maximum(jnp.minimum(size, length - entry * c), 0)
-        low = jnp.where(upwards, first, first - count) + i * c
-        mine = (slot >= low) & (slot < low + count)
-        own = mine if own is None else own | mine
-    assert own is not None
-    return own
+        position = slot + tile * (g * c)
+        own = position < length
+    else:
+        position, own = jnp.zeros_like(slot), slot < 0
+        for i in range(g):
+            entry = tile * g + i
+            at = (first_range + jnp.minimum(entry, sizes.num_entries - 1)) * 2
+            first, last = ranges[at], ranges[at + 1]
+            upwards = first <= last
+            size = jnp.where(upwards, last - first, first - last)
+            count = jnp.maximum(jnp.minimum(size, length - entry * c), 0)
+            low = jnp.where(upwards, first, first - count) + i * c
+            mine = (slot >= low) & (slot < low + count)
+            order = jnp.where(upwards, slot - low, low + count - 1 - slot)
+            position = jnp.where(mine, entry * c + order, position)
+            own = own | mine
+    if sizes.window is not None:
+        own = own & (position >= length - sizes.window)
+    return own, position
 
 
 def _kernel(
     lens_smem,  # (B,)
+    rows_smem,  # (cores * items,)
+    tiles_smem,  # (cores * items,)
+    counts_smem,  # (cores,)
     tables_smem,  # (B * A * J,)
     ranges_smem,  # (B * J * 2,), or (1,) where there are none
     q_ref,  # (N, H), or (N, E) where the queries are that wide
-    *refs,  # A * G blocks (C, E); output (N, H) or (N, E); scratch m, l (N, 1) and, beside H, acc, queries (N, E)
-    num_arrays: int,  # A: 2 for keys and values, 1 for layer inputs, which are both
-    blocks_per_step: int,  # G
-    block_size: int,  # C
-    num_entries: int,  # J
-    with_ranges: bool,
-    head_dim: int | None,  # H; None: the queries come E wide and scaled
+    slopes_ref,  # (N, 1)
+    *refs,  # A * G blocks (C, E); output (N, H) or (N, E); scratch m, l (N, 1), acc (N, E) and, beside H, queries (N, E)
+    sizes: _Sizes,
 ):
     del tables_smem  # for the block specifications
-    g, c = blocks_per_step, block_size
-    key_refs, value_refs = refs[:g], refs[(num_arrays - 1) * g : num_arrays * g]
-    out_ref, m_ref, l_ref, *spread = refs[num_arrays * g :]
-    acc_ref, queries_ref = spread or (out_ref, q_ref)
-    row, step = pl.program_id(0), pl.program_id(1)
+    g, head_dim = sizes.blocks, sizes.head_dim
+    key_refs, value_refs = refs[:g], refs[(sizes.num_arrays - 1) * g : sizes.num_arrays * g]
+    out_ref, m_ref, l_ref, acc_ref, *spread = refs[sizes.num_arrays * g :]
+    queries_ref = spread[0] if spread else q_ref
+    core, item = pl.program_id(0), pl.program_id(1)
+    has_work = item < counts_smem[core]
+    row, tile = rows_smem[core * sizes.num_items + item], tiles_smem[core * sizes.num_items + item]
     length = lens_smem[row]
     num_heads, lanes = acc_ref.shape
     num_kv_heads = 1 if head_dim is None else lanes // head_dim
     group = num_heads // num_kv_heads
     head = lax.broadcasted_iota(jnp.int32, (num_heads, 1), 0)
 
-    @pl.when(step == 0)
+    @pl.when(has_work & (tile == sizes.first_tile(length)))
     def _start():
         m_ref[...] = jnp.full(m_ref.shape, _MASKED, jnp.float32)
         l_ref[...] = jnp.zeros(l_ref.shape, jnp.float32)
@@ -118,23 +210,26 @@ def _kernel(
                     queries_ref.dtype
                 )
 
-    @pl.when(step * (g * c) < length)
+    @pl.when(has_work & (length > 0))
     def _attend():
         own = functools.partial(
             _own,
-            step=step,
+            tile=tile,
             length=length,
-            ranges=ranges_smem if with_ranges else None,
-            first_range=row * num_entries,
-            g=g,
-            c=c,
-            j=num_entries,
+            ranges=ranges_smem if sizes.with_ranges else None,
+            first_range=row * sizes.num_entries,
+            sizes=sizes,
         )
-        own_scores, own_values = own(1), own(0)
+        (own_scores, position), (own_values, _) = own(1), own(0)
         keys = jnp.concatenate([ref[...] for ref in key_refs])
         values = jnp.concatenate([ref[...] for ref in value_refs])
         values = jnp.where(own_values, values, jnp.zeros((), values.dtype))
-        s = jnp.where(own_scores, _dot(queries_ref[...], keys, (1, 1)), _MASKED)
+        s = _dot(queries_ref[...], keys, (1, 1))
+        if sizes.softcap is not None:
+            s = sizes.softcap * jnp.tanh(s / sizes.softcap)
+        if sizes.with_slopes:
+            s = s + slopes_ref[...] * (position - (length - 1)).astype(jnp.float32)
+        s = jnp.where(own_scores, s, _MASKED)
         m_new = jnp.maximum(m_ref[...], jnp.max(s, axis=1, keepdims=True))
         p = jnp.where(own_scores, jnp.exp(s - m_new), 0.0)
         rescale = jnp.exp(m_ref[...] - m_new)
@@ -142,17 +237,17 @@ def _kernel(
         l_ref[...] = l_ref[...] * rescale + jnp.sum(p, axis=1, keepdims=True)
         acc_ref[...] = acc_ref[...] * rescale + _dot(p.astype(values.dtype), values, (1, 0))
 
-    @pl.when(step == pl.num_programs(1) - 1)
+    @pl.when(has_work & ((tile + 1) * sizes.tile >= length))
     def _finish():
         over = 1.0 / jnp.maximum(l_ref[...], 1e-30)
         if head_dim is None:
-            out_ref[...] = acc_ref[...] * over
+            out_ref[...] = (acc_ref[...] * over).astype(out_ref.dtype)
             return
         out = jnp.zeros(out_ref.shape, jnp.float32)
         for k in range(num_kv_heads):
             mine = (head >= k * group) & (head < (k + 1) * group)
             out = out + jnp.where(mine, acc_ref[:, k * head_dim : (k + 1) * head_dim], 0.0)
-        out_ref[...] = out * over
+        out_ref[...] = (out * over).astype(out_ref.dtype)
 
 
 def _decode(
@@ -162,9 +257,12 @@ def _decode(
     lens: Int32[Array, " B"],
     rows: tuple[Array, Array] | None,
     slot_ranges: Int32[Array, "B J 2"] | None,
+    rules: LogitModifiers | None,
     *,
     block_size: int,
     head_dim: int | None,
+    cores: int,
+    out_dtype: Any,
     interpret: Any,
 ) -> Float[Array, "B N W"]:
     """Both ops; A = 2 for keys and values, 1 for layer inputs."""
@@ -172,62 +270,74 @@ def _decode(
         raise ValueError(
             f"a TPU's matrix unit takes no {pool.dtype.name}: use a bfloat16 or float32 pool (--dtype bfloat16)"
         )
+    rules = rules or LogitModifiers()
     batch, num_heads, width = q.shape
     num_arrays, num_entries = tables.shape[1:]
-    lanes = pool.shape[2]
-    g = max(1, min(TOKENS_PER_STEP // block_size, num_entries))
+    lanes, cores = pool.shape[2], min(cores, batch)
+    g = blocks_per_item(pool, num_arrays, num_entries)
+    sizes = _Sizes(
+        num_arrays=num_arrays,
+        blocks=g,
+        block_size=block_size,
+        num_entries=num_entries,
+        num_items=batch * -(-num_entries // g),
+        with_ranges=slot_ranges is not None,
+        head_dim=head_dim,
+        softcap=rules.softcap,
+        window=rules.window,
+        with_slopes=rules.slopes is not None,
+    )
     lens = jnp.clip(lens, 0, num_entries * block_size)
     if rows is not None:
         index = jnp.arange(batch, dtype=jnp.int32)
         lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
+    list_rows, list_tiles, counts = work_list(lens, sizes, cores)
     ranges = jnp.zeros(1, jnp.int32) if slot_ranges is None else slot_ranges.reshape(-1)
+    slopes = jnp.zeros(num_heads, jnp.float32) if rules.slopes is None else rules.slopes.astype(jnp.float32)
 
     def block(array: int, place: int) -> pl.BlockSpec:
-        """The place-th of G blocks: entry `step * G + place`, or the last such entry that the row uses."""
+        """The place-th of G blocks of the item's tile, or the last that the row has."""
 
-        def index_map(row, step, lens_smem, tables_smem, ranges_smem):
-            del ranges_smem
-            used = _cdiv(lens_smem[row], block_size)
-            last = used - 1 - lax.rem(jnp.maximum(used - 1 - place, 0), jnp.int32(g))
-            entry = jnp.where(place < used, jnp.minimum(step * g + place, last), 0)
+        def index_map(core, item, lens_smem, rows_smem, tiles_smem, counts_smem, tables_smem, ranges_smem):
+            del counts_smem, ranges_smem
+            row, tile = rows_smem[core * sizes.num_items + item], tiles_smem[core * sizes.num_items + item]
+            used = lax.div(lens_smem[row] + (block_size - 1), jnp.int32(block_size))
+            entry = jnp.clip(tile * g + place, 0, jnp.maximum(used - 1, 0))
             return tables_smem[(row * num_arrays + array) * num_entries + entry], 0, 0
 
         return pl.BlockSpec((None, block_size, lanes), index_map)
 
-    def whole_row(row, step, *prefetched):
-        del step, prefetched
-        return row, 0, 0
+    def of_row(core, item, lens_smem, rows_smem, *prefetched):
+        del lens_smem, prefetched
+        return rows_smem[core * sizes.num_items + item], 0, 0
 
     blocks = [block(array, place) for array in range(num_arrays) for place in range(g)]
-    steps = jnp.maximum(_cdiv(jnp.max(lens), g * block_size), 1)
-    scratch = [pltpu.VMEM((num_heads, 1), jnp.float32)] * 2
-    if head_dim is None:  # the output block is the accumulator: it stays in VMEM until the row changes
+    scratch = [pltpu.VMEM((num_heads, 1), jnp.float32)] * 2 + [pltpu.VMEM((num_heads, lanes), jnp.float32)]
+    if head_dim is None:
         q = q.astype(pool.dtype)
     else:
-        scratch += [pltpu.VMEM((num_heads, lanes), d) for d in (jnp.float32, pool.dtype)]
-    kernel = functools.partial(
-        _kernel,
-        num_arrays=num_arrays,
-        blocks_per_step=g,
-        block_size=block_size,
-        num_entries=num_entries,
-        with_ranges=slot_ranges is not None,
-        head_dim=head_dim,
-    )
+        scratch.append(pltpu.VMEM((num_heads, lanes), pool.dtype))
     return pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(batch, steps),
-            in_specs=[pl.BlockSpec((None, num_heads, width), whole_row), *blocks],
-            out_specs=pl.BlockSpec((None, num_heads, width), whole_row),
+            num_scalar_prefetch=6,
+            grid=(cores, jnp.max(counts)),
+            in_specs=[
+                pl.BlockSpec((None, num_heads, width), of_row),
+                pl.BlockSpec((num_heads, 1), lambda *_: (0, 0)),
+                *blocks,
+            ],
+            out_specs=pl.BlockSpec((None, num_heads, width), of_row),
             scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, num_heads, width), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        out_shape=jax.ShapeDtypeStruct((batch, num_heads, width), out_dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=_vmem_bytes(q, pool, num_arrays * g, out_dtype),
+        ),
         interpret=interpret,
         name="decode_absorbed" if head_dim is None else "decode_kv",
-    )(lens, tables.reshape(-1), ranges, q, *([pool] * len(blocks)))
+    )(lens, list_rows, list_tiles, counts, tables.reshape(-1), ranges, q, slopes[:, None], *([pool] * len(blocks)))
 
 
 def decode_kv(
@@ -239,12 +349,15 @@ def decode_kv(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: LogitModifiers | None = None,
+    cores: int = 1,
     interpret: Any = False,
 ) -> Float[Array, "B N H"]:
     """See `reference.decode_kv`.
 
     Args:
         pool: (P, C, E), float32 or bfloat16.
+        cores: of the chip, which share the rows.
         interpret: run without a TPU: True, or `pltpu.InterpretParams` to simulate its memories.
 
     Raises:
@@ -257,8 +370,11 @@ def decode_kv(
         lens,
         rows,
         slot_ranges,
+        rules,
         block_size=block_size,
         head_dim=q.shape[2],
+        cores=cores,
+        out_dtype=jnp.float32,
         interpret=interpret,
     )
 
@@ -272,9 +388,16 @@ def decode_absorbed(
     block_size: int,
     rows: tuple[Array, Array] | None = None,
     slot_ranges: Int32[Array, "B J 2"] | None = None,
+    rules: LogitModifiers | None = None,
+    cores: int = 1,
+    out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`; `pool`, `interpret` and what is raised as in `decode_kv`."""
+    """See `reference.decode_absorbed`; `pool`, `cores`, `interpret` and what is raised as in `decode_kv`.
+
+    Args:
+        out_dtype: of the result, whose sums are float32: it is N times as wide as layer inputs.
+    """
     return _decode(
         q_absorbed,
         pool,
@@ -282,7 +405,10 @@ def decode_absorbed(
         lens,
         rows,
         slot_ranges,
+        rules,
         block_size=block_size,
         head_dim=None,
+        cores=cores,
+        out_dtype=out_dtype,
         interpret=interpret,
     )

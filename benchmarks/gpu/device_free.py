@@ -93,8 +93,12 @@ _PASSED_THROUGH = {
     "dynamic-update-slice",
     "custom-call",
     "while",
+    "conditional",
+    "call",
+    "copy-done",
 }
-"""Operations whose pool-sized result is the pool itself: nothing is copied, or it is written in place."""
+"""Operations whose pool-sized result is the pool itself: nothing is copied, or it is written in place, or
+the copy was counted where it began."""
 
 
 class PluginMissing(RuntimeError):
@@ -212,31 +216,62 @@ def _launches(sequence: str) -> dict[str, int]:
     return counts
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One operation of an optimized program."""
+
+    name: str
+    result: str
+    """Type of its result, with layouts."""
+    operation: str
+    operands: tuple[str, ...]
+    text: str
+    """All after the name."""
+    is_root: bool
+
+
+def computations(hlo: str) -> dict[str, list[Line]]:
+    """The computations of an optimized program by name, that of the entry as `ENTRY`."""
+    found: dict[str, list[Line]] = {}
+    name = ""
+    for line in hlo.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = "ENTRY" if header[1] else header[2]
+            found[name] = []
+        elif name and (parts := re.match(r"\s+(ROOT )?%?([\w.-]+) = (.+)$", line)):
+            operation = _operation(parts[3])
+            result, _, rest = parts[3].partition(f"{operation}(")
+            operands = tuple(re.findall(r"%([\w.-]+)", rest.partition(")")[0]))
+            found[name].append(Line(parts[2], result, operation, operands, parts[3], bool(parts[1])))
+    return found
+
+
+def reached(hlo: str) -> list[str]:
+    """Names of the computations whose operations run one by one: the entry, bodies of loops and branches."""
+    called = re.findall(r"while\(.*body=%?([\w.-]+)", hlo)
+    called += re.findall(r"(?:true|false)_computation=%?([\w.-]+)", hlo)
+    for names in re.findall(r"branch_computations=\{([^}]*)\}", hlo):
+        called += re.findall(r"%?([\w.-]+)", names)
+    called += re.findall(r" call\(.*to_apply=%?([\w.-]+)", hlo)
+    return ["ENTRY", *dict.fromkeys(called)]
+
+
 def pool_copies(hlo: str, pool_size: int) -> int:
     """Operations of an optimized program that make a new array of `pool_size` elements.
 
     A fusion counts unless it scatters into or updates its operand, which XLA does in place or precedes with a copy.
-    Bodies of loops count too.
+    Bodies of loops and branches count too.
     """
-    roots, bodies, name = {}, {}, ""
-    for line in hlo.splitlines():
-        header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
-        if header:
-            name = header[1]
-            bodies[name] = ("ENTRY" in line, [])
-        elif name and (found := re.match(r"\s+(ROOT )?%?[\w.-]+ = (.+)$", line)):
-            bodies[name][1].append(found[2])
-            if found[1]:
-                roots[name] = _operation(found[2])
-    loops = re.findall(r"while\(.*body=%?([\w.-]+)", hlo)
+    bodies = computations(hlo)
+    roots = {name: line.operation for name, lines in bodies.items() for line in lines if line.is_root}
     copies = 0
-    for name, (is_entry, lines) in bodies.items():
-        for text in lines if is_entry or name in loops else ():
-            operation = _operation(text)
-            if pool_size not in _sizes(text, operation):
+    for name in reached(hlo):
+        for line in bodies[name]:
+            operation = line.operation
+            if pool_size not in _sizes(line.result):
                 continue
             if operation == "fusion":
-                called = re.search(r"calls=%?([\w.-]+)", text)
+                called = re.search(r"calls=%?([\w.-]+)", line.text)
                 operation = roots[called[1]] if called else operation
             copies += operation not in _PASSED_THROUGH
     return copies
@@ -247,9 +282,8 @@ def _operation(text: str) -> str:
     return found[1] if found else ""
 
 
-def _sizes(text: str, operation: str) -> list[int]:
-    """Numbers of elements of the arrays that an operation results in."""
-    result = text.split(f"{operation}(", 1)[0]
+def _sizes(result: str) -> list[int]:
+    """Numbers of elements of the arrays of a type."""
     sizes = []
     for dims in re.findall(r"\w+\[([\d,]*)\]", result):
         size = 1

@@ -70,7 +70,7 @@ class StepCase:
         return f"{' + '.join(kinds)}, {step}{rows}{context}"
 
 
-def _model(case: StepCase) -> ModelConfig:
+def model_of(case: StepCase) -> ModelConfig:
     _, config = read_model_config(PRESETS[case.model])
     if case.num_layers is None:
         return config
@@ -105,7 +105,7 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
 def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> ProgramRunner:
     """The programs of `JaxExecutor` for GPUs that are not there, with shapes for weights and pools."""
     mesh = make_mesh(chip, case.num_devices)
-    config, dtype = _model(case), jnp.dtype(case.dtype)
+    config, dtype = model_of(case), jnp.dtype(case.dtype)
     plan = plan_executor(
         config,
         cache=CacheConfig(

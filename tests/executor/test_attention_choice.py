@@ -15,6 +15,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import attention_choice
 from apt_jax.executor.attention_choice import check_attention, chip_of, choose_attention, needed_extras
+from apt_jax.executor.compiler_options import compiler_options
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.config import ModelConfig
 from apt_jax.ops.backend import ATTENTION_OPS, EXTRAS, KernelBackend
@@ -137,3 +138,19 @@ def test_a_pool_of_bytes_that_offsets_do_not_reach_is_refused() -> None:
     assert fetch((1 << 15) - 1).shape == (1,)
     with pytest.raises(ValueError, match=r"read: .* 2 GiB or more"):
         fetch(1 << 15)
+
+
+@pytest.mark.parametrize(("kind", "chip"), [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v9", None)])
+def test_a_tpu_generation_that_was_not_checked_gets_one_line(kind, chip, caplog):
+    assert chip_of(SimpleNamespace(platform="tpu", device_kind=kind)) == chip
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (chip is None)
+    if chip is None:
+        assert lines[0].startswith("TPU v9: apt-jax is checked for TPUs v5e, v5p, v6e alone")
+        assert "--attention-backend xla" in lines[0]
+
+
+def test_tpus_have_kernels_by_default_and_keep_no_argument_in_vmem():
+    assert attention_ops("tpu").name == "tpu"
+    assert compiler_options("tpu", num_devices=1, num_hosts=1) == {"xla_max_cross_program_prefetches": 0}
+    assert compiler_options("cpu", num_devices=1, num_hosts=1) == {}
