@@ -98,7 +98,7 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
         num_pools=len(runner.pools),
     )
     sent = sum(argument.nbytes for argument in call.args if isinstance(argument, np.ndarray))
-    whole = _model(dataclasses.replace(case, num_layers=None)).num_layers
+    whole = model_of(dataclasses.replace(case, num_layers=None)).num_layers
     return dataclasses.replace(report, input_bytes=sent, layers_share=len(runner.pools) / whole)
 
 
