@@ -99,7 +99,7 @@ class ModelConfig:
     """Rotary embedding of the layers in `local_layers`, which does not follow from their windows: those may be dropped
     where no context outgrows them (Gemma-3)."""
     local_layers: tuple[int, ...] = ()
-    """Indices of the layers with `local_rope`; the others have `rope`."""
+    """Indices of the layers with `local_rope`, those beyond the last layer ignored; the others have `rope`."""
     alibi_slopes: tuple[float, ...] = ()
     """(N,) slope of each head: `slope * (j - i)` is added to the score of query i and key j."""
     attention_scale: float | None = None
@@ -157,8 +157,7 @@ class ModelConfig:
             "model local_rope: must turn as many lanes as rope",
         )
         _require(
-            bool(self.local_layers) == (self.local_rope is not None)
-            and all(0 <= layer < self.num_layers for layer in self.local_layers),
+            bool(self.local_layers) == (self.local_rope is not None) and all(layer >= 0 for layer in self.local_layers),
             f"model local_layers={self.local_layers!r:.60} must name the layers of local_rope",
         )
         _require(
