@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apt_jax.executor.buckets import FILTERED
+from apt_jax.executor.buckets import SAMPLED
 from apt_jax.executor.ready_programs import ProgramName
 from apt_jax.frontend.early_start import BackgroundPreparation, Unprepared
 from apt_jax.request import SamplingParams
@@ -64,7 +64,7 @@ class FakeEngine:
 
 
 def _programs(count: int) -> list[FakeProgram]:
-    return [FakeProgram(ProgramName("sample", 1 + n, FILTERED)) for n in range(count)]
+    return [FakeProgram(ProgramName("sample", 1 + n, SAMPLED)) for n in range(count)]
 
 
 def _until(condition: Any) -> None:

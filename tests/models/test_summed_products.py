@@ -36,4 +36,4 @@ def test_products_are_summed_in_the_dtype_of_activations(dtype: str) -> None:
     traced = jax.make_jaxpr(sharded)(x, w, b)
     short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
     assert re.findall(r":(\w+)\[4,8\] = psum", str(traced)) == [short]
-    assert traced.out_avals[0].dtype == jnp.float32
+    assert jax.eval_shape(sharded, x, w, b).dtype == jnp.float32
