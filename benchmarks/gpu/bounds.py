@@ -1,13 +1,14 @@
-"""Bounds that need no device: programs and seconds of lowering of a start, bytes that steps send from the host, and how
-much cache models have on cards.
+"""Bounds that need no device: programs and seconds of lowering of a start, bytes that steps send from the host, cache that
+models have on cards, and what decode kernels move and walk.
 
-    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory]
+    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic]
 
 What it prints is in benchmarks/results/gpu-bounds/, as CSV too.
 """
 
 import argparse
 import csv
+import dataclasses
 import os
 import sys
 import time
@@ -30,11 +31,16 @@ from apt_jax.executor.warm_up import Program, all_programs
 from apt_jax.models import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.memory_plan import memory_plan
+from apt_jax.ops.shapes import PUBLISHED, AttentionShape
+from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
+from apt_jax.pallas.triton_tiles import tile_for
+from apt_jax.pallas.triton_work_list import longest_chain, pieces_for
 from apt_jax.utils.device_memory import MEMORY_FRACTION
 from benchmarks.gpu.compile_only import CHIPS
 from benchmarks.gpu.device_free import pallas_for
 from benchmarks.gpu.engine_step import StepCase, abstract_runner
 from benchmarks.gpu.gate import as_text
+from benchmarks.gpu.problems import ragged, work_of
 
 _GIB = 2**30
 DEFAULTS = {"num_rows": 64, "prefill_tokens": 512, "context": 2048}
@@ -153,7 +159,91 @@ def memory_plans() -> Iterator[Row]:
         }
 
 
-TABLES = {"start": starts, "steps": step_inputs, "memory": memory_plans}
+# --- kernels -----------------------------------------------------------------------------------------------------
+
+_LONG = [262_144, *[2_048] * 63]
+"""Lengths of the worst batch: one row of the longest context among many."""
+_SHARED = ragged(30_000, 64, seed=0)
+"""Lengths as a full cache of OPT-13B has them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """A decode kernel at a shape."""
+
+    name: str
+    op: str
+    tile: str
+    """Its name in `triton_tiles`."""
+    shape: AttentionShape
+
+    def pieces(self, chip: str) -> tuple[int, int]:
+        """Positions of a tile, and pieces that all tiles of a step are cut into."""
+        shape = self.shape
+        width = shape.head_dim if self.tile == "kv" else shape.hidden_size
+        tile = tile_for(self.tile, chip, shape.num_heads, width, 2)
+        programs, per_processor = {
+            "kv": (shape.num_kv_heads, triton_decode_kv.PROGRAMS_PER_PROCESSOR),
+            "scores": (1, triton_decode_absorbed.SCORES_PER_PROCESSOR),
+            "output": (-(-width // tile.lanes), triton_decode_absorbed.OUTPUTS_PER_PROCESSOR),
+            "reprojected": (shape.num_kv_heads, triton_decode_reprojected.PROGRAMS_PER_PROCESSOR),
+        }[self.tile]
+        return tile.tokens, pieces_for(chip, programs, per_processor)
+
+
+def _kernels() -> list[_Kernel]:
+    names = ("opt-13b", "opt-30b", "opt-66b", "llama-2-7b", "llama-3-8b", "yi-6b")
+    found = [_Kernel(name="decode_kv", op="decode_kv", tile="kv", shape=PUBLISHED[name]) for name in names]
+    for name in ("opt-13b", "opt-30b", "opt-66b"):
+        common: dict[str, Any] = {"op": "decode_absorbed", "shape": PUBLISHED[name]}
+        found.append(_Kernel(name="absorbed_scores", tile="scores", **common))
+        found.append(_Kernel(name="absorbed_output", tile="output", **common))
+    reprojected = PUBLISHED["llama-2-7b"]
+    found.append(_Kernel(name="decode_reprojected", op="decode_reprojected", tile="reprojected", shape=reprojected))
+    return found
+
+
+def chains() -> Iterator[Row]:
+    """Tiles that one program walks at most, one row of 262,144 positions among 63 of 2,048."""
+    for kernel in _kernels():
+        row: Row = {"kernel": kernel.name, "model": kernel.shape.name}
+        for chip in ("sm_80", "sm_90"):
+            tokens, pieces = kernel.pieces(chip)
+            row[f"{chip} tiles"] = longest_chain(_LONG, tokens=tokens, pieces=pieces)
+            row[f"{chip} of the row"] = -(-max(_LONG) // tokens)
+        yield row
+
+
+def traffic() -> Iterator[Row]:
+    """Bytes of device memory that decode attention moves by design, against those that it must, MB a layer: 64 rows of
+    30,000 cached tokens together, A100's tiles."""
+    for shape in (PUBLISHED[name] for name in ("opt-13b", "opt-30b", "opt-66b", "llama-2-7b", "llama-3-8b", "yi-6b")):
+        ops = ["decode_kv"]
+        if shape.has_hidden:
+            ops += ["decode_v_absorbed"] if shape.rotary_dim else ["decode_absorbed", "decode_reprojected"]
+        for op in ops:
+            work = work_of(op, shape, _SHARED, 2)
+            moved = work.moved_bytes
+            if "absorbed" in op:  # weights P, written and read
+                moved += 2 * 2 * shape.num_heads * sum(_SHARED)
+            kernel = _Kernel(name=op, op=op, tile="output" if "absorbed" in op else _TILE_OF[op], shape=shape)
+            tokens, pieces = kernel.pieces("sm_80")
+            chain = longest_chain(_SHARED, tokens=tokens, pieces=pieces)
+            cut = sum(count for n in _SHARED if (count := -(-n // tokens // chain)) > 1)
+            width = shape.hidden_size if "absorbed" in op else shape.head_dim
+            moved += 2 * 4 * cut * shape.num_heads * width  # states of pieces, written and read
+            yield {
+                "op": op,
+                "model": shape.name,
+                "moved MB": round(moved / 1e6, 1),
+                "necessary MB": round(work.num_bytes / 1e6, 1),
+                "moved / necessary": round(moved / work.num_bytes, 2),
+            }
+
+
+_TILE_OF = {"decode_kv": "kv", "decode_reprojected": "reprojected"}
+
+TABLES = {"start": starts, "steps": step_inputs, "memory": memory_plans, "chains": chains, "traffic": traffic}
 
 
 def table_of(rows: Sequence[Row]) -> list[list[str]]:
