@@ -27,6 +27,7 @@ def decode_kv(
     """One program a row and head; every product has 16 rows of which one is used."""
     batch, num_heads, head_dim = q.shape
     lanes = pool.shape[2]
+    pool = pool.reshape(pool.shape[0], -1)
     index = jnp.arange(batch, dtype=jnp.int32)
     if rows is not None:
         lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
