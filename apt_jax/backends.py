@@ -29,6 +29,13 @@ from apt_jax.ops.backend import EXTRAS, RULES, KernelBackend
 
 logger = logging.getLogger(__name__)
 
+JAX_WITH_TRITON = "<0.13"
+"""Versions of JAX that are known to have Pallas' Triton backend, which is deprecated: the extras for CUDA ask for them."""
+
+
+class _MissingBackendError(Exception):
+    """This version of JAX lacks what kernels are written in."""
+
 
 def _xla(chip: str | None) -> KernelBackend:
     del chip
@@ -73,13 +80,18 @@ def _cpu(chip: str | None) -> KernelBackend:
 
 def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     # Imported when asked for: Pallas' Triton backend takes a second.
-    from apt_jax.pallas import (
-        triton_decode_absorbed,
-        triton_decode_kv,
-        triton_decode_reprojected,
-        triton_decode_v_absorbed,
-        triton_prefill,
-    )
+    try:
+        from apt_jax.pallas import (
+            triton_decode_absorbed,
+            triton_decode_kv,
+            triton_decode_reprojected,
+            triton_decode_v_absorbed,
+            triton_prefill,
+        )
+    except ImportError as error:
+        raise _MissingBackendError(
+            f"JAX {jax.__version__} has no Triton backend of Pallas ({error}); install 'jax{JAX_WITH_TRITON}'"
+        ) from None
 
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
         """The op, traced and lowered once for all layers that call it alike: Pallas takes 0.1 s for a kernel."""
@@ -205,10 +217,10 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
         raise ValueError(f"attention implementation 'cpu' runs on CPUs, not on platform {platform!r}")
     try:
         ops = _IMPLEMENTATIONS[chosen](chip)
-    except KernelBuildError as error:
+    except (KernelBuildError, _MissingBackendError) as error:
         if name is not None:
-            raise ValueError(f"attention implementation 'cpu' is not available: {error}") from None
-        logger.warning("attention kernels: xla, several times slower than cpu, as %s", error)
+            raise ValueError(f"attention implementation {chosen!r} is not available: {error}") from None
+        logger.warning("attention kernels: xla, several times slower than %s, as %s", chosen, error)
         return attention_ops(platform, "xla", chip)
     on = build.instructions() if chosen == "cpu" else chip or "any chip"
     logger.info("attention kernels: %s on %s (%s)", chosen, platform, on)
