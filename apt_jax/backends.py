@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -132,7 +132,11 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
 def _jax_triton(chip: str | None) -> KernelBackend:
     from apt_jax.pallas import jax_triton_absorbed
 
-    return dataclasses.replace(_triton(chip), name="jax-triton", decode_absorbed=jax_triton_absorbed.decode_absorbed)
+    ops = _triton(chip)
+    assert isinstance(ops.extras, Mapping)
+    extras = {**ops.extras, "decode_absorbed": frozenset({"adapters"})}
+    decode_absorbed = jax_triton_absorbed.decode_absorbed
+    return dataclasses.replace(ops, name="jax-triton", decode_absorbed=decode_absorbed, extras=extras)
 
 
 def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:

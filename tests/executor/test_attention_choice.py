@@ -18,7 +18,7 @@ from apt_jax.executor.attention_choice import check_attention, chip_of, choose_a
 from apt_jax.executor.compiler_options import compiler_options
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.config import ModelConfig
-from apt_jax.ops.backend import ATTENTION_OPS, EXTRAS, KernelBackend
+from apt_jax.ops.backend import ATTENTION_OPS, EXTRAS, RULES, KernelBackend
 from apt_jax.ops.reference import LogitModifiers
 from apt_jax.pallas.triton_common import launch
 from apt_jax.pallas.triton_tiles import CHIPS, check_chip, chip_for
@@ -154,3 +154,9 @@ def test_tpus_have_kernels_by_default_and_keep_no_argument_in_vmem():
     assert attention_ops("tpu").name == "tpu"
     assert compiler_options("tpu", num_devices=1, num_hosts=1) == {"xla_max_cross_program_prefetches": 0}
     assert compiler_options("cpu", num_devices=1, num_hosts=1) == {}
+
+
+def test_the_example_in_plain_triton_has_no_rules() -> None:
+    example, kernels = (attention_ops("gpu", name, "sm_80") for name in ("jax-triton", "triton"))
+    assert not example.extras_of("decode_absorbed") & (RULES | {"input width"})
+    assert example.extras_of("decode_kv") == kernels.extras_of("decode_kv")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apt_jax.backends import attention_ops
 from apt_jax.cache import HybridCache
 from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
 from apt_jax.engine import Engine
@@ -21,6 +22,7 @@ from apt_jax.models.families import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
+from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
 from apt_jax.sched.request_table import RequestTable
@@ -71,7 +73,7 @@ def executor_of(
     mode: CacheMode = "hybrid",
     attention: HiddenAttention = "auto",
     max_model_len: int = 128,
-    ops: str | None = None,
+    ops: str | KernelBackend | None = None,
 ) -> JaxExecutor:
     return JaxExecutor(
         parameters(name), MODELS[name],
@@ -180,9 +182,11 @@ def test_hybrid_means_kv_where_less_than_half_is_saved():
 
 
 @pytest.mark.parametrize("name", ["narrow", "wide"])
-def test_other_attention_is_refused(name):
-    with pytest.raises(ConfigError, match=r"input width.*xla"):
-        executor_of(name, mode="hidden", ops="triton-interpret")
+def test_attention_that_cannot_do_it_is_refused(name):
+    plain = dataclasses.replace(attention_ops("cpu", "xla"), name="plain", extras=frozenset())
+    with pytest.raises(ConfigError, match=r"'plain' cannot do .*input width.*xla"):
+        executor_of(name, mode="hidden", ops=plain)
+    assert executor_of(name, mode="hidden", ops="triton-interpret").attention_name == "triton-interpret"
 
 
 # --- the executor ----------------------------------------------------------------------------------------------------
