@@ -141,7 +141,7 @@ def embed(
     return h if params.embed_norm is None else apply_norm(h, params.embed_norm, config)
 
 
-def _angles(rope: RopeConfig | None, positions: Array) -> Float[Array, "T HALF"] | None:
+def rotary_angles(rope: RopeConfig | None, positions: Array) -> Float[Array, "T HALF"] | None:
     """Rotary angles of positions; None: no rotary embedding."""
     if rope is None:
         return None
@@ -152,7 +152,7 @@ def _rotation(
     rope: RopeConfig | None, batch: DecoderBatch, options: StepOptions
 ) -> tuple[tuple[Array, Array] | None, Array | None]:
     """`AttentionInputs.cos_sin` and `all_angles` of the layers with a rotary embedding."""
-    angles = _angles(rope, batch.positions)
+    angles = rotary_angles(rope, batch.positions)
     if angles is None:
         return None, None
     # Computed once: fused into the heads of every layer, they would cost as much as the layer's products.
@@ -161,7 +161,7 @@ def _rotation(
         return cos_sin, None
     tables = batch.decode_tables if options.num_decode else batch.prefill_tables
     longest = tables.shape[2] * options.hidden_block_size
-    return cos_sin, _angles(rope, jnp.arange(longest, dtype=jnp.float32))
+    return cos_sin, rotary_angles(rope, jnp.arange(longest, dtype=jnp.float32))
 
 
 def decoder_step(
@@ -313,7 +313,7 @@ def convert_inputs(
     """
     dtype = params.dtype
     ropes = [config.rope_of(i) for i in range(len(params.layers))]
-    angles = {rope: _angles(rope, batch.positions) for rope in dict.fromkeys(ropes)}
+    angles = {rope: rotary_angles(rope, batch.positions) for rope in dict.fromkeys(ropes)}
     slots = jnp.concatenate([batch.first_slots, batch.second_slots])
     inputs: dict[str, Any] = {} if options.tensor is None else {"tensor": options.tensor}
     new_pools: list[Any] = []
@@ -379,4 +379,5 @@ __all__ = [
     "greedy_tokens",
     "logit_modifiers",
     "logits",
+    "rotary_angles",
 ]

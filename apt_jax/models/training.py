@@ -18,9 +18,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from apt_jax.models.attention import logit_modifiers
-from apt_jax.models.config import ModelConfig
-from apt_jax.models.decoder import embed, logits
+from apt_jax.models.attention import head_norm_scale, logit_modifiers
+from apt_jax.models.config import ModelConfig, RopeConfig
+from apt_jax.models.decoder import embed, logits, rotary_angles
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.step import apply_dense, apply_norm
 from apt_jax.ops.linear import activate, dot
@@ -133,8 +133,8 @@ def _self_attention(
             out = apply_rope(out, *cos_sin)
         return out.astype(x.dtype).reshape(-1, length, *w.shape[:2])
 
-    q = project(p.wq, p.bq, p.q_norm, turns=True)
-    k = project(p.wk, p.bk, p.k_norm, turns=True)
+    q = project(p.wq, p.bq, head_norm_scale(p.q_norm, config), turns=True)
+    k = project(p.wk, p.bk, head_norm_scale(p.k_norm, config), turns=True)
     v = project(p.wv, p.bv, None, turns=False)
     heads = _attend(q, k, v, config.scale, logit_modifiers(config, layer))
     return apply_dense(heads.reshape(x.shape[0], -1), p.wo.reshape(p.wo.shape[0], -1), p.bo, _dense)
@@ -176,6 +176,14 @@ def _layer(
     return after + normed(feed_forward(normed(source, p.ffn_norm)), p.ffn_out_norm)
 
 
+def _rotation(rope: RopeConfig | None, positions: Int32[Array, " BT"]) -> tuple[Array, Array] | None:
+    """Cosines and sines (BT, HALF) that queries and keys are turned by, with the factor of either; None: not at all."""
+    angles = rotary_angles(rope, positions)
+    if rope is None or angles is None:
+        return None
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
 def training_logits(
     params: ModelParams,
     tokens: Int32[Array | np.ndarray, "B T"],
@@ -205,15 +213,13 @@ def training_logits(
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     tokens, positions = jnp.asarray(tokens).reshape(-1), jnp.asarray(positions).reshape(-1)
-    cos_sin = None
-    if config.rope is not None:
-        angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(config.rope.inv_freq, jnp.float32)[None]
-        cos_sin = (jnp.cos(angles) * config.rope.attention_factor, jnp.sin(angles) * config.rope.attention_factor)
+    ropes = [config.rope_of(i) for i in range(len(params.layers))]
+    turns = {rope: _rotation(rope, positions) for rope in dict.fromkeys(ropes)}
     h = embed(params, tokens, positions, config, _dense)
     for i, p in enumerate(params.layers):
         layer = functools.partial(_layer, config=config, layer=i, length=length)
         with jax.named_scope(f"layer{i}"):
-            h = (jax.checkpoint(layer) if remat else layer)(h, p, cos_sin)
+            h = (jax.checkpoint(layer) if remat else layer)(h, p, turns[ropes[i]])
     if params.final_norm is not None:
         h = apply_norm(h, params.final_norm, config)
     return logits(params, h.astype(params.embed.dtype), config, _dense).reshape(batch, length, -1)

@@ -56,6 +56,15 @@ def test_scores_and_gradients_are_those_of_the_plain_forward_pass(name):
         np.testing.assert_allclose(a, b, atol=1e-7 + 2e-4 * size, err_msg=leaf)
 
 
+def test_layers_have_their_own_rotary_embedding_and_norms_of_queries_and_keys_their_offset():
+    config = CONFIGS["gemma3"]
+    params, (row,) = weights(config), tokens_of(config, 1, 24)
+    want, got = jax.jit(lambda p: (forward(p, row, config), training_logits(p, row[None], config)[0]))(params)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    alike = dataclasses.replace(config, local_rope=None, local_layers=())
+    assert not np.allclose(forward(params, row, alike), want, atol=1e-2)
+
+
 def test_positions_and_dtype():
     config = shallow(CONFIGS["opt"])
     params, tokens = weights(config), tokens_of(config, 1, 8)

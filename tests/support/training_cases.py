@@ -16,6 +16,7 @@ CONFIGS: dict[str, ModelConfig] = {
         MODELS["gemma2"], tie_embeddings=True, activation="gelu_tanh", embedding_scale=8.0, norm_offset=1.0,
         attention_scale=0.2,
     ),
+    "gemma3": MODELS["gemma3"],
     "qwen3": MODELS["qwen3"],
     "opt post-norm": dataclasses.replace(
         MODELS["opt"], norm_placement="post", final_norm=False, embedding_size=16, tie_embeddings=True
