@@ -144,7 +144,9 @@ class JaxExecutor:
         if mesh is None:
             self.params = with_adapters(self._prepared(params, plan.ops), self.config, adapters)
         else:
-            self.params, specs = parallel.shard_params(params, plan.loaded_config, mesh, absorbs=plan.absorbs)
+            self.params, specs = parallel.shard_params(
+                params, plan.loaded_config, mesh, absorbs=plan.duplicates_weights
+            )
         self._memory = PoolMemory(self.config, cache.block_size, self.params.dtype, self.device, mesh)
         self.runner = self._sized_runner(mesh, specs)
         self.programs, self.step_format = self.runner.programs, self.runner.step_format

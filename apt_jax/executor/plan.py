@@ -52,8 +52,8 @@ class ExecutorPlan:
     has_adapters: bool
 
     @property
-    def absorbs(self) -> bool:
-        """True: the devices keep W_k and W_v a second time, where there are several."""
+    def duplicates_weights(self) -> bool:
+        """True: where there are several devices, they keep W_k and W_v a second time, cut by input."""
         return self.hidden_mode == "absorb"
 
     def step_format(self, num_blocks: int) -> StepFormat:

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from apt_jax.config import CacheConfig
 from apt_jax.executor.buckets import GREEDY, SAMPLED, KindSet
-from apt_jax.executor.plan import plan_executor
+from apt_jax.executor.plan import ExecutorPlan, plan_executor
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 from apt_jax.models import PRESETS
@@ -84,15 +84,8 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
     runner = abstract_runner(case, chip, ops)
     call = _call(case, runner)
     pool = runner.pools[0]
-
-    def lower() -> Any:
-        if case.donate:
-            return call.lower()
-        function = runner.programs.jitted[call.program].__wrapped__
-        return jax.jit(functools.partial(function, **call.static)).lower(*call.args)
-
     report = compile_program(
-        lower,
+        functools.partial(lower, call, donate=case.donate),
         chip,
         pool=(math.prod(pool.shape) // case.num_devices, pool.dtype.itemsize),
         num_pools=len(runner.pools),
@@ -105,9 +98,8 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
 def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> ProgramRunner:
     """The programs of `JaxExecutor` for GPUs that are not there, with shapes for weights and pools."""
     mesh = make_mesh(chip, case.num_devices)
-    config, dtype = model_of(case), jnp.dtype(case.dtype)
     plan = plan_executor(
-        config,
+        model_of(case),
         cache=CacheConfig(
             mode="hybrid" if case.kinds[1] else "kv",
             block_size=BLOCK_SIZE,
@@ -121,16 +113,33 @@ def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> Pr
         chip=chip.arch,
         attention=ops,
     )
-    one, specs, device = mesh if case.num_devices > 1 else None, None, mesh.devices.flat[0]
-    if one is None:
-        params = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(device)),
-            abstract_params(config, dtype),
-        )
+    return described_runner(plan, mesh, case.dtype, case.num_blocks)
+
+
+def described_runner(plan: ExecutorPlan, mesh: Any, dtype: Any, num_blocks: int) -> ProgramRunner:
+    """The programs of an executor on devices that are only described, with shapes for weights and pools.
+
+    Args:
+        mesh: of the devices, one or several.
+        num_blocks: of a layer's pool, the reserved one included.
+    """
+    device, dtype = mesh.devices.flat[0], jnp.dtype(dtype)
+    if plan.num_devices == 1:
+        mesh, specs, there = None, None, SingleDeviceSharding(device)
+        shapes = abstract_params(plan.config, dtype)
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), shapes)
     else:
-        params, specs = parallel.abstract_shards(plan.loaded_config, dtype, one, absorbs=plan.absorbs)
-    memory = PoolMemory(plan.config, BLOCK_SIZE, dtype, device, one)
-    return ProgramRunner(params, plan.programs(case.num_blocks - 1, one, specs), memory)
+        params, specs = parallel.abstract_shards(plan.loaded_config, dtype, mesh, absorbs=plan.duplicates_weights)
+    memory = PoolMemory(plan.config, plan.block_size, dtype, device, mesh)
+    return ProgramRunner(params, plan.programs(num_blocks - 1, mesh, specs), memory)
+
+
+def lower(call: ProgramCall, *, donate: bool = True) -> Any:
+    """Lower a call of the engine; without `donate` as if nothing were updated in place, for tests of the gates."""
+    if donate:
+        return call.lower()
+    function = call.runner.programs.jitted[call.program].__wrapped__
+    return jax.jit(functools.partial(function, **call.static)).lower(*call.args)
 
 
 def _call(case: StepCase, runner: ProgramRunner) -> ProgramCall:

@@ -241,8 +241,8 @@ def quick(
 ) -> list[KernelCase | tuple[StepCase, str]]:
     """Return cases for a fifth of the time.
 
-    All kernels at all shapes, chips and dtypes in turn, and every op on every chip; all steps, with 8 layers where they
-    have more, for the chips in turn.
+    All kernels at all shapes, chips and dtypes in turn, and every op on every chip; all steps, with few layers, for the
+    chips in turn.
     """
     by_kernel: dict[tuple[str, str], list[KernelCase]] = {}
     for kernel in kernels:
@@ -263,7 +263,13 @@ def quick(
     for case, arch in steps:
         archs.setdefault(case, []).append(arch)
     short = [(case, of_case[i % len(of_case)]) for i, (case, of_case) in enumerate(archs.items())]
-    return [(dataclasses.replace(case, num_layers=min(case.num_layers or 8, 8)), arch) for case, arch in short] + chosen
+    return [(with_few_layers(case), arch) for case, arch in short] + chosen
+
+
+def with_few_layers(case: StepCase) -> StepCase:
+    """The step with two layers, or as many as it has where they are chosen for what they are. Layers repeat."""
+    few = case.num_layers is not None and case.num_layers < 8
+    return case if few else dataclasses.replace(case, num_layers=2)
 
 
 def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -612,15 +618,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in (kernel_table(outcomes), kernel_table(outcomes, SMALL_ARCHS), step_table(outcomes)):
         if len(table) > 1:
             print("\n" + as_text(table))
-    failed = [outcome for outcome in outcomes if outcome.failures]
     if options.write:
         write(outcomes, DOCUMENT, RESULTS)
+    return summarize(outcomes, versions(), start)
+
+
+def summarize(outcomes: Sequence[Any], built: dict[str, str], start: float) -> int:
+    """Print what failed, and a line of JSON; returns the exit status.
+
+    Args:
+        outcomes: with `place` and `failures`.
+        start: of the gate, by `time.perf_counter`.
+    """
+    failed = [outcome for outcome in outcomes if outcome.failures]
     print()
     for outcome in failed:
         print(f"FAILED {outcome.place}: {'; '.join(outcome.failures)}")
     summary = {
         "command": " ".join(sys.argv),
-        "versions": versions(),
+        "versions": built,
         "checked": len(outcomes),
         "failed": len(failed),
         "seconds": round(time.perf_counter() - start, 1),

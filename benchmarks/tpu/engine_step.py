@@ -12,12 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from apt_jax.config import CacheConfig, CacheMode
 from apt_jax.executor.buckets import GREEDY
 from apt_jax.executor.plan import plan_executor
-from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
@@ -80,13 +78,7 @@ def compile_step(case: TpuCase, chip: Chip, ops: KernelBackend | None = None) ->
     pool_bytes = elements * pool.dtype.itemsize * num_layers
     decode, chunks = (0, case.prefill_tokens) if case.prefill_tokens else (case.num_rows, 0)
     call = runner.empty_forward_call(decode, chunks, runner.programs.kind_sets(has_prompts=bool(chunks))[-1])
-
-    def lower() -> Any:
-        if case.donate:
-            return call.lower()
-        function = runner.programs.jitted[call.program].__wrapped__
-        return jax.jit(functools.partial(function, **call.static)).lower(*call.args)
-
+    lower = functools.partial(gpu.lower, call, donate=case.donate)
     forward = compile_program(lower, pool_elements=elements, pool_bytes=pool_bytes)
     # Without the tables of embeddings: of these a step reads a few rows.
     layers = dataclasses.replace(params, embed=None, position=None, head=None)
@@ -109,7 +101,6 @@ def compile_step(case: TpuCase, chip: Chip, ops: KernelBackend | None = None) ->
 def _runner(case: TpuCase, chip: Chip, ops: KernelBackend | None) -> tuple[ProgramRunner, bool]:
     """The engine's programs for TPUs that are not there, with shapes for weights and pools, and whether they absorb."""
     mesh = make_mesh(chip, case.num_devices)
-    dtype = jnp.dtype(case.dtype)
     plan = plan_executor(
         config_of(case),
         cache=CacheConfig(mode=case.cache, block_size=BLOCK_SIZE),
@@ -121,15 +112,7 @@ def _runner(case: TpuCase, chip: Chip, ops: KernelBackend | None) -> tuple[Progr
         chip=chip.name,
         attention=ops or case.backend,
     )
-    one, specs, device = mesh if case.num_devices > 1 else None, None, mesh.devices.flat[0]
-    if one is None:
-        there = SingleDeviceSharding(device)
-        shapes = abstract_params(plan.config, dtype)
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), shapes)
-    else:
-        params, specs = parallel.abstract_shards(plan.loaded_config, dtype, one, absorbs=plan.absorbs)
-    memory = PoolMemory(plan.config, BLOCK_SIZE, dtype, device, one)
-    return ProgramRunner(params, plan.programs(case.num_blocks - 1, one, specs), memory), plan.absorbs
+    return gpu.described_runner(plan, mesh, case.dtype, case.num_blocks), plan.duplicates_weights
 
 
 def weight_bytes(case: TpuCase) -> int:

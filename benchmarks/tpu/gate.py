@@ -22,7 +22,6 @@ import csv
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import multiprocessing
 import os
 import sys
@@ -44,7 +43,7 @@ from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.reference import LogitModifiers
 from apt_jax.pallas import tpu_decode
-from benchmarks.gpu.gate import as_markdown, as_text, replace_between
+from benchmarks.gpu.gate import as_markdown, as_text, replace_between, summarize
 from benchmarks.tpu import engine_step
 from benchmarks.tpu.compile_only import CHIPS, MAX_TEMPORARY_SHARE, MAX_TRAFFIC_RATIO, TpuReport, compile_kernel
 from benchmarks.tpu.engine_step import BLOCK_SIZE, TpuCase
@@ -405,21 +404,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for table in (kernel_table(outcomes), step_table(outcomes)):
         if len(table) > 1:
             print("\n" + as_text(table))
-    failed = [outcome for outcome in outcomes if outcome.failures]
     if options.write:
         write(outcomes, DOCUMENT, RESULTS)
-    print()
-    for outcome in failed:
-        print(f"FAILED {outcome.place}: {'; '.join(outcome.failures)}")
-    summary = {
-        "command": " ".join(sys.argv),
-        "versions": versions(),
-        "checked": len(outcomes),
-        "failed": len(failed),
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    print(json.dumps(summary))
-    return 1 if failed or not outcomes else 0
+    return summarize(outcomes, versions(), start)
 
 
 _LEAST_BLOCKS = 512
