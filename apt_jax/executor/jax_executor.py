@@ -87,6 +87,8 @@ class JaxExecutor:
             where both kinds are offered. Without it `can_convert` is False.
         adapters: LoRA adapters that rows may have, all of them at once; on one device.
         huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
+        keep_params: the caller goes on using `params`. Without it, arrays that several devices hold whole and do not need
+            are deleted.
 
     Raises:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
@@ -109,6 +111,7 @@ class JaxExecutor:
         conversion: bool = False,
         adapters: Sequence[LoraAdapter] = (),
         huge_pages: bool = True,
+        keep_params: bool = False,
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
         self.num_devices = 1 if mesh is None else mesh.size
@@ -145,7 +148,7 @@ class JaxExecutor:
             self.params = with_adapters(self._prepared(params, plan.ops), self.config, adapters)
         else:
             self.params, specs = parallel.shard_params(
-                params, plan.loaded_config, mesh, absorbs=plan.duplicates_weights
+                params, plan.loaded_config, mesh, absorbs=plan.duplicates_weights, keep=keep_params
             )
         self._memory = PoolMemory(self.config, cache.block_size, self.params.dtype, self.device, mesh)
         self.runner = self._sized_runner(mesh, specs)

@@ -98,7 +98,9 @@ def build_engine(
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
         early = early and warm_up and hosts is None
-        executor = make_executor(config, loaded, mesh, conversion=converts(policy), huge_pages=not early)
+        executor = make_executor(
+            config, loaded, mesh, conversion=converts(policy), huge_pages=not early, keep_params=params is not None
+        )
         loaded_s = time.monotonic()
         unprepared = None
         with room_for_steps():
@@ -250,6 +252,7 @@ def make_executor(
     *,
     conversion: bool = False,
     huge_pages: bool = True,
+    keep_params: bool = False,
 ) -> "JaxExecutor":
     """Make the executor of a loaded model; nothing is compiled yet."""
     from apt_jax.executor.jax_executor import JaxExecutor
@@ -268,6 +271,7 @@ def make_executor(
             conversion=conversion,
             adapters=load_adapters(config, loaded),
             huge_pages=huge_pages,
+            keep_params=keep_params,
         )
 
 

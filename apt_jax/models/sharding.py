@@ -193,15 +193,16 @@ def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str) -> NamedSharding:
 
 
 def shard_params(
-    params: ModelParams, config: ModelConfig, mesh: Mesh, *, absorbs: bool
+    params: ModelParams, config: ModelConfig, mesh: Mesh, *, absorbs: bool, keep: bool = False
 ) -> tuple[ModelParams, ModelParams]:
     """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
 
     Args:
-        params: as loaded, anywhere. Leaves that are not needed whole are deleted.
+        params: as loaded, anywhere. Leaves that are not needed whole are deleted, unless `keep`.
         config: of the model as loaded.
         absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by
             feature.
+        keep: the caller goes on using `params`.
     """
     size = mesh.size
     specs = _specs_by_name(with_repeated_heads(config, size), size)
@@ -241,7 +242,7 @@ def shard_params(
 
         layers = zip(cut.layers, params.layers, strict=True)
         cut = dataclasses.replace(cut, layers=tuple(with_inputs(*pair) for pair in layers))
-    for name, leaf in zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True):
+    for name, leaf in () if keep else zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True):
         if is_repeated(name) or is_padded(name):
             leaf.delete()  # every device holds it whole
     return cut, jax.tree.map(lambda leaf: leaf.sharding.spec, cut)

@@ -66,6 +66,9 @@ def test_tokens_are_those_of_one_device_and_the_pool_is_cut(devices, case, sever
     repeats = max(1, several // MODELS[model].num_kv_heads)
     assert cut["pool bytes"] == [one["pool bytes"][0] * repeats // several] * several
     assert one["collectives"] == {}
+    assert one["deleted"] == []
+    assert ("embed" in cut["deleted"]) == (kind != "kv")  # its rows do not divide; the caller of "kv" keeps all
+    assert kind != "kv" or cut["deleted"] == []
     # After attention and after the feed-forward layer, which a parallel layer has as one; norms of all keys and
     # queries; absorbed scores, new queries, and what was absorbed, to its heads; features of layer inputs.
     sums = (1 if MODELS[model].parallel else 2) + (MODELS[model].qk_norm == "lane")

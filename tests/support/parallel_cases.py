@@ -29,7 +29,7 @@ from apt_jax.config import CacheConfig
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
-from apt_jax.models.params import dummy_params
+from apt_jax.models.params import dummy_params, param_names
 from tests.support.generation import greedy
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
@@ -108,7 +108,8 @@ CASES: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def make_executor(model: str, kind: str, attention: Any, size: int) -> JaxExecutor:
+def make_executor(model: str, kind: str, attention: Any, size: int) -> tuple[JaxExecutor, list[str]]:
+    """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     config = MODELS[model]
     # Random tiny models say the same whatever was said before, unless their matrices are large.
     params = dummy_params(config, "float32", 7)
@@ -131,10 +132,12 @@ def make_executor(model: str, kind: str, attention: Any, size: int) -> JaxExecut
         attention="xla",
         mesh=None if size == 1 else parallel.tensor_mesh(size),
         conversion=True,
+        keep_params=kind == "kv",
     )
     for sizes in (executor.buckets.decode, executor.buckets.prefill):
         del sizes[:-1]  # fewer programs to compile
-    return executor
+    leaves = zip(jax.tree.leaves(param_names(config)), jax.tree.leaves(params), strict=True)
+    return executor, [name for name, leaf in leaves if leaf.is_deleted()]
 
 
 @functools.cache
@@ -142,7 +145,7 @@ def run(case: str, size: int) -> dict[str, Any]:
     model, kind, attention = CASES[case]
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]
-    executor = make_executor(model, kind, attention, size)
+    executor, deleted = make_executor(model, kind, attention, size)
     policy = "apt"
     if case.endswith("converted"):  # from layer inputs to keys and values, while they run
         policy = RandomPolicy(3, RandomPlanPolicy(convert=0.7))
@@ -150,6 +153,7 @@ def run(case: str, size: int) -> dict[str, Any]:
     pool = executor.runner.pools[0]
     return {
         "tokens": tokens,
+        "deleted": deleted,
         "converted": getattr(executor.programs.jitted["convert"], "_cache_size")() > 0,  # noqa: B009
         "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
         "collectives": collectives_of(executor.compiled_decode_step(), "layer1"),
