@@ -193,12 +193,26 @@ _IMPLEMENTATIONS: dict[str, Callable[[str | None], KernelBackend]] = {
     "tpu-interpret": functools.partial(_tpu, interpret=True),
 }
 
+_GPU = ("gpu", "cuda")
+_PLATFORMS = {"cpu": ("cpu",), "triton": _GPU, "jax-triton": _GPU, "tpu": ("tpu",)}
+"""Platforms of JAX that an implementation runs on; those that are not here run on all."""
+_DEVICES = {"cpu": "CPUs", "triton": "NVIDIA GPUs", "jax-triton": "NVIDIA GPUs", "tpu": "TPUs"}
+
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
 
 
 def known_attention_ops() -> list[str]:
     """Names that `attention_ops` takes."""
     return sorted(_IMPLEMENTATIONS)
+
+
+def check_platform(name: str, platform: str) -> None:
+    """Raises ValueError where a known implementation does not run on a JAX platform."""
+    if platform not in _PLATFORMS.get(name, (platform,)):
+        others = ", ".join(n for n in known_attention_ops() if platform in _PLATFORMS.get(n, (platform,)))
+        raise ValueError(
+            f"attention implementation {name!r} runs on {_DEVICES[name]}, not on platform {platform!r}; there: {others}"
+        )
 
 
 @functools.cache
@@ -217,8 +231,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
         raise ValueError(
             f"no attention implementation {chosen!r} for platform {platform!r}; known: {known_attention_ops()}"
         )
-    if chosen == "cpu" and platform != "cpu":
-        raise ValueError(f"attention implementation 'cpu' runs on CPUs, not on platform {platform!r}")
+    check_platform(chosen, platform)
     try:
         ops = _IMPLEMENTATIONS[chosen](chip)
     except (KernelBuildError, _MissingBackendError) as error:

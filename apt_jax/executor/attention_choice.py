@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from apt_jax.backends import attention_ops
+from apt_jax.backends import attention_ops, check_platform
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import HiddenMode, ModelConfig
@@ -148,18 +148,26 @@ def chip_of(device: Any) -> str | None:
         raise ConfigError(f"{device.device_kind}: {error}; use xla (--attention-backend xla)") from None
 
 
-def check_attention(config: EngineConfig, model: ModelConfig, device: Any) -> None:
-    """Refuse a GPU or a model that the kernels have no tiles for, before anything is loaded.
+def check_attention(config: EngineConfig, device: Any, read_model: Callable[[], ModelConfig]) -> None:
+    """Refuse kernels that another platform has, and a GPU or a model that the kernels have no tiles for, before anything
+    is loaded.
+
+    Args:
+        read_model: called where the model decides.
 
     Raises:
         ConfigError: one line with the numbers and what to do.
     """
+    try:
+        check_platform(config.attention_backend or "", device.platform)
+    except ValueError as error:
+        raise ConfigError(f"{error} (--attention-backend)") from None
     if device.platform not in ("gpu", "cuda") or config.attention_backend not in (None, "triton", "jax-triton"):
         return
     chip = chip_of(device)
     from apt_jax.pallas.triton_tiles import check_chip
 
     try:
-        check_chip(chip, model.head_dim)
+        check_chip(chip, read_model().head_dim)
     except ValueError as error:
         raise ConfigError(f"{device.device_kind}: {error}; use xla (--attention-backend xla)") from None

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from apt_jax.distributed.hosts import Hosts, Leader
     from apt_jax.executor.jax_executor import JaxExecutor
     from apt_jax.models import LoadedModel, ModelParams
+    from apt_jax.models.config import ModelConfig
     from apt_jax.models.lora import LoraAdapter
     from apt_jax.sched.costs.fit import CostModel
 
@@ -232,9 +233,12 @@ def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "
     from apt_jax.models import sharding as parallel
 
     ours = config.parallel
-    if (device := jax.local_devices()[0]).platform != "cpu":
+
+    def read_model() -> "ModelConfig":
         resolved = resolve_model(config.model, allow_preset=config.load_format == "dummy")
-        check_attention(config, read_model_config(resolved.fields, config.max_model_len)[1], device)
+        return read_model_config(resolved.fields, config.max_model_len)[1]
+
+    check_attention(config, jax.local_devices()[0], read_model)
     if ours.nnodes == 1:  # only rank 0's JAX stores what it compiles, and all ranks must do the same
         use_compile_cache()
     mesh = None

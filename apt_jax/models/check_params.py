@@ -26,8 +26,8 @@ def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
         leaves = jax.tree.structure(names).flatten_up_to(params)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"{where}: not the parameters of a {config.family} model of this configuration as load_model returns them "
-            "(those of a running engine have another layout)"
+            f"{where}: not the parameters of a model of the family {config.family} with {config.num_layers} layers, as load_model "
+            "and from_nnx return them (those of a running engine have another layout, and an NNX module is none: call from_nnx)"
         ) from None
     check_leaves(dict(zip(jax.tree.leaves(names), leaves, strict=True)), config, where)
 

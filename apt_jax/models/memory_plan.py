@@ -134,8 +134,8 @@ def _plan(
     least = 1 if cache.mode == "hidden" else 2
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(
-            f"the weights take {weights / 2**30:.1f} GiB on each of {num_devices} devices and a step {step / 2**30:.1f} GiB: "
-            f"the {device_bytes / 2**30:.3g} GiB that JAX takes leave no room for {max(least, num_blocks)} blocks of cache"
+            f"the weights take {weights / 2**30:.2f} GiB on each device ({num_devices}) and a step {step / 2**30:.2f} GiB: "
+            f"the {device_bytes / 2**30:.2f} GiB that JAX takes leave no room for {max(least, num_blocks)} blocks of cache"
         )
     tokens = {} if cache.mode == "hidden" else {"kv": num_blocks // 2 * cache.block_size}
     if hidden:

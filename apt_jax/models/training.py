@@ -205,8 +205,13 @@ def training_logits(
         remat: keep the inputs of layers alone for the gradient, and compute the layers again.
 
     Returns:
-        float32 logits; row t depends on tokens [0, t] only.
+        float32 logits; row t depends on tokens [0, t] only. Ids and positions that the model does not have are not found.
+
+    Raises:
+        ValueError: tokens of another shape or dtype.
     """
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers (sequences, tokens), not {tokens.dtype} {list(tokens.shape)}")
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     batch, length = tokens.shape

@@ -630,6 +630,8 @@ def summarize(outcomes: Sequence[Any], built: dict[str, str], start: float) -> i
         outcomes: with `place` and `failures`.
         start: of the gate, by `time.perf_counter`.
     """
+    if not outcomes:
+        print("nothing was checked: no item's description contains what --match says", file=sys.stderr)
     failed = [outcome for outcome in outcomes if outcome.failures]
     print()
     for outcome in failed:

@@ -16,6 +16,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.executor import attention_choice
 from apt_jax.executor.attention_choice import check_attention, chip_of, choose_attention, needed_extras
 from apt_jax.executor.compiler_options import compiler_options
+from apt_jax.frontend.builder import load_weights
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.config import ModelConfig
 from apt_jax.ops.backend import ATTENTION_OPS, EXTRAS, RULES, KernelBackend
@@ -111,14 +112,14 @@ def test_cards_and_heads_without_tiles_are_refused_in_one_line() -> None:
 
     wide = dataclasses.replace(model("opt-13b"), head_dim=512, num_heads=10, num_kv_heads=10)
     config = EngineConfig(model="opt-13b", load_format="dummy")
-    check_attention(config, model("opt-13b"), gpu("8.9"))
+    check_attention(config, gpu("8.9"), lambda: model("opt-13b"))
     with pytest.raises(ConfigError, match=r"Tesla X: .* 7\.5 is too old .*--attention-backend xla"):
-        check_attention(config, model("opt-13b"), gpu("7.5"))
+        check_attention(config, gpu("7.5"), lambda: model("opt-13b"))
     with pytest.raises(ConfigError, match=r"heads of 512 lanes .* 256 .* 99 KiB .*--attention-backend xla"):
-        check_attention(config, wide, gpu("8.9"))
+        check_attention(config, gpu("8.9"), lambda: wide)
     by_xla = dataclasses.replace(config, attention_backend="xla")
-    check_attention(by_xla, wide, gpu("7.5"))
-    check_attention(config, wide, SimpleNamespace(platform="cpu"))
+    check_attention(by_xla, gpu("7.5"), lambda: wide)
+    check_attention(config, SimpleNamespace(platform="cpu"), lambda: wide)
     with pytest.raises(ValueError, match="no tiles for chip='sm_70'"):
         check_chip("sm_70", 128)
 
@@ -160,3 +161,15 @@ def test_the_example_in_plain_triton_has_no_rules() -> None:
     example, kernels = (attention_ops("gpu", name, "sm_80") for name in ("jax-triton", "triton"))
     assert not example.extras_of("decode_absorbed") & (RULES | {"input width"})
     assert example.extras_of("decode_kv") == kernels.extras_of("decode_kv")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("triton", "NVIDIA GPUs"), ("jax-triton", "NVIDIA GPUs"), ("tpu", "TPUs")]
+)
+def test_kernels_of_another_platform_are_refused_before_anything_is_loaded(name, devices, monkeypatch) -> None:
+    monkeypatch.setattr("apt_jax.models.load_model", lambda *_: pytest.fail("loaded"))
+    config = EngineConfig(model="tiny-opt", attention_backend=name)
+    with pytest.raises(ConfigError, match=f"{name!r} runs on {devices}, not on platform 'cpu'; there: cpu, .*xla"):
+        load_weights(config)
+    with pytest.raises(ConfigError, match=f"runs on {devices}"):
+        choose_attention("cpu", name, None, {})

@@ -104,7 +104,7 @@ def test_a_checkpoint_comes_back(tmp_path):
 def test_what_does_not_fit_is_named():
     config = CONFIGS["llama"]
     params = weights(config)
-    with pytest.raises(ConfigError, match="to_nnx: not the parameters of a test model"):
+    with pytest.raises(ConfigError, match="to_nnx: not the parameters of a model of the family test with 2 layers"):
         to_nnx(params, dataclasses.replace(config, tie_embeddings=True))
     with pytest.raises(ConfigError, match="layout"):
         to_nnx(fuse_products(params, keep=False), config)
@@ -255,7 +255,7 @@ def test_weights_are_cast_and_shared(tmp_path):
 def test_weights_that_cannot_be_served_are_refused(tmp_path):
     config = write(tmp_path, "OPTForCausalLM")
     params = weights(config)
-    with pytest.raises(ConfigError, match="params: not the parameters of a opt model"):
+    with pytest.raises(ConfigError, match="params: not the parameters of a model of the family opt with 1 layers"):
         serve(tmp_path, dataclasses.replace(params, layers=()))
     bad = dataclasses.replace(params, embed=params.embed.at[3, 3].set(jnp.nan))
     with pytest.raises(ConfigError, match="params: 'embed' holds NaN or infinite values in float32"):

@@ -1,6 +1,7 @@
 """The forward pass for training against the plain one, and its gradients."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -90,3 +91,10 @@ def test_layers_that_are_computed_again_have_the_same_gradient():
 
     kept, again = jax.jit(lambda: (gradient(False), gradient(True)))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), kept, again)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros(4, np.int32), np.zeros((1, 4), np.float32)])
+def test_other_tokens_are_refused_with_what_they_are(tokens):
+    with pytest.raises(ValueError, match=r"integers \(sequences, tokens\), not "):
+        # Without the checks of types, which only tests have.
+        inspect.unwrap(training_logits)(weights(CONFIGS["opt"]), tokens, CONFIGS["opt"])

@@ -149,7 +149,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     if config.quantization is not None:
         raise ConfigError("--memory-plan plans weights as they are; leave out --quantization")
     fields = resolve_model(config.model, allow_preset=True).fields
-    config = with_auto_dtype(config, fields)
+    config = with_auto_dtype(config, fields, "gpu")
     model = read_model_config(fields, config.max_model_len)[1]
     devices = config.parallel.tensor_parallel_size
     plan = memory_plan(
@@ -164,7 +164,8 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     )
     gib = 2**30
     each = {
-        "model": f"{config.model}, {model.num_params / 1e9:.1f} billion parameters, {config.dtype}",
+        "model": f"{config.model}, {model.num_params / 1e9:.1f} billion parameters",
+        "dtype (--dtype)": config.dtype,
         "devices": devices,
         "memory (GiB)": round(device_bytes / gib, 1),
         f"of it for JAX, {memory_fraction():.0%} (GiB)": round(device_bytes * memory_fraction() / gib, 1),
@@ -173,6 +174,13 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
         f"pool, {config.cache.device_memory_utilization:.0%} of the rest (GiB)": round(plan.pool_bytes / gib, 2),
         "blocks": plan.num_blocks,
     } | {f"{kind}: pool (tokens)": count for kind, count in plan.tokens.items()}
+    if config.cache.mode == "hybrid" and "hidden" not in plan.tokens:
+        each["hidden: pool (tokens)"] = "not offered for this model"
+    longest = config.max_model_len or model.max_position
+    fits = max(plan.tokens.values())
+    each["longest context (tokens)"] = (
+        longest if fits >= longest else f"{longest}, of which {fits} fit the pool: longer requests are rejected"
+    )
     cut = {
         leaf.name: f"{' x '.join(map(str, leaf.shape))}  cut: {leaf.cut or '-'}  {leaf.device_bytes / 2**20:,.1f} MiB a device"
         for leaf in plan.leaves
