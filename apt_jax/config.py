@@ -211,8 +211,8 @@ class EngineConfig:
         _require(bool(self.model), "model must not be empty (MODEL)")
         check_options(self)
         _require(
-            self.quantization is None or self.parallel.tensor_parallel_size == 1,
-            f"quantization={self.quantization!r} runs on one device; leave out -tp or --quantization",
+            self.quantization != "gguf" or self.parallel.tensor_parallel_size == 1,
+            "quantization='gguf' runs on one device; use int8, or leave out -tp or --quantization",
         )
         self._check_adapters(self.lora_modules or {})
 

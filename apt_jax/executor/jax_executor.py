@@ -62,7 +62,7 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.lora import LoraAdapter, adapt_keys, with_adapters
 from apt_jax.models.params import ModelParams
-from apt_jax.models.quantize import quantize_params, widen_keys
+from apt_jax.models.quantize import delete_replaced, quantize_params, widen_keys
 from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.utils.activity import activity
@@ -88,7 +88,7 @@ class JaxExecutor:
         adapters: LoRA adapters that rows may have, all of them at once; on one device.
         huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
         keep_params: the caller goes on using `params`. Without it, arrays that several devices hold whole and do not need
-            are deleted.
+            are deleted, and those that int8 replaces.
 
     Raises:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
@@ -115,8 +115,8 @@ class JaxExecutor:
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
         self.num_devices = 1 if mesh is None else mesh.size
-        if quantization is not None and mesh is not None:
-            raise ConfigError(f"quantization={quantization!r} runs on one device; leave out -tp or --quantization")
+        if quantization == "gguf" and mesh is not None:
+            raise ConfigError("quantization='gguf' runs on one device; use int8, or leave out -tp or --quantization")
         if adapters and mesh is not None:
             raise ConfigError("LoRA adapters run on one device; leave out -tp or --lora-modules")
         # One that this process can ask.
@@ -143,9 +143,10 @@ class JaxExecutor:
         self.hidden_mode, self.mixed, self.buckets = plan.hidden_mode, plan.mixed, plan.buckets
         self.can_convert = conversion and all(self.kinds_offered)
         self.attention_name, self.rows_per_tile = plan.ops.name, plan.ops.rows_per_tile
+        params = self._prepared(params, plan.ops, keep=keep_params)
         specs = None
         if mesh is None:
-            self.params = with_adapters(self._prepared(params, plan.ops), self.config, adapters)
+            self.params = with_adapters(params, self.config, adapters)
         else:
             self.params, specs = parallel.shard_params(
                 params, plan.loaded_config, mesh, absorbs=plan.duplicates_weights, keep=keep_params
@@ -207,17 +208,21 @@ class JaxExecutor:
                 raise self._memory.shortage(self.num_blocks, free) from error
             raise
 
-    def _prepared(self, params: ModelParams, ops: KernelBackend) -> ModelParams:
-        """The weights as one device computes with them."""
-        hidden, dtype = self.kinds_offered.hidden, params.dtype
-        tiles = ops.tiles and dtype in (jnp.float32, jnp.bfloat16)
+    def _prepared(self, params: ModelParams, ops: KernelBackend, *, keep: bool) -> ModelParams:
+        """The weights as one device computes with them, or before several share them. `keep`: the caller goes on using
+        `params`; else those that int8 replaces are deleted a layer at a time."""
+        hidden, dtype, alone = self.kinds_offered.hidden, params.dtype, self.num_devices == 1
+        tiles = alone and ops.tiles and dtype in (jnp.float32, jnp.bfloat16)
         integers = ops.integer_products or dtype == jnp.float32
 
-        def prepared(params: ModelParams) -> ModelParams:
-            if self.platform == "cpu":
+        def prepared(given: ModelParams) -> ModelParams:
+            params = given
+            if alone and self.platform == "cpu":
                 params = fuse_products(params, keep=hidden)
             if self.quantization == "int8":
                 params = quantize_params(params, keep=hidden)
+                if not keep:
+                    delete_replaced(given, params)
             if self.quantization == "gguf" and hidden:
                 params = widen_keys(params, dtype)
             return tile_params(params, keep=hidden, integers=integers) if tiles else params

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float, Int32, Shaped
 
 from apt_jax.models.attention import AttentionInputs, attend, key_norm, logit_modifiers
 from apt_jax.models.config import ModelConfig, RopeConfig
@@ -107,6 +107,18 @@ def _adapted_feed_forward(
     return adapted(down, up, p, [("w_down", config.hidden_size)], index, ops)
 
 
+def _rows(w: Any, rows: Int32[Array, " T"], dtype: Any) -> Shaped[Array, "T I"]:
+    """Rows of a matrix, an array or one of `FLAT_MATRICES`, in `dtype`."""
+    if isinstance(w, GroupedMatrix | IntegerTiles):
+        return w.rows(rows).astype(dtype)
+    if not isinstance(w, QuantizedMatrix | TiledMatrix):
+        return w[rows]
+    values = w.values[rows] if isinstance(w, QuantizedMatrix) else rows_of(w, rows)
+    if w.scale is not None:
+        values = values.astype(jnp.float32) * w.scale[rows].astype(jnp.float32)[:, None]
+    return values.astype(dtype)
+
+
 def embed(
     params: ModelParams,
     token_ids: Int32[Array, " T"],
@@ -116,21 +128,14 @@ def embed(
     tensor: TensorParallel | None = None,
 ) -> Float[Array, "T D"]:
     """Token embeddings, the input of the first layer, float32."""
-    h = params.embed
-    if tensor is not None:
-        index = token_ids - tensor.rank * h.shape[0]
-        mine = (index >= 0) & (index < h.shape[0])
-        rows = jnp.where(mine[:, None], h[jnp.where(mine, index, 0)], jnp.zeros((), h.dtype))
-        h = tensor.sum(rows)
-    elif isinstance(h, GroupedMatrix | IntegerTiles):
-        h = h.rows(token_ids).astype(params.dtype)
-    elif isinstance(h, QuantizedMatrix | TiledMatrix):
-        rows = h.values[token_ids] if isinstance(h, QuantizedMatrix) else rows_of(h, token_ids)
-        if h.scale is not None:
-            rows = rows.astype(jnp.float32) * h.scale[token_ids].astype(jnp.float32)[:, None]
-        h = rows.astype(params.dtype)
+    if tensor is None:
+        h = _rows(params.embed, token_ids, params.dtype)
     else:
-        h = h[token_ids]
+        there = params.embed.shape[0]
+        index = token_ids - tensor.rank * there
+        mine = (index >= 0) & (index < there)
+        rows = _rows(params.embed, jnp.where(mine, index, 0), params.dtype)
+        h = tensor.sum(jnp.where(mine[:, None], rows, jnp.zeros((), rows.dtype)))
     if params.project_in is not None:
         h = apply_dense(h, params.project_in, None, product)
     h = h.astype(jnp.float32)

@@ -55,6 +55,14 @@ def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
     return map_matrices(params, _quantize, keep=effective if keep else None)
 
 
+def delete_replaced(before: ModelParams, after: ModelParams) -> None:
+    """Delete the arrays of a model that its quantized form has not."""
+    kept = {id(leaf) for leaf in jax.tree.leaves(after)}
+    for leaf in jax.tree.leaves(before):
+        if id(leaf) not in kept:
+            leaf.delete()
+
+
 def widen_keys(params: ModelParams, dtype: Any) -> ModelParams:
     """wk and wv of a `GroupedMatrix` as what its integers stand for, in `dtype`: attention over layer inputs absorbs or
     reprojects with them by themselves."""

@@ -30,6 +30,7 @@ from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams, abstract_params, param_axes, param_names
+from apt_jax.ops.weights import QuantizedMatrix
 
 AXIS = "tensor"
 """Name of the mesh axis."""
@@ -198,7 +199,8 @@ def shard_params(
     """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
 
     Args:
-        params: as loaded, anywhere. Leaves that are not needed whole are deleted, unless `keep`.
+        params: as loaded, or as `quantize_params` leaves them, anywhere. Leaves that are not needed whole are deleted,
+            unless `keep`.
         config: of the model as loaded.
         absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by
             feature.
@@ -219,7 +221,23 @@ def shard_params(
     def is_padded(name: str) -> bool:
         return name in ("embed", "head", "head_bias") and config.vocab_size % size > 0
 
+    def placed_integers(name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """Values cut as the matrix is, with the scales of their outputs."""
+        values, scale = matrix.values, matrix.scale
+        if is_repeated(name):
+            heads = (config.num_kv_heads, config.head_dim)
+            values = jnp.repeat(values.reshape(*heads, -1), repeats, axis=0).reshape(-1, values.shape[1])
+            scale = jnp.repeat(scale.reshape(heads), repeats, axis=0).reshape(-1)
+        outputs, *inputs = specs[name]
+        if is_padded(name):
+            outputs, more = AXIS, -values.shape[0] % size
+            values, scale = jnp.pad(values, ((0, more), (0, 0))), jnp.pad(scale, (0, more))
+        cut = P(outputs, AXIS if AXIS in inputs else None)
+        return QuantizedMatrix(values=put(values, cut), scale=put(scale, P(outputs)))
+
     def placed(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, QuantizedMatrix):
+            return placed_integers(name, leaf)
         if is_repeated(name):
             lanes = name.endswith("k_norm")
             heads = leaf.reshape(config.num_kv_heads, -1) if lanes else leaf
@@ -242,9 +260,11 @@ def shard_params(
 
         layers = zip(cut.layers, params.layers, strict=True)
         cut = dataclasses.replace(cut, layers=tuple(with_inputs(*pair) for pair in layers))
-    for name, leaf in () if keep else zip(jax.tree.leaves(names), jax.tree.leaves(params), strict=True):
+    leaves = jax.tree.structure(names).flatten_up_to(params)
+    for name, leaf in () if keep else zip(jax.tree.leaves(names), leaves, strict=True):
         if is_repeated(name) or is_padded(name):
-            leaf.delete()  # every device holds it whole
+            for array in jax.tree.leaves(leaf):
+                array.delete()  # every device holds it whole
     return cut, jax.tree.map(lambda leaf: leaf.sharding.spec, cut)
 
 

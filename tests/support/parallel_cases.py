@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 
-from apt_jax.config import CacheConfig
+from apt_jax.config import CacheConfig, Quantization
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
@@ -105,10 +105,12 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "norm of all keys, fewer than devices": ("olmo2 grouped", "kv", "auto"),
     "caps and windows, hidden": ("gemma2", "hidden", "absorb"),
     "rotary embeddings by layer, hidden": ("gemma3", "hidden", "absorb"),
+    "int8, both": ("opt", "hybrid", "absorb"),
+    "int8, fewer key heads than devices": ("llama grouped", "kv", "auto"),
 }
 
 
-def make_executor(model: str, kind: str, attention: Any, size: int) -> tuple[JaxExecutor, list[str]]:
+def make_executor(model: str, kind: str, attention: Any, size: int, quantization: Quantization) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     config = MODELS[model]
     # Random tiny models say the same whatever was said before, unless their matrices are large.
@@ -130,6 +132,7 @@ def make_executor(model: str, kind: str, attention: Any, size: int) -> tuple[Jax
         max_num_batched_tokens=32,
         max_model_len=96,
         attention="xla",
+        quantization=quantization,
         mesh=None if size == 1 else parallel.tensor_mesh(size),
         conversion=True,
         keep_params=kind == "kv",
@@ -145,7 +148,8 @@ def run(case: str, size: int) -> dict[str, Any]:
     model, kind, attention = CASES[case]
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]
-    executor, deleted = make_executor(model, kind, attention, size)
+    quantization: Quantization = "int8" if case.startswith("int8") else None
+    executor, deleted = make_executor(model, kind, attention, size, quantization)
     policy = "apt"
     if case.endswith("converted"):  # from layer inputs to keys and values, while they run
         policy = RandomPolicy(3, RandomPlanPolicy(convert=0.7))
