@@ -11,7 +11,7 @@ from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.params import ModelParams, abstract_params, param_names
+from apt_jax.models.params import ModelParams, abstract_params, is_matrix, param_names
 from apt_jax.utils.device_memory import MEMORY_FRACTION
 
 
@@ -58,8 +58,12 @@ def memory_plan(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     memory_fraction: float = 1.0,
+    int8: bool = False,
 ) -> MemoryPlan:
     """Plan a model on so many devices of so many bytes each, of which JAX takes `memory_fraction`.
+
+    Args:
+        int8: once the model is loaded, its matrices are rounded (`models.quantize`).
 
     Raises:
         ConfigError: it cannot be cut for them, or does not fit; then the flags are named that would help.
@@ -71,6 +75,7 @@ def memory_plan(
         "device_bytes": int(device_bytes * memory_fraction),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "int8": int8,
     }
 
     def fits(**changes: Any) -> bool:
@@ -90,6 +95,7 @@ def memory_plan(
         ways = {
             f"more devices (-tp {enough})": enough is not None,
             "a 16-bit --dtype": jnp.dtype(dtype).itemsize > 2 and fits(dtype="bfloat16"),
+            "--quantization int8": not int8 and fits(int8=True),
             "a smaller --max-num-batched-tokens or --max-num-seqs": fits(max_num_seqs=1, max_num_batched_tokens=1),
             "a smaller --num-blocks-override": cache.num_blocks_override is not None and fits(cache=fewest),
             "a larger --device-memory-utilization": fits(cache=whole),
@@ -109,6 +115,7 @@ def _plan(
     device_bytes: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    int8: bool,
 ) -> MemoryPlan:
     parallel.check_size(config, num_devices)
     config = parallel.with_repeated_heads(config, num_devices)
@@ -118,6 +125,14 @@ def _plan(
     hidden = parallel.offers_hidden(config, cache, num_devices)
     absorbs = hidden and config.hidden_mode == "absorb" and cache.hidden_attention != "reproject"
     leaves = _leaves(config, params, num_devices)
+    if int8:
+        loaded = sum(leaf.device_bytes for leaf in leaves)
+        if loaded > device_bytes:
+            raise _NoRoomError(
+                f"the weights take {loaded / 2**30:.2f} GiB on each device ({num_devices}) before they are rounded, and JAX takes "
+                f"{device_bytes / 2**30:.2f} GiB"
+            )
+        leaves = _leaves(config, params, num_devices, kept=("wk", "wv") if hidden else ())
     if absorbs and num_devices > 1:  # W_k and W_v again, cut by input
         leaves += [
             dataclasses.replace(leaf, name=f"{leaf.name}_inputs", cut=f"-, -, {parallel.AXIS}")
@@ -150,14 +165,25 @@ def _plan(
     )
 
 
-def _leaves(config: ModelConfig, params: ModelParams, num_devices: int) -> list[Leaf]:
-    """The leaves of one layer for all, and those outside of layers."""
+def _leaves(
+    config: ModelConfig, params: ModelParams, num_devices: int, kept: tuple[str, ...] | None = None
+) -> list[Leaf]:
+    """The leaves of one layer for all, and those outside of layers.
+
+    Args:
+        kept: matrices that stay as they are where all others are int8, with a float32 scale for each output; None: all.
+    """
     found: dict[str, Leaf] = {}
     names = jax.tree.leaves(param_names(config))
     for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
         spec = parallel.leaf_spec(config, num_devices, name)
         shares = num_devices if parallel.AXIS in spec else 1
-        size = math.prod(leaf.shape) * leaf.dtype.itemsize // shares
+        count, field = math.prod(leaf.shape), name.rpartition(".")[2]
+        if kept is None or not is_matrix(name) or field in kept:
+            size = count * leaf.dtype.itemsize // shares
+        else:
+            outputs = math.prod(leaf.shape[:-1] if field in ("wq", "wk", "wv") else leaf.shape[:1])
+            size = count // shares + 4 * outputs // (shares if tuple(spec)[:1] == (parallel.AXIS,) else 1)
         alike = ".".join("*" if part.isdecimal() else part for part in name.split("."))
         if alike in found:
             size += found[alike].device_bytes

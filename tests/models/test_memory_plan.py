@@ -1,11 +1,14 @@
 """Memory plans: models that fit devices, and the advice where one does not."""
 
+import jax
 import pytest
 
 from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.memory_plan import MemoryPlan, memory_plan
+from apt_jax.models.params import dummy_params
+from apt_jax.models.quantize import quantize_params
 
 GIB = 2**30
 USUAL = {
@@ -16,6 +19,7 @@ HELPS = {
     "devices with more memory": {"device_bytes": 400 * GIB},
     "-tp": {"num_devices": 12},
     "--dtype": {"dtype": "bfloat16"},
+    "--quantization": {"int8": True},
     "--max-num-batched-tokens": {"max_num_batched_tokens": 64, "max_num_seqs": 2},
     "--num-blocks-override": {"num_blocks_override": 4},
     "--device-memory-utilization": {"device_memory_utilization": 1.0},
@@ -45,6 +49,7 @@ def test_weights_step_and_pool_fit_the_device():
     [
         ({"device_bytes": GIB // 16}, {"-tp"}),
         ({"device_bytes": GIB // 6, "dtype": "float32"}, {"-tp", "--dtype"}),
+        ({"device_bytes": GIB // 9}, {"-tp", "--quantization", "--max-num-batched-tokens"}),
         ({"device_bytes": GIB // 2, "max_num_seqs": 4096}, {"--max-num-batched-tokens"}),
         ({"num_blocks_override": 30_000}, {"-tp", "--num-blocks-override"}),
         ({"device_memory_utilization": 1e-4}, {"-tp", "--device-memory-utilization"}),
@@ -61,3 +66,15 @@ def test_what_is_advised_helps_and_what_would_not_is_not(trouble, advised):
     for name in HELPS.keys() - named - {"--num-blocks-override"}:  # which helps a share that is too small as well
         with pytest.raises(ConfigError):
             plan(**{**trouble, **HELPS[name]})
+
+
+@pytest.mark.parametrize("mode", ["kv", "hybrid"])
+def test_plans_of_int8_weights_are_what_rounded_weights_take(mode):
+    model = read_model_config({**PRESETS["opt-125m"], "num_hidden_layers": 1, "vocab_size": 1000})[1]
+    params = dummy_params(model, "bfloat16", 0)
+    kept = quantize_params(params, keep=mode == "hybrid")
+    made = memory_plan(
+        model, "bfloat16", CacheConfig(mode=mode, hidden_attention="reproject"), num_devices=1, device_bytes=GIB,
+        max_num_seqs=8, max_num_batched_tokens=64, int8=True,
+    )  # fmt: skip
+    assert made.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(kept))

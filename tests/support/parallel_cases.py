@@ -110,7 +110,9 @@ CASES: dict[str, tuple[str, str, Any]] = {
 }
 
 
-def make_executor(model: str, kind: str, attention: Any, size: int, quantization: Quantization) -> tuple[JaxExecutor, list[str]]:
+def make_executor(
+    model: str, kind: str, attention: Any, size: int, quantization: Quantization
+) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     config = MODELS[model]
     # Random tiny models say the same whatever was said before, unless their matrices are large.

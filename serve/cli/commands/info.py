@@ -146,8 +146,8 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     from apt_jax.models.memory_plan import memory_plan
     from apt_jax.utils.device_memory import memory_fraction
 
-    if config.quantization is not None:
-        raise ConfigError("--memory-plan plans weights as they are; leave out --quantization")
+    if config.quantization == "gguf":
+        raise ConfigError("--memory-plan plans weights as they are or as int8; leave out --quantization gguf")
     fields = resolve_model(config.model, allow_preset=True).fields
     config = with_auto_dtype(config, fields, "gpu")
     model = read_model_config(fields, config.max_model_len)[1]
@@ -161,11 +161,13 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         memory_fraction=memory_fraction(),
+        int8=config.quantization == "int8",
     )
     gib = 2**30
     each = {
         "model": f"{config.model}, {model.num_params / 1e9:.1f} billion parameters",
         "dtype (--dtype)": config.dtype,
+        "quantization": config.quantization or "none: weights as they are",
         "devices": devices,
         "memory (GiB)": round(device_bytes / gib, 1),
         f"of it for JAX, {memory_fraction():.0%} (GiB)": round(device_bytes * memory_fraction() / gib, 1),
