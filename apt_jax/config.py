@@ -201,6 +201,9 @@ class EngineConfig:
     reasoning_parser: str = "auto"
     """How reasoning is told apart in chat completions: ``auto`` (by the chat template), ``none``, or a name of
     `serve.http_api.tool_calls.reasoning.PARSERS`."""
+    load_executables: bool = option(True)
+    """Load programs that an earlier start has compiled, on one host, without tracing and lowering them again (default:
+    on)."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")
     """Random seed of dummy weights and of sampled requests that have none."""
     cache: CacheConfig = CacheConfig()

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("apt_jax", "serve")
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+PICKLING = {"jax.experimental.serialize_executable"}
 """Read or write what runs code when it is read."""
 CALLS = {
     "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
@@ -26,6 +27,10 @@ ALLOWED = {
     ("apt_jax/models/__init__.py", "importlib.import_module"): "names of the package's own table",
     ("serve/cli/main.py", "importlib.import_module"): "commands of the package's own table",
     ("apt_jax/sched/registry.py", "importlib.import_module"): "a policy that the operator names by a flag",
+    (
+        "apt_jax/executor/executables.py",
+        "jax.experimental.serialize_executable",
+    ): "entries of the user's own cache directory, by a list of what they may name",
     ("apt_jax/models/loading/loader.py", "allow_pickle"): "--load-format pt, for tensors alone (weights_only)",
 }
 """Calls that look like bans, and why they are none."""
@@ -46,7 +51,7 @@ def bans(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.partition(".")[0] in MODULES:
+                if alias.name.partition(".")[0] in MODULES or alias.name in PICKLING:
                     yield node.lineno, alias.name
                 if alias.asname is not None:
                     names[alias.asname] = alias.name
@@ -54,6 +59,7 @@ def bans(tree: ast.AST) -> Iterator[tuple[int, str]]:
             module = node.module or ""
             if module.partition(".")[0] in MODULES:
                 yield node.lineno, module
+            yield from ((node.lineno, name) for alias in node.names if (name := f"{module}.{alias.name}") in PICKLING)
             names |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -90,6 +96,8 @@ def test_nothing_runs_code_that_it_finds_in_data() -> None:
         "import pickle as p",
         "from pickle import loads",
         "import dill",
+        "import jax.experimental.serialize_executable",
+        "from jax.experimental import serialize_executable",
         "from joblib import load",
         "import marshal",
         "import shelve",

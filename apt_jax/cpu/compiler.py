@@ -52,7 +52,7 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-def _cpu() -> str:
+def describe_cpu() -> str:
     """Description of the CPU, on which `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
@@ -65,7 +65,7 @@ def _cpu() -> str:
 def library_name(compiler: Sequence[str]) -> str:
     """Name of the library's file: a hash of everything that it depends on."""
     sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
-    parts = (*sources, metadata.version("jaxlib"), _cpu(), *compiler, *_flags())
+    parts = (*sources, metadata.version("jaxlib"), describe_cpu(), *compiler, *_flags())
     return f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
 
 

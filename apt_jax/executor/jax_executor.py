@@ -14,6 +14,7 @@ everything else is the same on all of them.
 
 import dataclasses
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 from apt_jax.config import CacheConfig, Quantization
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, one_line
 from apt_jax.executor.attention_choice import chip_of
 from apt_jax.executor.base import (
     Conversions,
@@ -68,6 +69,8 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.utils.activity import activity
 from apt_jax.utils.allocator import huge_pages_for, keep_freed_memory, use_huge_pages
 
+logger = logging.getLogger(__name__)
+
 
 class JaxExecutor:
     """Implements `apt_jax.executor.Executor` on one device, or on several as one.
@@ -87,6 +90,7 @@ class JaxExecutor:
             where both kinds are offered. Without it `can_convert` is False.
         adapters: LoRA adapters that rows may have, all of them at once; on one device.
         huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
+        load_executables: load programs that an earlier start has compiled, where it kept them (`executables`).
         keep_params: the caller goes on using `params`. Without it, arrays that several devices hold whole and do not need
             are deleted, and those that int8 replaces.
 
@@ -111,6 +115,7 @@ class JaxExecutor:
         conversion: bool = False,
         adapters: Sequence[LoraAdapter] = (),
         huge_pages: bool = True,
+        load_executables: bool = False,
         keep_params: bool = False,
     ) -> None:
         mesh = None if mesh is None or mesh.size == 1 else mesh
@@ -152,6 +157,7 @@ class JaxExecutor:
                 params, plan.loaded_config, mesh, absorbs=plan.duplicates_weights, keep=keep_params
             )
         self._memory = PoolMemory(self.config, cache.block_size, self.params.dtype, self.device, mesh)
+        self._load_executables = load_executables
         self.runner = self._sized_runner(mesh, specs)
         self.programs, self.step_format = self.runner.programs, self.runner.step_format
         self.num_blocks = self.step_format.num_blocks
@@ -173,7 +179,10 @@ class JaxExecutor:
         plan, memory, cache = self.plan, self._memory, self.cache_config
 
         def runner(num_blocks: int) -> ProgramRunner:
-            return ProgramRunner(self.params, plan.programs(num_blocks, mesh, specs), memory)
+            programs = plan.programs(num_blocks, mesh, specs)
+            if self._load_executables:
+                programs.use_store([self.device] if mesh is None else list(mesh.devices.flat))
+            return ProgramRunner(self.params, programs, memory)
 
         if cache.num_blocks_override is not None:
             return runner(cache.num_blocks_override)
@@ -260,8 +269,25 @@ class JaxExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on padding that touches no block."""
-        warm_up(self._all_programs(), progress, allocate=self.allocate, num_threads=self._num_compilers)
+        self._warm_up(self._all_programs(), progress)
+
+    def _warm_up(self, programs: list[Program], progress: Callable[[int, int], None] | None) -> None:
+        prepare = functools.partial(
+            warm_up, programs, progress, allocate=self.allocate, num_threads=self._num_compilers
+        )
+        try:
+            prepare()
+        except Exception as error:
+            if isinstance(error, ConfigError) or is_out_of_memory(error) or not self.programs.forget_loaded():
+                raise
+            logger.warning("compiling all programs: one that was loaded did not run (%s)", one_line(str(error)))
+            if self.runner.is_allocated:
+                self.clear()
+            prepare()
         self._compiled_at_warm_up = self.programs.num_compiled()
+        store = self.programs.store
+        if store is not None and store.num_loaded:
+            logger.info("%d of %d programs loaded, without lowering them", store.num_loaded, len(programs))
 
     def prepare_prompt_logprobs(self) -> None:
         """See `Executor.prepare_prompt_logprobs`."""
@@ -290,8 +316,7 @@ class JaxExecutor:
             `add_program`.
         """
         first, others = first_and_others(self._all_programs(), self.ready)
-        warm_up(first, progress, allocate=self.allocate)
-        self._compiled_at_warm_up = self.programs.num_compiled()
+        self._warm_up(first, progress)
         self.ready.forget()
         for program in first:
             self.ready.add(program.name)
@@ -303,9 +328,11 @@ class JaxExecutor:
         Args:
             last: it was the last of `warm_up_first`.
         """
-        before = self.programs.num_compiled()
-        program.run()
-        self._compiled_at_warm_up += self.programs.num_compiled() - before
+        try:
+            program.run()
+        except Exception:
+            self.programs.forget_loaded()  # for the next start; the pool of this one is lost
+            raise
         self.ready.add(program.name)
         if last:
             self.ready.finish()

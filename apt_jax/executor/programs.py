@@ -21,7 +21,7 @@ are compiled, when the first such request comes (`apt_jax.executor.prompt_logpro
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,11 +30,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 from numpy.typing import NDArray
 
 from apt_jax.executor.base import NO_TOKEN
 from apt_jax.executor.buckets import KindSet, SamplerVariant
 from apt_jax.executor.compiler_options import compiler_options
+from apt_jax.executor.executables import ExecutableStore, kernel_facts
 from apt_jax.executor.packing import StepFormat
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
@@ -46,6 +48,7 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.sched.request_table import HIDDEN, KV
 
 Pools = tuple[Any, ...]
+_OPS_FACTS = ("name", "branches", "tiles", "integer_products", "skips_rows", "rows_per_tile")
 
 
 class Programs:
@@ -61,6 +64,11 @@ class Programs:
         mesh: of the devices that share the model; None: one device.
         platform: of the devices, as JAX calls it.
         specs: how the weights are cut over the mesh.
+
+    Attributes:
+        jitted: by name; what is compiled ahead of time is called without them.
+        executables: what was compiled ahead of time or loaded, by `ProgramCall.key`.
+        store: where executables are kept for later starts; None: nowhere.
     """
 
     def __init__(
@@ -93,6 +101,8 @@ class Programs:
             "pool_prompts": self._jit(self.pool_prompts, donate=(), results=alike),
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
         }
+        self.executables: dict[tuple[Any, ...], Compiled] = {}
+        self.store: ExecutableStore | None = None
 
     def _jit(self, function: Callable[..., Any], *, donate: tuple[str, ...], results: Any) -> Any:
         """`function` compiled for the devices; its keyword-only arguments are static.
@@ -117,7 +127,33 @@ class Programs:
         donated = tuple(names.index(name) for name in donate)
         return jax.jit(on_all, static_argnames=static, donate_argnums=donated, compiler_options=self._compiler_options)
 
+    def use_store(self, devices: Sequence[Any]) -> None:
+        """Load executables that an earlier start has kept, and keep those that are compiled.
+
+        Args:
+            devices: that the programs run on, in the order of the mesh.
+        """
+        facts = {
+            "config": self.config,
+            "step": self.step_format,
+            "kinds": self.kinds_offered,
+            "hidden": self._hidden_mode,
+            "ops": {name: getattr(self.ops, name) for name in _OPS_FACTS},
+            "tensor": None if self._tensor is None else (self._tensor.size, self._tensor.config),
+            "mesh": None if self._mesh is None else self._mesh.shape_tuple,
+            "options": self._compiler_options,
+        }
+        self.store = ExecutableStore.find(devices, [repr(facts), *kernel_facts(self.ops.name)])
+
+    def forget_loaded(self) -> bool:
+        """Have programs compiled again that were loaded, here and at the next start; returns False where none was."""
+        if self.store is None or not self.store.forget_loaded():
+            return False
+        self.executables.clear()
+        return True
+
     def num_compiled(self) -> int:
+        """Programs that were compiled by calls of them, not ahead of time."""
         # The size of a jitted function's cache has no public name yet.
         return sum(getattr(f, "_cache_size")() for f in self.jitted.values())  # noqa: B009
 

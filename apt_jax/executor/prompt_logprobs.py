@@ -61,7 +61,6 @@ class PromptPrograms:
         self._runner = runner
         # Every second one: half as many programs to compile, for at most four times the tokens.
         self.buckets = sorted({*prefill[::-1][::2]})
-        self._compiled: dict[tuple[Any, ...], Any] = {}
         self._lock = threading.Lock()
         self._is_ready = False
 
@@ -71,17 +70,17 @@ class PromptPrograms:
             if self._is_ready:
                 return
             for bucket in self.buckets:
-                self._compile(self._runner.empty_forward_all_call(bucket))
-                self._compile(self._runner.empty_score_call(bucket, _ROWS))
-                self._compile(self._runner.empty_pool_call(bucket))
+                self._runner.empty_forward_all_call(bucket).compile()
+                self._runner.empty_score_call(bucket, _ROWS).compile()
+                self._runner.empty_pool_call(bucket).compile()
             self._is_ready = True
 
     def run(self, call: ProgramCall) -> Any:
         """Dispatch one of them, compiled here if it is not yet."""
-        if self._key(call) not in self._compiled:
+        if call.key not in self._runner.programs.executables:
             with self._lock:
-                self._compile(call)
-        return call.run(self._compiled[self._key(call)])
+                call.compile()
+        return call.run()
 
     def score(self, batch: StepBatch, places: NDArray[np.int64], states: Array) -> DispatchedPromptLogprobs:
         """Dispatch the log probabilities of a step's targets.
@@ -113,14 +112,3 @@ class PromptPrograms:
             first = int(places[row]) + span.position - int(batch.start[row])
             segments[first : first + span.num_tokens] = row
         return self.run(self._runner.pool_call(states, segments))
-
-    def _compile(self, call: ProgramCall) -> None:
-        key = self._key(call)
-        if key not in self._compiled:
-            self._compiled[key] = call.lower().compile()
-
-    @staticmethod
-    def _key(call: ProgramCall) -> tuple[Any, ...]:
-        at = {"score_prompts": 1, "pool_prompts": 0}.get(call.program)
-        states = 0 if at is None else call.args[at].shape[0]
-        return (call.program, states, *call.static.values())

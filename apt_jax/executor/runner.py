@@ -5,21 +5,26 @@ which make the same calls by `ProgramRunner.run_plan`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from jax.stages import Compiled
 
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.executor.buckets import KindSet, SamplerVariant
+from apt_jax.executor.executables import described, described_static
 from apt_jax.executor.packing import Ints, pack_copies
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Pools, Programs
 from apt_jax.models.params import ModelParams, output_head
+
+_VARYING = {"copy": 1, "score_prompts": 1, "pool_prompts": 0}
+"""Arguments, by their place, of which a program takes several sizes that its static arguments do not tell."""
 
 
 def _to_plan(static: dict[str, Any]) -> dict[str, Any]:
@@ -43,20 +48,38 @@ class ProgramCall:
     replaces_pools: bool = False
     replaces_last_tokens: bool = False
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Tells the executables of one runner apart: the program, its static arguments and what else its shapes vary with."""
+        at = _VARYING.get(self.program)
+        size = None if at is None else self.args[at].shape[0]
+        return (self.program, size, *self.static.values())
+
     def lower(self) -> Any:
         """The program for these arguments, as JAX hands it to the compiler."""
         return self.runner.programs.jitted[self.program].lower(*self.args, **self.static)
 
-    def run(self, compiled: Callable[..., Any] | None = None) -> Any:
-        """Dispatch the program; returns the results that replace nothing.
+    def compile(self) -> Compiled:
+        """The executable that calls of this `key` run from now on, loaded or compiled now if there is none yet; in any
+        thread."""
+        programs, key = self.runner.programs, self.key
+        found = programs.executables.get(key)
+        if found is None:
+            if programs.store is None:
+                found = self.lower().compile()
+            else:
+                facts = (self.program, described_static(self.static), *map(self.runner.described, self.args))
+                found = programs.store.executable(facts, self.lower)
+            programs.executables[key] = found
+        return found
 
-        Args:
-            compiled: the program as it was compiled from `lower`; None: compiled where that is needed.
-        """
+    def run(self) -> Any:
+        """Dispatch the program, compiled first if it was not; returns the results that replace nothing."""
         runner = self.runner
         if runner.leader is not None:
             host = [a for a in self.args if a is None or isinstance(a, np.ndarray)]
             runner.leader.announce(Plan(program=self.program, arrays=host, static=_to_plan(self.static)))
+        compiled = runner.programs.executables.get(self.key)
         if compiled is None:
             results = runner.programs.jitted[self.program](*self.args, **self.static)
         else:
@@ -87,6 +110,7 @@ class ProgramRunner:
         self.pools: Pools = memory.described_pools(self.step_format.num_blocks)
         self.last_tokens: Any = memory.described((self.step_format.max_num_seqs,), jnp.int32)
         self.leader: Leader | None = None
+        self._described: dict[int, str] = {}
         self._states: Array | None = None  # of the last forward program that `run_plan` ran
         self._all_states: Array | None = None
 
@@ -99,6 +123,14 @@ class ProgramRunner:
         self.pools = self._memory.new_pools(self.step_format.num_blocks)
         self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=self._memory.placed(P()))
         self.is_allocated = True
+
+    def described(self, argument: Any) -> str:
+        """`executables.described`, once for the weights."""
+        if argument is not self.params and argument is not self._head:
+            return described(argument)
+        if id(argument) not in self._described:
+            self._described[id(argument)] = described(argument)
+        return self._described[id(argument)]
 
     def _empty_states(self, rows: int) -> Any:
         """Hidden states as a forward program returns them, placed as it does: another placement would be another

@@ -28,8 +28,8 @@ class Program:
     call: Callable[[], ProgramCall]
 
     def compile(self) -> Any:
-        """Compile it, or load it from the cache directory; in any thread."""
-        return self.call().lower().compile()
+        """Compile it, or load it from the cache directory; in any thread. Calls of it run that."""
+        return self.call().compile()
 
     def temporary_bytes(self) -> int:
         """Device memory that it takes while it runs, beside its arguments and what replaces them."""
@@ -39,7 +39,9 @@ class Program:
 
     def run(self) -> None:
         """Run it once, so that the next call finds it; where nothing else runs programs."""
-        jax.block_until_ready(self.call().run())
+        call = self.call()
+        call.compile()
+        jax.block_until_ready(call.run())
 
 
 def warm_up(

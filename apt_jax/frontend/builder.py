@@ -275,6 +275,7 @@ def make_executor(
             conversion=conversion,
             adapters=load_adapters(config, loaded),
             huge_pages=huge_pages,
+            load_executables=config.load_executables and config.parallel.nnodes == 1,
             keep_params=keep_params,
         )
 

@@ -102,7 +102,23 @@ def read_verified(path: Path) -> bytes | None:
         data = path.read_bytes()
     except OSError:
         return None
-    return data[:-_DIGEST_BYTES] if _is_whole(path, data) else None
+    if not _is_whole(path, data):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # for `remove_beyond`
+    return data[:-_DIGEST_BYTES]
+
+
+def read_private(path: Path) -> bytes | None:
+    """Content of a file as `open_private` opens it; None: there is no such file, or it is not to be run."""
+    descriptor = open_private(path)
+    if descriptor is None:
+        return None
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return _content(descriptor)[:-_DIGEST_BYTES]
+    finally:
+        os.close(descriptor)
 
 
 def open_private(path: Path) -> int | None:
@@ -153,6 +169,16 @@ def remove_least_recent(directory: Path, pattern: str, keep: int) -> None:
     """Remove files, all but the `keep` that were written or opened last."""
     for _, path in _by_age(directory, pattern)[keep:]:
         _remove(path)
+
+
+def remove_beyond(directory: Path, keep_bytes: int) -> None:
+    """Remove files, all but those that were written or read last and take no more than `keep_bytes` together."""
+    total = 0
+    for _, path in _by_age(directory, "*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+        if total > keep_bytes:
+            _remove(path)
 
 
 def _by_age(directory: Path, pattern: str) -> list[tuple[float, Path]]:

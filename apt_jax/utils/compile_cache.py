@@ -4,13 +4,27 @@ JAX writes an entry in place: what a crash or a full disk leaves of one stays, i
 written again. Its entries go through `CompiledPrograms` instead, which is put in where JAX makes its own.
 """
 
+import dataclasses
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 from apt_jax.utils import cache_dir
 
 logger = logging.getLogger(__name__)
+
+MOST_BYTES = 4 << 30
+"""Compiled programs that are kept, of all models and versions: those that were used last."""
+
+
+@dataclasses.dataclass
+class Lookup:
+    """Outcome of JAX's search for the last program that it compiled in a thread."""
+
+    key: str
+    is_kept: bool
+    """There is an entry of this key; False: JAX has compiled the program, too quickly to keep it."""
 
 
 class CompiledPrograms:
@@ -21,14 +35,17 @@ class CompiledPrograms:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory  # under this name JAX looks for it
+        self.directory = self._path = directory  # under `_path` JAX looks for it
+        self._of_thread = threading.local()
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}.program"
 
     def get(self, key: str) -> bytes | None:
         """The entry; None: compile it."""
-        return cache_dir.read_verified(self._file(key))
+        value = cache_dir.read_verified(self._file(key))
+        self._of_thread.lookup = Lookup(key, is_kept=value is not None)
+        return value
 
     def put(self, key: str, value: bytes) -> None:
         """Keep an entry, if the disk lets us."""
@@ -36,6 +53,36 @@ class CompiledPrograms:
             cache_dir.write_verified(self._file(key), value)
         except OSError as error:
             cache_dir.log_not_kept(error)
+        else:
+            self._of_thread.lookup = Lookup(key, is_kept=True)
+
+    def take_lookup(self) -> Lookup | None:
+        """The last lookup of this thread since the last call of this; None: JAX compiled nothing, or nothing that can be
+        kept."""
+        found = getattr(self._of_thread, "lookup", None)
+        self._of_thread.lookup = None
+        return found
+
+    def executable(self, key: str) -> bytes | None:
+        """An entry as the device's client deserialises it; None: there is none."""
+        from jax._src import compilation_cache
+
+        kept = cache_dir.read_verified(self._file(key))
+        if kept is None:
+            return None
+        return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(kept))[0]
+
+
+_kept: CompiledPrograms | None = None
+
+
+def kept_programs() -> CompiledPrograms | None:
+    """Where JAX keeps compiled programs; None: nowhere, or where `keep_programs` did not tell it to."""
+    import jax
+
+    if _kept is None or not jax.config.jax_enable_compilation_cache:
+        return None
+    return _kept if jax.config.jax_compilation_cache_dir == str(_kept.directory) else None
 
 
 def keep_programs(directory: Path) -> bool:
@@ -50,11 +97,17 @@ def keep_programs(directory: Path) -> bool:
         logger.warning("this version of JAX keeps compiled programs in another way; each start compiles them again")
         return False
 
+    global _kept
+    if _kept is None or _kept.directory != directory:
+        _kept = CompiledPrograms(directory)
+    kept = _kept
+
     def file_cache(path: str) -> tuple[Any, str] | None:
-        return (CompiledPrograms(directory), path) if path == str(directory) else of_jax(path)
+        return (kept, path) if path == str(directory) else of_jax(path)
 
     compilation_cache.get_file_cache = file_cache
     jax.config.update("jax_compilation_cache_dir", str(directory))
     cache_dir.remove_leftovers(directory)
     cache_dir.remove_least_recent(directory, "*-cache", 0)  # entries that JAX itself has written, without a digest
+    cache_dir.remove_beyond(directory, MOST_BYTES)
     return True

@@ -80,7 +80,7 @@ def measure(model: str, *, tiny: bool) -> dict[str, Any]:
         "seconds": seconds,
         "load_s": llm.parts.load_s,
         "warm_up_s": llm.parts.warm_up_s,
-        "programs": executor.programs.num_compiled(),
+        "programs": len(executor.programs.executables),
         "compilations": executor.compilations,
         "num_blocks": executor.num_blocks,
         "pool_gib": executor.num_blocks * executor.block_bytes / 2**30,

@@ -233,8 +233,7 @@ def test_nothing_is_compiled_while_it_serves(monkeypatch):
     draw_greedily(monkeypatch)
     executor = executor_of("opt")
     executor.warm_up()
-    done = executor.programs.jitted["convert"]._cache_size()
-    assert done >= 2
+    assert len([key for key in executor.programs.executables if key[0] == "convert"]) >= 2
     policy = RandomPolicy(0, RandomPlanPolicy(convert=0.7, preempt=0.02))
     _, stats = serve(executor, policy, (True, True), caching=True)
     assert stats.num_conversions > 3
@@ -254,4 +253,4 @@ def test_programs_are_there_only_where_they_can_be_asked_for(conversion, mode, c
     assert executor.can_convert == can
     executor.buckets.decode, executor.buckets.prefill, executor.buckets.masked = [], [], []  # of the others none
     executor.warm_up()
-    assert (executor.programs.jitted["convert"]._cache_size() > 0) == can
+    assert any(key[0] == "convert" for key in executor.programs.executables) == can

@@ -155,10 +155,10 @@ def test_it_is_prepared_once_by_any_thread_and_then_compiles_nothing():
         thread.start()
     for thread in threads:
         thread.join()
-    programs = dict(executor._prompts._compiled)
+    programs = dict(executor.programs.executables)
     assert sorted(key[0] for key in programs) == ["forward_all", "pool_prompts", "score_prompts"]
     serve(executor, make_policy("fcfs"), texts(3, 40))
-    assert executor._prompts._compiled == programs
+    assert executor.programs.executables == programs
     assert executor.programs.jitted["forward_all"]._cache_size() == 0
 
 
