@@ -85,6 +85,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
             triton_decode_absorbed,
             triton_decode_kv,
             triton_decode_reprojected,
+            triton_decode_shards,
             triton_decode_v_absorbed,
             triton_prefill,
         )
@@ -96,15 +97,18 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
         """The op, traced and lowered once for all layers that call it alike: Pallas takes 0.1 s for a kernel."""
         known = inspect.signature(op).parameters
-        static = [name for name in ("block_size", "with_hidden", "out_dtype", "hidden_block_size") if name in known]
+        named = ("block_size", "with_hidden", "out_dtype", "hidden_block_size", "tensor")
+        static = [name for name in named if name in known]
         return jax.jit(functools.partial(op, interpret=interpret, chip=chip), static_argnames=static)
 
     absorbed = bound(triton_decode_absorbed.decode_absorbed)
+    absorbed_shards = bound(triton_decode_shards.decode_absorbed)
     v_absorbed = bound(triton_decode_v_absorbed.decode_v_absorbed)
 
     # Results are N times as wide as a layer input: their traffic counts.
     def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
-        return absorbed(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
+        op = absorbed_shards if "tensor" in kwargs else absorbed
+        return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
 
     def decode_v_absorbed(q_rotary: Array, *args: Any, **kwargs: Any) -> Array:
         return v_absorbed(q_rotary, *args, out_dtype=q_rotary.dtype, **kwargs)
@@ -125,6 +129,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
             "prefill": RULES,
             "prefill_hidden": RULES | {"key norm", "input width"},
         },
+        takes_shards=frozenset({"decode_absorbed"}),
         branches=False,
     )
 
@@ -136,7 +141,9 @@ def _jax_triton(chip: str | None) -> KernelBackend:
     assert isinstance(ops.extras, Mapping)
     extras = {**ops.extras, "decode_absorbed": frozenset({"adapters"})}
     decode_absorbed = jax_triton_absorbed.decode_absorbed
-    return dataclasses.replace(ops, name="jax-triton", decode_absorbed=decode_absorbed, extras=extras)
+    return dataclasses.replace(
+        ops, name="jax-triton", decode_absorbed=decode_absorbed, extras=extras, takes_shards=frozenset()
+    )
 
 
 def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
@@ -167,20 +174,20 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
 
 def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
-    """The ops for layer inputs sharded over devices by feature: they take `tensor` (`ops.xla_common.Shards`) wherever
-    they read layer inputs. Only plain XLA supports that; rows of keys and values keep their kernels."""
+    """The ops for layer inputs sharded over devices by feature, which take `tensor` (`ops.xla_common.Shards`) wherever
+    they read layer inputs: XLA's where those of `ops` do not. Rows of keys and values keep their kernels."""
 
     def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
         op = xla_prefill.prefill if with_hidden else ops.prefill
         return op(*args, with_hidden=with_hidden, **kwargs)
 
-    return dataclasses.replace(
-        ops,
-        decode_absorbed=xla_decode.decode_absorbed,
-        decode_reprojected=xla_decode.decode_reprojected,
-        decode_v_absorbed=xla_decode.decode_v_absorbed,
-        prefill=prefill,
-    )
+    plain: dict[str, Callable[..., Any]] = {
+        "decode_absorbed": xla_decode.decode_absorbed,
+        "decode_reprojected": xla_decode.decode_reprojected,
+        "decode_v_absorbed": xla_decode.decode_v_absorbed,
+        "prefill": prefill,
+    }
+    return dataclasses.replace(ops, **{name: op for name, op in plain.items() if name not in ops.takes_shards})
 
 
 _IMPLEMENTATIONS: dict[str, Callable[[str | None], KernelBackend]] = {

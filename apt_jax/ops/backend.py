@@ -62,6 +62,8 @@ class KernelBackend:
     """Decode rows that attend together, reading up to the longest of their contexts."""
     extras: frozenset[str] | Mapping[str, frozenset[str]] = dataclasses.field(hash=False)
     """Features of `EXTRAS` that all ops support, or each op by itself; one that is not named supports none."""
+    takes_shards: frozenset[str] = frozenset()
+    """Ops of `ATTENTION_OPS` that take `tensor` (`xla_common.Shards`): layer inputs spread over devices by feature."""
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
     where they have none, as a branch on the device would break up a CUDA graph."""

@@ -122,6 +122,7 @@ def _scores_kernel(
     block_size: int,
     num_heads: int,
     width: int,
+    sums_only: bool,
 ) -> None:
     item = read_item(items, pl.program_id(0))
     parts = [start + jnp.arange(size) for start, size in head_splits(num_heads)]
@@ -149,9 +150,13 @@ def _scores_kernel(
         init = tuple(jnp.zeros((heads.size, tile.tokens), jnp.float32) for heads in parts)
         sums = lax.fori_loop(0, -(-width // tile.lanes), step, init)
         for s, heads in zip(sums, parts, strict=True):
-            head_ok = heads < num_heads
-            s = rules(s, position, item.length, slopes, heads, head_ok)
-            store_scores(outs, s, own, item.packed + (index - item.first), heads, head_ok)
+            head_ok, packed = heads < num_heads, item.packed + (index - item.first)
+            if sums_only:
+                at = (packed, heads[:, None], jnp.arange(tile.tokens)[None, :])
+                plt.store(outs[0].at[at], s, mask=jnp.broadcast_to(head_ok[:, None], s.shape))
+            else:
+                s = rules(s, position, item.length, slopes, heads, head_ok)
+                store_scores(outs, s, own, packed, heads, head_ok)
         return done
 
     @pl.when(item.row >= 0)
@@ -159,7 +164,7 @@ def _scores_kernel(
         lax.fori_loop(item.first, item.last, one_tile, jnp.int32(0))
 
 
-def absorbed_scores(
+def _absorbed_scores(
     q_absorbed: Float[Array, "B N D"],
     pool: Float[Array, "P C E"],
     tables: Int32[Array, "R J"],
@@ -170,11 +175,9 @@ def absorbed_scores(
     rules: LogitModifiers | None = None,
     interpret: bool = False,
     chip: str | None = None,
-) -> Scores:
-    """P, m, l of q~ x^T of the rows of a wave: the first half of absorbed attention.
-
-    Arguments as in `absorbed_attention`.
-    """
+    sums_only: bool,
+) -> tuple[Array, ...]:
+    """`absorbed_scores`, or with `sums_only` `score_sums`."""
     heads, width = q_absorbed.shape[1:]
     tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
     work = work_list(wave.rows, pieces_for(chip, 1, SCORES_PER_PROCESSOR), wave.most_tiles, wave.active)
@@ -185,25 +188,62 @@ def absorbed_scores(
         block_size=block_size,
         num_heads=heads,
         width=width,
+        sums_only=sums_only,
     )
+    shapes = scores_shape(wave, heads, tile.tokens, pool.dtype)
+    if sums_only:
+        shapes = [jax.ShapeDtypeStruct(shapes[0].shape, jnp.float32)]
     outs = launch(
         kernel,
         (
             work.items,
             tables[:, None],
             slot_ranges,
-            slopes_of(rules),
+            None if sums_only else slopes_of(rules),
             q_absorbed.astype(pool.dtype),
             by_block(pool),
         ),
-        scores_shape(wave, heads, tile.tokens, pool.dtype),
+        shapes,
         grid=(work.items.shape[0],),
         warps=tile.warps,
         stages=tile.stages,
-        name="absorbed_scores",
+        name="score_sums" if sums_only else "absorbed_scores",
         interpret=interpret,
     )
     return tuple(outs)
+
+
+def absorbed_scores(
+    q_absorbed: Float[Array, "B N D"],
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "R J"],
+    wave: Wave,
+    **more: Any,
+) -> Scores:
+    """P, m, l of q~ x^T of the rows of a wave: the first half of absorbed attention.
+
+    Args:
+        more: as in `absorbed_attention`, like the others.
+    """
+    p, m, l = _absorbed_scores(q_absorbed, pool, tables, wave, **more, sums_only=False)
+    return p, m, l
+
+
+def score_sums(
+    q_absorbed: Float[Array, "B N D"],
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "R J"],
+    wave: Wave,
+    **more: Any,
+) -> Float[Array, "TILES N T"]:
+    """q~ x^T over the D features that there are, float32, tile after tile of all rows as P of `Scores`; not defined
+    beyond the tiles of the wave's rows, 0 where a slot is not the row's own. Of `rules` the window alone matters.
+
+    Args:
+        more: as in `absorbed_attention`, like the others.
+    """
+    (sums,) = _absorbed_scores(q_absorbed, pool, tables, wave, **more, sums_only=True)
+    return sums
 
 
 def _output_kernel(

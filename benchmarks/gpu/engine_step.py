@@ -55,8 +55,9 @@ class StepCase:
 
     @property
     def num_loops(self) -> int:
-        """Layers whose hidden rows are XLA's over several GPUs: tiles of rows and positions, as many as there are."""
-        if self.num_devices == 1 or not self.kinds[1]:
+        """Layers whose hidden rows are XLA's over several GPUs, where they are reprojected or the prefix of a prompt: tiles
+        of rows and positions, as many as there are."""
+        if self.num_devices == 1 or not self.kinds[1] or (self.absorb and not self.prefill_tokens):
             return 0
         return self.num_layers or PRESETS[self.model]["num_hidden_layers"]
 

@@ -188,6 +188,8 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**common, kinds=hidden),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=kv, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=both, num_devices=4),
+        StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=hidden, num_devices=4),
+        StepCase(**common | {"model": "opt-30b", "num_layers": 8}, kinds=both, num_devices=2),
         StepCase(
             **common | {"model": "llama-3-70b", "num_layers": 16, "num_blocks": 16384},
             kinds=kv,

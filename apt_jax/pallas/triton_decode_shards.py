@@ -1,0 +1,166 @@
+"""Absorbed decode attention where layer inputs are spread over devices by feature, as Pallas kernels on the Triton
+backend (contract: `reference.decode_absorbed`).
+
+Each device has some features of x and of q~, so that its products are a part of the scores of all heads:
+
+1. `triton_decode_absorbed.score_sums` writes the parts of all visible tiles of all rows, packed.
+2. One all-reduce sums them over devices. Its size depends on shapes alone, like all of a CUDA graph: it has room for
+   what the rows can have.
+3. `softmax_tiles` applies the score rules to a tile and turns it into P, m and l, as `absorbed_scores` writes them.
+4. `triton_decode_absorbed.absorbed_output` sums P x over this device's features.
+
+Parts are summed in float32. Rounded to bfloat16 a score of 20 would be off by up to 0.06 and its weight by 6 %, and
+parts can be much larger than their sum.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jaxtyping import Float, Int32
+
+from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.xla_common import Shards
+from apt_jax.pallas.triton_common import launch, load, own_lens
+from apt_jax.pallas.triton_decode_absorbed import (
+    SCORES_PER_PROCESSOR,
+    Output,
+    Scores,
+    Wave,
+    absorbed_output,
+    score_sums,
+    scores_shape,
+    store_scores,
+    waves_of,
+)
+from apt_jax.pallas.triton_decode_common import ScoreModifiers, check_inputs, find_slots, slopes_of
+from apt_jax.pallas.triton_tiles import head_splits, tile_for
+from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of, work_list
+
+_SUM_BYTES = 4
+"""Bytes of a part of a score."""
+
+
+def _softmax_kernel(
+    items: Any,
+    tables: Any,
+    slot_ranges: Any,
+    slopes: Any,
+    sums: Any,
+    *outs: Any,
+    rules: ScoreModifiers,
+    block_size: int,
+    num_heads: int,
+    tokens: int,
+) -> None:
+    item = read_item(items, pl.program_id(0))
+
+    def one_tile(index: Any, done: Any) -> Any:
+        position = index * tokens + jnp.arange(tokens)
+        sees = rules.sees(position, item.length)
+        _, _, own = find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
+        packed = item.packed + (index - item.first)
+        for start, size in head_splits(num_heads):
+            heads = start + jnp.arange(size)
+            head_ok = heads < num_heads
+            at = (packed, heads[:, None], jnp.arange(tokens)[None, :])
+            s = load(sums, at, (size, tokens), head_ok[:, None])
+            s = rules(s, position, item.length, slopes, heads, head_ok)
+            store_scores(outs, s, own, packed, heads, head_ok)
+        return done
+
+    @pl.when(item.row >= 0)
+    def _() -> None:
+        lax.fori_loop(item.first, item.last, one_tile, jnp.int32(0))
+
+
+def softmax_tiles(
+    sums: Float[Array, "TILES N T"],
+    tables: Int32[Array, "R J"],
+    wave: Wave,
+    *,
+    dtype: Any,
+    warps: int,
+    block_size: int,
+    slot_ranges: Int32[Array, "R J 2"] | None = None,
+    rules: LogitModifiers | None = None,
+    interpret: bool = False,
+    chip: str | None = None,
+) -> Scores:
+    """P, m and l of scores that have been summed over devices.
+
+    Arguments as in `triton_decode_absorbed.absorbed_attention`.
+
+    Args:
+        dtype: of P: that of the pool.
+        warps: of a program.
+    """
+    _, heads, tokens = sums.shape
+    work = work_list(wave.rows, pieces_for(chip, 1, SCORES_PER_PROCESSOR), wave.most_tiles, wave.active)
+    kernel = functools.partial(
+        _softmax_kernel, rules=ScoreModifiers.of(rules), block_size=block_size, num_heads=heads, tokens=tokens
+    )
+    p, m, l = launch(
+        kernel,
+        (work.items, tables[:, None], slot_ranges, slopes_of(rules), sums),
+        scores_shape(wave, heads, tokens, dtype),
+        grid=(work.items.shape[0],),
+        warps=warps,
+        stages=1,
+        name="softmax_tiles",
+        interpret=interpret,
+    )
+    return p, m, l
+
+
+def decode_absorbed(
+    q_absorbed: Float[Array, "B N D"],
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "R J"],
+    lens: Int32[Array, " B"],
+    *,
+    tensor: Shards,
+    block_size: int,
+    rows: tuple[Array, Array] | None = None,
+    slot_ranges: Int32[Array, "R J 2"] | None = None,
+    table_of_row: Int32[Array, " B"] | None = None,
+    rules: LogitModifiers | None = None,
+    out_dtype: Any = jnp.float32,
+    interpret: bool = False,
+    chip: str | None = None,
+) -> Float[Array, "B N D"]:
+    """`softmax(q~ x^T) x` over positions [0, lens), with the scores summed over devices; see
+    `reference.decode_absorbed`.
+
+    Other arguments as in `triton_decode_absorbed.absorbed_attention`; all but layer inputs and queries are those of all
+    devices alike.
+
+    Args:
+        q_absorbed, pool: of all N heads and the D features that this device has.
+        tensor: the devices.
+
+    Raises:
+        ValueError: block size, dtype or chip that the kernels do not take.
+    """
+    heads, width = q_absorbed.shape[1:]
+    check_inputs(pool, block_size, width)
+    tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
+    capacity = tables.shape[1] * block_size
+    window = None if rules is None else rules.window
+    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=window)
+    more: dict[str, Any] = {
+        "block_size": block_size,
+        "slot_ranges": slot_ranges,
+        "rules": rules,
+        "interpret": interpret,
+        "chip": chip,
+    }
+    out: Output | None = None
+    for wave in waves_of(visible, -(-capacity // tile.tokens), heads * tile.tokens * _SUM_BYTES):
+        sums = tensor.sum(score_sums(q_absorbed, pool, tables, wave, **more))
+        scores = softmax_tiles(sums, tables, wave, dtype=pool.dtype, warps=tile.warps, **more)
+        out = absorbed_output(scores, pool, tables, wave, out, width=width, out_dtype=out_dtype, **more)
+    assert out is not None
+    return out[0]
