@@ -154,7 +154,7 @@ class JaxExecutor:
             self.params = with_adapters(params, self.config, adapters)
         else:
             self.params, specs = parallel.shard_params(
-                params, plan.loaded_config, mesh, absorbs=plan.duplicates_weights, keep=keep_params
+                params, plan.loaded_config, mesh, by_feature=plan.cuts_by_feature, keep=keep_params
             )
         self._memory = PoolMemory(self.config, cache.block_size, self.params.dtype, self.device, mesh)
         self._load_executables = load_executables

@@ -52,9 +52,9 @@ class ExecutorPlan:
     has_adapters: bool
 
     @property
-    def duplicates_weights(self) -> bool:
-        """True: where there are several devices, they keep W_k and W_v a second time, cut by input."""
-        return self.hidden_mode == "absorb"
+    def cuts_by_feature(self) -> bool:
+        """What `parallel.cuts_by_feature` says."""
+        return self.hidden_mode == "absorb" and self.num_devices > 1
 
     def step_format(self, num_blocks: int) -> StepFormat:
         """How steps over a pool of so many blocks are packed."""

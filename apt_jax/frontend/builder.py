@@ -244,7 +244,7 @@ def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "
     mesh = None
     if ours.tensor_parallel_size > 1:
         mesh = parallel.tensor_mesh(ours.tensor_parallel_size, ours.nnodes)
-    sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh)
+    sharding = None if mesh is None else functools.partial(parallel.leaf_sharding, mesh, cache=config.cache)
     with _room_for("the weights", _SMALLER_WEIGHTS), activity(f"loading {config.model}"):
         return load_model(config, sharding, params), mesh
 

@@ -26,6 +26,7 @@ from apt_jax.models.step import (
 )
 from apt_jax.ops.low_rank import KeyValueAdapters, LowRank, absorbed_low_rank
 from apt_jax.ops.reference import KeyNorm, LogitModifiers, apply_rope, rms_norm_heads
+from apt_jax.ops.xla_common import project_shards
 
 _CosSin = tuple[Array, Array]
 """Cosine and sine (T, HALF) of the rotary angles of tokens."""
@@ -150,6 +151,10 @@ def _project(
         q, k, v = out[:, :q_width], out[:, q_width : q_width + lanes], out[:, q_width + lanes :]
     elif q_only:
         q, k, v = project(p.wq, p.bq, "wq"), nothing, nothing
+    elif a.options.cuts_by_feature:
+        assert a.options.tensor is not None
+        q, share = project(p.wq, p.bq, "wq"), a.options.tensor.own(x, 1)
+        k, v = project_shards(share, p.wk, p.bk, p.wv, p.bv, a.options.tensor)
     else:
         q, k, v = project(p.wq, p.bq, "wq"), project(p.wk, p.bk, "wk"), project(p.wv, p.bv, "wv")
     if config.clip_qkv is not None:
@@ -276,7 +281,8 @@ def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Flo
 def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
     """Decode rows of the hidden kind; zeros for others."""
     p, options, batch = a.params, a.options, a.batch
-    if options.tensor is not None and options.hidden_mode == "absorb":
+    if options.cuts_by_feature:
+        assert options.tensor is not None
         return _attend_absorbed_shards(a, q, pool, options.tensor)
     tables, lens = batch.decode_tables[:, 0], batch.decode_lens
     of_decode = None if batch.adapters is None else batch.adapters[: options.num_decode]
@@ -319,7 +325,7 @@ def _attend_absorbed_shards(
     p, batch = a.params, a.batch
     every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
     z = a.options.ops.decode_absorbed(
-        _absorb_keys(a, every, p.wk_inputs, None),
+        _absorb_keys(a, every, p.wk, None),
         pool,
         batch.decode_tables[:, 0],
         batch.decode_lens,
@@ -328,7 +334,7 @@ def _attend_absorbed_shards(
         rules=a.rules_of_all_heads,
         tensor=tensor,
     )
-    return _add_value_bias(a, tensor.scatter_sum(_head_products(a, z, p.wv_inputs, onto_inputs=False), 1))
+    return _add_value_bias(a, tensor.scatter_sum(_head_products(a, z, p.wv, onto_inputs=False), 1))
 
 
 def _attend_prefill(

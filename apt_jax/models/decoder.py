@@ -54,7 +54,7 @@ from apt_jax.ops.weights import (
     TiledMatrix,
     rows_of,
 )
-from apt_jax.ops.xla_common import fetch_blocks
+from apt_jax.ops.xla_common import fetch_blocks, project_shards
 
 
 def _feed_forward(
@@ -320,16 +320,23 @@ def convert_inputs(
     ropes = [config.rope_of(i) for i in range(len(params.layers))]
     angles = {rope: rotary_angles(rope, batch.positions) for rope in dict.fromkeys(ropes)}
     slots = jnp.concatenate([batch.first_slots, batch.second_slots])
-    inputs: dict[str, Any] = {} if options.tensor is None else {"tensor": options.tensor}
+    # Features of all devices, or this device's where its share of the projections takes those.
+    inputs: dict[str, Any] = {}
+    if options.tensor is not None and not options.cuts_by_feature:
+        inputs["tensor"] = options.tensor
     new_pools: list[Any] = []
     for i, (p, pool) in enumerate(zip(params.layers, pools, strict=True)):
         with jax.named_scope(f"layer{i}/convert"):
-            x = fetch_blocks(pool, batch.blocks[None], options.hidden_block_size, None, p.wk.shape[2], **inputs)[
-                0
-            ].astype(dtype)
-            more_k, more_v = (addition(x, p, field, config.lane, batch.adapters, options.ops) for field in ("wk", "wv"))
-            k = project_kv(x, p.wk, p.bk, angles[ropes[i]], key_norm(p, config), more_k)
-            v = project_kv(x, p.wv, p.bv, more=more_v)
+            fetched = fetch_blocks(pool, batch.blocks[None], options.hidden_block_size, None, p.wk.shape[2], **inputs)
+            x = fetched[0].astype(dtype)
+            if options.cuts_by_feature:
+                assert options.tensor is not None
+                k, v = project_shards(x, p.wk, p.bk, p.wv, p.bv, options.tensor)
+            else:
+                more = (addition(x, p, field, config.lane, batch.adapters, options.ops) for field in ("wk", "wv"))
+                more_k, more_v = more
+                k = project_kv(x, p.wk, p.bk, angles[ropes[i]], key_norm(p, config), more_k)
+                v = project_kv(x, p.wv, p.bv, more=more_v)
             rows = zero_non_finite(jnp.concatenate([k, v])).astype(pool.dtype)
             by_slot = pool.reshape(-1, config.lane).at[slots].set(rows, mode="drop")
             new_pools.append(by_slot.reshape(pool.shape))

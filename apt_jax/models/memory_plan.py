@@ -123,8 +123,8 @@ def _plan(
     config = dataclasses.replace(config, vocab_size=padded)
     params = abstract_params(config, dtype)
     hidden = parallel.offers_hidden(config, cache, num_devices)
-    absorbs = hidden and config.hidden_mode == "absorb" and cache.hidden_attention != "reproject"
-    leaves = _leaves(config, params, num_devices)
+    by_feature = parallel.cuts_by_feature(config, cache, num_devices)
+    leaves = _leaves(config, params, num_devices, by_feature=by_feature)
     if int8:
         loaded = sum(leaf.device_bytes for leaf in leaves)
         if loaded > device_bytes:
@@ -132,13 +132,8 @@ def _plan(
                 f"the weights take {loaded / 2**30:.2f} GiB on each device ({num_devices}) before they are rounded, and JAX takes "
                 f"{device_bytes / 2**30:.2f} GiB"
             )
-        leaves = _leaves(config, params, num_devices, kept=("wk", "wv") if hidden else ())
-    if absorbs and num_devices > 1:  # W_k and W_v again, cut by input
-        leaves += [
-            dataclasses.replace(leaf, name=f"{leaf.name}_inputs", cut=f"-, -, {parallel.AXIS}")
-            for leaf in leaves
-            if leaf.name in ("layers.*.wk", "layers.*.wv")
-        ]
+        kept = ("wk", "wv") if hidden else ()
+        leaves = _leaves(config, params, num_devices, by_feature=by_feature, kept=kept)
     weights = sum(leaf.device_bytes for leaf in leaves)
     itemsize = jnp.dtype(dtype).itemsize
     step = 4 * max_num_seqs * config.vocab_size
@@ -166,17 +161,23 @@ def _plan(
 
 
 def _leaves(
-    config: ModelConfig, params: ModelParams, num_devices: int, kept: tuple[str, ...] | None = None
+    config: ModelConfig,
+    params: ModelParams,
+    num_devices: int,
+    *,
+    by_feature: bool,
+    kept: tuple[str, ...] | None = None,
 ) -> list[Leaf]:
     """The leaves of one layer for all, and those outside of layers.
 
     Args:
+        by_feature: as of `sharding.leaf_spec`.
         kept: matrices that stay as they are where all others are int8, with a float32 scale for each output; None: all.
     """
     found: dict[str, Leaf] = {}
     names = jax.tree.leaves(param_names(config))
     for name, leaf in zip(names, jax.tree.leaves(params), strict=True):
-        spec = parallel.leaf_spec(config, num_devices, name)
+        spec = parallel.leaf_spec(config, num_devices, name, by_feature=by_feature)
         shares = num_devices if parallel.AXIS in spec else 1
         count, field = math.prod(leaf.shape), name.rpartition(".")[2]
         if kept is None or not is_matrix(name) or field in kept:

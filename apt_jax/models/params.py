@@ -63,9 +63,6 @@ class LayerParams:
     w_gate_up: Any = None
     """(2F, D): w_gate and w_up as one matrix, in their place"""
     b_gate_up: Any = None
-    wk_inputs: Any = None
-    """(K, H, D): wk again, cut by input for absorbed attention over several devices; see `apt_jax.models.sharding`."""
-    wv_inputs: Any = None
     adapters: Any = None
     """`apt_jax.models.lora.LayerAdapters`: what adapters add to the matrices; None: there are none"""
 

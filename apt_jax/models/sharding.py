@@ -7,8 +7,12 @@ the vocabulary, within one `jax.shard_map` a program. What crosses between them 
 * a sum after attention's output product and after the feed-forward layer, as both are cut on their input side;
 * a sum of the token embeddings, of which every device has some rows, and a gathering of the scores over the vocabulary;
 * for layer inputs X, which are cached by feature so that they too take 1/t of the memory on each of t devices: absorbed
-  attention gathers the new queries, sums the scores between its two products, a tile of positions at a time, and sums
-  and scatters its result over heads; where keys must be computed from X, its features are gathered first.
+  attention gathers the new queries, sums the scores between its two products, and sums and scatters its result over
+  heads; where rotary keys must be computed from X, its features are gathered first.
+
+Where attention over layer inputs is absorbed, W_k and W_v are cut by feature too, as that is how it needs them
+(`cuts_by_feature`). Keys and values of new tokens are then sums over devices, which are scattered over heads: a second
+copy by head would take 2 D E / t elements a layer.
 
 The residual stream and the sampler are computed by every device alike.
 
@@ -29,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.params import LayerParams, ModelParams, abstract_params, param_axes, param_names
+from apt_jax.models.params import ModelParams, abstract_params, param_axes, param_names
 from apt_jax.ops.weights import QuantizedMatrix
 
 AXIS = "tensor"
@@ -65,7 +69,7 @@ class TensorParallel:
         return lax.psum(x, AXIS)
 
     def scatter_sum(self, x: Array, axis: int) -> Array:
-        """This device's shard of the sum over devices."""
+        """This device's shard along an axis of the sum over devices."""
         return lax.psum_scatter(x, AXIS, scatter_dimension=axis, tiled=True)
 
     def gather(self, x: Array, axis: int) -> Array:
@@ -146,6 +150,13 @@ def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> 
     return True
 
 
+def cuts_by_feature(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
+    """True if so many devices share W_k and W_v by feature: layer inputs can be cached and attention over them absorbs
+    both. Raises ConfigError where they are the only kind and not offered."""
+    absorbs = cache.hidden_attention != "reproject" and config.hidden_mode == "absorb"
+    return num_devices > 1 and absorbs and offers_hidden(with_repeated_heads(config, num_devices), cache, num_devices)
+
+
 def with_repeated_heads(config: ModelConfig, size: int) -> ModelConfig:
     """The model with as many key heads as devices where it has fewer."""
     return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, size))
@@ -171,30 +182,47 @@ def _spec(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> P:
     return P(*(AXIS if axis in _CUT and length % size == 0 else None for length, axis in zip(shape, axes, strict=True)))
 
 
+def _is_projection(name: str) -> bool:
+    """True for W_k and W_v of a layer."""
+    return name.rpartition(".")[2] in ("wk", "wv")
+
+
 @functools.lru_cache(maxsize=8)
-def _specs_by_name(config: ModelConfig, size: int) -> dict[str, P]:
+def _specs_by_name(config: ModelConfig, size: int, by_feature: bool) -> dict[str, P]:
     names = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
     axes = jax.tree.leaves(
         param_axes(config), is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(a, str) for a in x)
     )
-    return {n: _spec(shape, axis, size) for n, shape, axis in zip(names, shapes, axes, strict=True)}
+    specs = {n: _spec(shape, axis, size) for n, shape, axis in zip(names, shapes, axes, strict=True)}
+    return {n: P(None, None, AXIS) if by_feature and _is_projection(n) else spec for n, spec in specs.items()}
 
 
-def leaf_spec(config: ModelConfig, size: int, name: str) -> P:
-    """Partition of a leaf of `param_names` over so many devices. Raises ConfigError where the model cannot be
-    sharded."""
+def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = False) -> P:
+    """Partition of a leaf of `param_names` over so many devices.
+
+    Args:
+        by_feature: what `cuts_by_feature` says.
+
+    Raises:
+        ConfigError: the model cannot be sharded.
+    """
     check_size(config, size)
-    return _specs_by_name(config, size)[name] if size > 1 else P()
+    return _specs_by_name(config, size, by_feature)[name] if size > 1 else P()
 
 
-def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str) -> NamedSharding:
-    """Sharding that a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`."""
-    return NamedSharding(mesh, leaf_spec(config, mesh.size, name))
+def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str, *, cache: CacheConfig | None = None) -> NamedSharding:
+    """Sharding that a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`.
+
+    Args:
+        cache: that the model is to serve with; None: of keys and values.
+    """
+    by_feature = cache is not None and cuts_by_feature(config, cache, mesh.size)
+    return NamedSharding(mesh, leaf_spec(config, mesh.size, name, by_feature=by_feature))
 
 
 def shard_params(
-    params: ModelParams, config: ModelConfig, mesh: Mesh, *, absorbs: bool, keep: bool = False
+    params: ModelParams, config: ModelConfig, mesh: Mesh, *, by_feature: bool, keep: bool = False
 ) -> tuple[ModelParams, ModelParams]:
     """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
 
@@ -202,12 +230,11 @@ def shard_params(
         params: as loaded, or as `quantize_params` leaves them, anywhere. Leaves that are not needed whole are deleted,
             unless `keep`.
         config: of the model as loaded.
-        absorbs: whether attention over layer inputs absorbs both W_k and W_v: they are kept a second time, sharded by
-            feature.
+        by_feature: what `cuts_by_feature` says.
         keep: the caller goes on using `params`.
     """
     size = mesh.size
-    specs = _specs_by_name(with_repeated_heads(config, size), size)
+    specs = _specs_by_name(with_repeated_heads(config, size), size, by_feature)
     repeats = max(1, size // config.num_kv_heads)
 
     def put(leaf: Any, spec: P) -> Any:
@@ -251,15 +278,6 @@ def shard_params(
 
     names = param_names(config)
     cut = jax.tree.map(placed, names, params)
-    if absorbs:
-        by_feature = functools.partial(put, spec=P(None, None, AXIS))
-
-        def with_inputs(layer: LayerParams, whole: LayerParams) -> LayerParams:
-            wk, wv = (jnp.repeat(w, repeats, axis=0) for w in (whole.wk, whole.wv))
-            return dataclasses.replace(layer, wk_inputs=by_feature(wk), wv_inputs=by_feature(wv))
-
-        layers = zip(cut.layers, params.layers, strict=True)
-        cut = dataclasses.replace(cut, layers=tuple(with_inputs(*pair) for pair in layers))
     leaves = jax.tree.structure(names).flatten_up_to(params)
     for name, leaf in () if keep else zip(jax.tree.leaves(names), leaves, strict=True):
         if is_repeated(name) or is_padded(name):
@@ -268,25 +286,15 @@ def shard_params(
     return cut, jax.tree.map(lambda leaf: leaf.sharding.spec, cut)
 
 
-def abstract_shards(config: ModelConfig, dtype: Any, mesh: Mesh, *, absorbs: bool) -> tuple[ModelParams, ModelParams]:
+def abstract_shards(
+    config: ModelConfig, dtype: Any, mesh: Mesh, *, by_feature: bool
+) -> tuple[ModelParams, ModelParams]:
     """`shard_params` of weights that are not there: shapes with their shardings, and the `PartitionSpec`s."""
     size = mesh.size
     padded = -(-config.vocab_size // size) * size
     config = dataclasses.replace(with_repeated_heads(config, size), vocab_size=padded)
     params = abstract_params(config, dtype)
-    specs = jax.tree.map(functools.partial(leaf_spec, config, size), param_names(config))
-    if absorbs:
-
-        def with_inputs(tree: ModelParams, *inputs: Any) -> ModelParams:
-            """W_k and W_v again, as `inputs` or as they are."""
-            fields = ("wk_inputs", "wv_inputs")
-            layers = [
-                dataclasses.replace(p, **dict(zip(fields, inputs or (p.wk, p.wv), strict=True))) for p in tree.layers
-            ]
-            return dataclasses.replace(tree, layers=tuple(layers))
-
-        by_feature = P(None, None, AXIS)
-        params, specs = with_inputs(params), with_inputs(specs, by_feature, by_feature)
+    specs = jax.tree.map(functools.partial(leaf_spec, config, size, by_feature=by_feature), param_names(config))
 
     def placed(leaf: Any, spec: P) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))

@@ -84,6 +84,11 @@ class StepOptions:
     """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and
     its `ModelConfig` is `sharding.own_config`."""
 
+    @property
+    def cuts_by_feature(self) -> bool:
+        """True: the device has its features of W_k and W_v, of all heads (`sharding.cuts_by_feature`)."""
+        return self.tensor is not None and self.hidden_mode == "absorb"
+
 
 Product = Callable[..., Array]
 """`KernelBackend.dense`."""

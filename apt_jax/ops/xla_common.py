@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
+from apt_jax.ops.linear import dot
 from apt_jax.ops.reference import LogitModifiers, own_slots
 
 MASKED = -1e30
@@ -33,9 +34,34 @@ class Shards(Protocol):
         """The sum over them."""
         ...
 
+    def scatter_sum(self, x: Array, axis: int) -> Array:
+        """This device's shard along an axis of the sum over them."""
+        ...
+
     def gather(self, x: Array, axis: int) -> Array:
         """The shares of all of them, one after another."""
         ...
+
+
+def project_shards(
+    x: Float[Array, "T D"],
+    wk: Float[Array, "K H D"],
+    bk: Float[Array, "OWN H"] | None,
+    wv: Float[Array, "K H D"],
+    bv: Float[Array, "OWN H"] | None,
+    tensor: Shards,
+) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
+    """Keys and values of this device's heads, in float32, from the D features that it has of layer inputs, W_k and W_v:
+    products that are summed over devices in the dtype of `x`, and scattered over heads."""
+    parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)) for w in (wk, wv)]
+    by_head = jnp.stack([part.astype(x.dtype).reshape(x.shape[0], *wk.shape[:2]) for part in parts], axis=2)
+    own = tensor.scatter_sum(by_head, 1).astype(jnp.float32)
+    k, v = (own[:, :, i].reshape(x.shape[0], -1) for i in range(2))
+
+    def biased(out: Array, b: Array | None) -> Array:
+        return out if b is None else out + b.astype(jnp.float32).reshape(1, -1)
+
+    return biased(k, bk), biased(v, bv)
 
 
 def apply_rules(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int32
 from apt_jax.ops.linear import dot, project_kv
 from apt_jax.ops.low_rank import KeyValueAdapters, additions
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
-from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
+from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of, project_shards
 
 PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
@@ -103,7 +103,8 @@ def prefill(
     adapters: KeyValueAdapters | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
-    absorbing (crossover at H * N / (N - 1)). `adapters` are added to W_k and W_v, by row."""
+    absorbing (crossover at H * N / (N - 1)). `adapters` are added to W_k and W_v, by row. With `tensor` W_k and W_v have
+    this device's heads, or this device's features of all heads (`xla_common.project_shards`)."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -129,6 +130,10 @@ def prefill(
     def fetch_hidden(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         assert wk is not None
         assert wv is not None
+        if tensor is not None and wk.shape[0] > num_kv_heads:
+            share = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2])[0]
+            keys, values = project_shards(share, wk, bk, wv, bv, tensor)
+            return keys.astype(share.dtype), values.astype(share.dtype)
         x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)
         turns = None if angles is None else angles[position[0]]
         more_k, more_v = additions(x, adapters, index)

@@ -130,7 +130,7 @@ def described_runner(plan: ExecutorPlan, mesh: Any, dtype: Any, num_blocks: int)
         shapes = abstract_params(plan.config, dtype)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there), shapes)
     else:
-        params, specs = parallel.abstract_shards(plan.loaded_config, dtype, mesh, absorbs=plan.duplicates_weights)
+        params, specs = parallel.abstract_shards(plan.loaded_config, dtype, mesh, by_feature=plan.cuts_by_feature)
     memory = PoolMemory(plan.config, plan.block_size, dtype, device, mesh)
     return ProgramRunner(params, plan.programs(num_blocks - 1, mesh, specs), memory)
 

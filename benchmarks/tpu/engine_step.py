@@ -112,7 +112,7 @@ def _runner(case: TpuCase, chip: Chip, ops: KernelBackend | None) -> tuple[Progr
         chip=chip.name,
         attention=ops or case.backend,
     )
-    return gpu.described_runner(plan, mesh, case.dtype, case.num_blocks), plan.duplicates_weights
+    return gpu.described_runner(plan, mesh, case.dtype, case.num_blocks), plan.hidden_mode == "absorb"
 
 
 def weight_bytes(case: TpuCase) -> int:

@@ -89,6 +89,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "opt, kv": ("opt", "kv", "auto"),
     "opt, hidden, absorbed": ("opt", "hidden", "absorb"),
     "opt, hidden, reprojected": ("opt", "hidden", "reproject"),
+    "opt, hidden, on kernels": ("opt", "hidden", "absorb"),
     "opt, both": ("opt", "hybrid", "absorb"),
     "opt, converted": ("opt", "hybrid", "absorb"),
     "llama, kv": ("llama", "kv", "auto"),
@@ -99,6 +100,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "fewer key heads than devices": ("llama grouped", "kv", "auto"),
     "alibi, kv": ("bloom", "kv", "auto"),
     "alibi, hidden": ("bloom", "hidden", "absorb"),
+    "alibi, both, on kernels": ("bloom", "hybrid", "absorb"),
     "partly rotary, hidden": ("neox", "hidden", "absorb"),
     "norm of each key, hidden": ("qwen3", "hidden", "absorb"),
     "norm of all keys": ("olmo2", "kv", "auto"),
@@ -111,7 +113,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
 
 
 def make_executor(
-    model: str, kind: str, attention: Any, size: int, quantization: Quantization
+    model: str, kind: str, attention: Any, size: int, quantization: Quantization, ops: str
 ) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     config = MODELS[model]
@@ -133,7 +135,7 @@ def make_executor(
         max_num_seqs=4,
         max_num_batched_tokens=32,
         max_model_len=96,
-        attention="xla",
+        attention=ops,
         quantization=quantization,
         mesh=None if size == 1 else parallel.tensor_mesh(size),
         conversion=True,
@@ -151,7 +153,8 @@ def run(case: str, size: int) -> dict[str, Any]:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]
     quantization: Quantization = "int8" if case.startswith("int8") else None
-    executor, deleted = make_executor(model, kind, attention, size, quantization)
+    ops = "triton-interpret" if case.endswith("on kernels") and size > 1 else "xla"
+    executor, deleted = make_executor(model, kind, attention, size, quantization, ops)
     policy = "apt"
     if case.endswith("converted"):  # from layer inputs to keys and values, while they run
         policy = RandomPolicy(3, RandomPlanPolicy(convert=0.7))
