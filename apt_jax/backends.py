@@ -129,7 +129,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
             "prefill": RULES,
             "prefill_hidden": RULES | {"key norm", "input width"},
         },
-        takes_shards=frozenset({"decode_absorbed"}),
+        takes_shards=frozenset({"decode_absorbed", "prefill"}),
         branches=False,
     )
 
@@ -142,7 +142,7 @@ def _jax_triton(chip: str | None) -> KernelBackend:
     extras = {**ops.extras, "decode_absorbed": frozenset({"adapters"})}
     decode_absorbed = jax_triton_absorbed.decode_absorbed
     return dataclasses.replace(
-        ops, name="jax-triton", decode_absorbed=decode_absorbed, extras=extras, takes_shards=frozenset()
+        ops, name="jax-triton", decode_absorbed=decode_absorbed, extras=extras, takes_shards=frozenset({"prefill"})
     )
 
 

@@ -66,14 +66,20 @@ class PrefixPlan:
 
 
 def plan_prefixes(
-    hidden_lens: Int32[Array, " B"], scores: Scores, capacity: int, positions: int, piece_positions: int
+    hidden_lens: Int32[Array, " B"],
+    scores: Scores,
+    capacity: int,
+    positions: int,
+    piece_positions: int,
+    max_pieces: int | None = _MAX_PIECES,
 ) -> PrefixPlan:
     """Lay out prefixes of layer inputs.
 
     Args:
         capacity: the longest prefix that there can be.
         positions: of a tile.
-        piece_positions: `_PIECE_POSITIONS`, or fewer in tests.
+        piece_positions: of a piece, at least.
+        max_pieces: pieces are longer where they were more; None: as many as there are.
     """
     batch = hidden_lens.shape[0]
     begins = scores.first_seen(hidden_lens) // positions * positions + jnp.zeros_like(hidden_lens)
@@ -86,7 +92,9 @@ def plan_prefixes(
     there, row = row < batch, jnp.minimum(row, batch - 1)
     first = begins[row] + (tile - (ends - counts)[row]) * positions
     fields = jnp.where(there[:, None], jnp.stack((row, first, hidden_lens[row]), axis=1), 0)
-    per_piece = max(-(-piece_positions // positions), -(-total // _MAX_PIECES))
+    per_piece = -(-piece_positions // positions)
+    if max_pieces is not None:
+        per_piece = max(per_piece, -(-total // max_pieces))
     return PrefixPlan(
         begins=begins,
         starts=(ends - counts) * positions,
@@ -266,6 +274,47 @@ def _attend_kernel(
         queries.store(acc_out, lane, lane_ok, acc)
 
 
+def attend_to_piece(
+    piece: Int32[Array, " 1"],
+    q: Float[Array, "T N H"],
+    kv: Float[Array, "2 S K H"],
+    plan: PrefixPlan,
+    query_tiles: Int32[Array, "TILES 12"],
+    slopes: Float[Array, " N"] | None,
+    state: FlashState,
+    *,
+    tile: PrefillTile,
+    scores: Scores,
+    interpret: bool,
+) -> FlashState:
+    """The states of all query tokens with the keys and values of a piece folded in; those of a row that has none there
+    stay, in memory that becomes that of the result. A state of None has seen nothing."""
+    num_heads, (_, positions, num_kv_heads, head_dim) = q.shape[1], kv.shape
+    of_head = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
+    kernel = functools.partial(
+        _attend_kernel,
+        tile=tile,
+        scores=scores,
+        num_tiles=query_tiles.shape[0],
+        piece_positions=positions,
+        group=num_heads // num_kv_heads,
+        head_dim=head_dim,
+        barrier=not interpret,
+    )
+    m, l, acc = launch(
+        kernel,
+        (piece, query_tiles, plan.begins, plan.starts, q, kv, slopes, *state),
+        (of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
+        grid=(query_tiles.shape[0], num_kv_heads),
+        warps=tile.warps,
+        stages=tile.stages,
+        name="prefix_attend",
+        interpret=interpret,
+        in_place={} if state[0] is None else {7: 0, 8: 1, 9: 2},
+    )
+    return m, l, acc
+
+
 def projected_prefix(
     q: Float[Array, "T N H"],
     pool: Float[Array, "P C E"],
@@ -299,8 +348,7 @@ def projected_prefix(
     most = plan.per_piece * project.tokens
     programs = 2 if interpret else NUM_PROCESSORS[check_chip(chip, head_dim)]
     turns = (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
-    of_head = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-    state: tuple[Any, ...] = (None, None, None)
+    state: FlashState = (None, None, None)
     project_piece = functools.partial(
         launch,
         functools.partial(
@@ -322,36 +370,15 @@ def projected_prefix(
         name="prefix_project",
         interpret=interpret,
     )
-    attend_piece = functools.partial(
-        launch,
-        functools.partial(
-            _attend_kernel,
-            tile=tile,
-            scores=scores,
-            num_tiles=query_tiles.shape[0],
-            piece_positions=most,
-            group=num_heads // num_kv_heads,
-            head_dim=head_dim,
-            barrier=not interpret,
-        ),
-        out_shape=(of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
-        grid=(query_tiles.shape[0], num_kv_heads),
-        warps=tile.warps,
-        stages=tile.stages,
-        name="prefix_attend",
-        interpret=interpret,
-    )
     inputs = (tables, slot_ranges, pool.reshape(pool.shape[0], -1), *weights)
     scale = None if key_norm is None else key_norm.scale
 
     # Lowered once for all pieces but the first, which finds no state.
     @jax.jit
-    def attend_to(piece: Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def attend_to(piece: Array, state: FlashState) -> FlashState:
         kv = project_piece((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0]))
-        return attend_piece(
-            (piece, query_tiles, plan.begins, plan.starts, q, kv, slopes, *state),
-            in_place={} if state[0] is None else {7: 0, 8: 1, 9: 2},
-        )
+        more: dict[str, Any] = {"tile": tile, "scores": scores, "interpret": interpret}
+        return attend_to_piece(piece, q, kv, plan, query_tiles, slopes, state, **more)
 
     for piece in range(-(-plan.tiles.shape[0] // plan.per_piece)):
         state = attend_to(jnp.full(1, piece, jnp.int32), state)

@@ -19,8 +19,10 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.xla_common import Shards
 from apt_jax.pallas.triton_common import below, check_pool, launch, load, slot_of
 from apt_jax.pallas.triton_hidden_prefix import absorbed_prefix, projected_prefix
+from apt_jax.pallas.triton_prefix_shards import sharded_prefix
 from apt_jax.pallas.triton_queries import (
     Scores,
     attend,
@@ -126,6 +128,7 @@ def prefill(
     hidden_block_size: int | None = None,
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
+    tensor: Shards | None = None,
     interpret: bool = False,
     chip: str | None = None,
     **more: Any,
@@ -139,9 +142,10 @@ def prefill(
     Args:
         with_hidden: some row may have a hidden prefix; static, without it no kernel for one is launched.
         key_norm: of each head by itself.
+        tensor: devices that heads and layer inputs are spread over; see `sharded_prefix`.
         interpret: run in Pallas' interpreter, on any platform.
         chip: what tiles are chosen for (`triton_tiles.CHIPS`).
-        more: of `projected_prefix`.
+        more: of `projected_prefix` or `sharded_prefix`.
 
     Raises:
         ValueError: block size, dtype, heads, norm or chip that the kernels do not take.
@@ -155,7 +159,8 @@ def prefill(
     hidden_slots = hidden_block_size or block_size
     if with_hidden:
         assert wk is not None
-        if hidden_slots * wk.shape[2] > block_size * lane_width:
+        shards = 1 if tensor is None or wk.shape[0] > num_kv_heads else tensor.size
+        if hidden_slots * wk.shape[2] > block_size * lane_width * shards:
             raise ValueError(f"blocks of {pool.shape=} do not hold {hidden_slots} layer inputs of {wk.shape=}")
         if key_norm is not None and key_norm.scale.shape[0] != head_dim:
             raise ValueError(f"norms over all heads together ({key_norm.scale.shape=}) are not the kernels'")
@@ -180,7 +185,27 @@ def prefill(
 
     state: tuple[Array | None, ...] = (None, None, None)
     absorbs = num_tokens <= head_dim and rules is None and key_norm is None and angles is None
-    if with_hidden and absorbs and hidden_slots == block_size and wk is not None and wk.shape[2] == lane_width:
+    if with_hidden and tensor is not None:
+        state = sharded_prefix(
+            q,
+            pool,
+            tables,
+            slot_ranges,
+            hidden_lens,
+            tiles,
+            (cast(wk), cast(bk), cast(wv), cast(bv)),
+            slopes,
+            tensor=tensor,
+            num_kv_heads=num_kv_heads,
+            tile=tile,
+            scores=scores,
+            block_size=hidden_slots,
+            angles=angles,
+            key_norm=key_norm,
+            interpret=interpret,
+            **more,
+        )
+    elif with_hidden and absorbs and hidden_slots == block_size and wk is not None and wk.shape[2] == lane_width:
         assert wv is not None
         row_of_token = jnp.argmax(inside, axis=1).astype(jnp.int32)
         state = absorbed_prefix(

@@ -101,6 +101,8 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "alibi, kv": ("bloom", "kv", "auto"),
     "alibi, hidden": ("bloom", "hidden", "absorb"),
     "alibi, both, on kernels": ("bloom", "hybrid", "absorb"),
+    "norm of each key, on kernels": ("qwen3", "hidden", "reproject"),
+    "caps and windows, on kernels": ("gemma2", "hidden", "absorb"),
     "partly rotary, hidden": ("neox", "hidden", "absorb"),
     "norm of each key, hidden": ("qwen3", "hidden", "absorb"),
     "norm of all keys": ("olmo2", "kv", "auto"),

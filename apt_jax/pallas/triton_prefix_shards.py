@@ -1,0 +1,107 @@
+"""Hidden prefixes of prompt chunks on several GPUs that have some features of the layer inputs each.
+
+As in `triton_hidden_prefix` prefixes lie one after another and are taken in pieces: keys and values of a piece are
+computed once, for this device's heads, then `prefix_attend` folds them into the states of all query tokens.
+
+What a device needs from the others is a part of the products with W_k and W_v where those are cut by feature, or the
+others' features where they are cut by head (`apt_jax.models.sharding`). Both cross for every position of a piece, used
+or not, so pieces are taken in a loop as far as prefixes reach: the host drives it, between two CUDA graphs a layer.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int32
+
+from apt_jax.ops.linear import project_kv
+from apt_jax.ops.reference import KeyNorm
+from apt_jax.ops.xla_common import Shards, project_shards
+from apt_jax.pallas.triton_hidden_prefix import PrefixPlan, attend_to_piece, plan_prefixes
+from apt_jax.pallas.triton_queries import FlashState, Scores
+from apt_jax.pallas.triton_tiles import PrefillTile
+
+_PIECE_POSITIONS = 2048
+"""Positions of a piece. Of the last one all are computed."""
+_TILE_POSITIONS = 128
+"""Prefixes begin at multiples of it: a multiple of the keys of every `PrefillTile`."""
+
+
+def _read_positions(
+    plan: PrefixPlan, piece: Array, tables: Array, slot_ranges: Array | None, block_size: int
+) -> tuple[Int32[Array, " S"], Bool[Array, " S"], Int32[Array, " S"], Int32[Array, " S"]]:
+    """Positions of a piece in their rows, which of them there are, and their blocks and slots."""
+    index = piece * plan.per_piece + jnp.arange(plan.per_piece, dtype=jnp.int32)
+    fields = plan.tiles.at[index].get(mode="fill", fill_value=0)
+    row, first, length = (jnp.repeat(fields[:, i], _TILE_POSITIONS) for i in range(3))
+    position = first + jnp.tile(jnp.arange(_TILE_POSITIONS, dtype=jnp.int32), plan.per_piece)
+    own = position < length
+    entry, slot = jnp.where(own, position // block_size, 0), position % block_size
+    block = jnp.where(own, tables[row, 0, entry], 0)
+    if slot_ranges is not None:
+        low, high = slot_ranges[row, entry, 0], slot_ranges[row, entry, 1]
+        slot = jnp.where(low <= high, low + slot, low - 1 - slot)
+    return position, own, block, jnp.where(own, slot, 0)
+
+
+def sharded_prefix(
+    q: Float[Array, "T N H"],
+    pool: Float[Array, "P C E"],
+    tables: Int32[Array, "B 2 J"],
+    slot_ranges: Int32[Array, "B J 2"] | None,
+    hidden_lens: Int32[Array, " B"],
+    query_tiles: Int32[Array, "TILES 12"],
+    weights: tuple[Any, ...],
+    slopes: Float[Array, " N"] | None,
+    *,
+    tensor: Shards,
+    num_kv_heads: int,
+    tile: PrefillTile,
+    scores: Scores,
+    block_size: int,
+    angles: Float[Array, "S HALF"] | None,
+    key_norm: KeyNorm | None,
+    interpret: bool,
+    piece_positions: int = _PIECE_POSITIONS,
+) -> FlashState:
+    """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
+
+    Args:
+        weights: W_k, b_k, W_v, b_v in the dtype of the pool; the matrices of this device's heads and all features, or of
+            all heads and this device's features.
+        tensor: the devices.
+        num_kv_heads: of this device.
+        block_size: layer inputs of a block.
+        piece_positions: fewer in tests.
+    """
+    wk, bk, wv, bv = weights
+    by_feature = wk.shape[0] > num_kv_heads
+    width = wk.shape[2] if by_feature else wk.shape[2] // tensor.size
+    capacity = tables.shape[2] * block_size
+    plan = plan_prefixes(hidden_lens, scores, capacity, _TILE_POSITIONS, piece_positions, max_pieces=None)
+    by_block = pool.reshape(pool.shape[0], -1)
+    lane = jnp.arange(width, dtype=jnp.int32)
+
+    def keys_and_values(piece: Array) -> Float[Array, "2 S K H"]:
+        position, own, block, slot = _read_positions(plan, piece, tables, slot_ranges, block_size)
+        if block_size * width == by_block.shape[1]:
+            x = pool.reshape(-1, width)[block * block_size + slot]
+        else:
+            x = by_block[block[:, None], slot[:, None] * width + lane[None, :]]
+        x = jnp.where(own[:, None], x, jnp.zeros((), x.dtype))
+        if by_feature:
+            k, v = project_shards(x, wk, bk, wv, bv, tensor)
+        else:
+            x = tensor.gather(x, 1)
+            turns = None if angles is None else angles[jnp.where(own, position, 0)]
+            k, v = project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
+        return jnp.stack([k, v]).astype(pool.dtype).reshape(2, x.shape[0], num_kv_heads, -1)
+
+    def one_piece(piece: Array, state: FlashState) -> FlashState:
+        kv = keys_and_values(piece)
+        more: dict[str, Any] = {"tile": tile, "scores": scores, "interpret": interpret}
+        return attend_to_piece(piece[None], q, kv, plan, query_tiles, slopes, state, **more)
+
+    of_head = jnp.zeros(q.shape[:2], jnp.float32)
+    pieces = (plan.count[0] + plan.per_piece - 1) // plan.per_piece
+    return lax.fori_loop(0, pieces, one_piece, (of_head, of_head, jnp.zeros(q.shape, jnp.float32)))
