@@ -97,7 +97,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
         """The op, traced and lowered once for all layers that call it alike: Pallas takes 0.1 s for a kernel."""
         known = inspect.signature(op).parameters
-        named = ("block_size", "with_hidden", "out_dtype", "hidden_block_size", "tensor")
+        named = ("block_size", "with_hidden", "out_dtype", "hidden_block_size", "tensor", "room")
         static = [name for name in named if name in known]
         return jax.jit(functools.partial(op, interpret=interpret, chip=chip), static_argnames=static)
 

@@ -420,7 +420,9 @@ class JaxExecutor:
         done = functools.partial(DeviceStepHandle, num_rows=len(batch.slots), rows=rows)
         if in_one:
             sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, step_format)
-            tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant).run()
+            lens = batch.start + batch.num_tokens
+            room = self.programs.hidden_room_of(step.num_decode, kinds, batch.kind, lens)
+            tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant, room).run()
             return done(tokens=tokens, logprobs=None)
         if batch.needs_all_states:
             states, of_all = self._prompts.run(runner.forward_all_call(step.ints, step.num_prefill))

@@ -19,6 +19,7 @@ states of all tokens, and "score_prompts", which turns some of them at a time in
 are compiled, when the first such request comes (`apt_jax.executor.prompt_logprobs`).
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -45,10 +46,14 @@ from apt_jax.models.params import ModelParams, output_head
 from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.xla_common import ROOM_STEP
 from apt_jax.sched.request_table import HIDDEN, KV
 
 Pools = tuple[Any, ...]
 _OPS_FACTS = ("name", "branches", "tiles", "integer_products", "skips_rows", "rows_per_tile")
+
+_ROOM_ROWS = 16
+"""Decode rows from which on programs are compiled for more than one `StepOptions.hidden_room`."""
 
 
 class Programs:
@@ -178,6 +183,23 @@ class Programs:
             return self.kinds_offered
         return KindSet(has_prompts or bool((kind == KV).any()), bool((kind == HIDDEN).any()))
 
+    def hidden_rooms(self, num_decode: int, kinds: KindSet) -> list[int | None]:
+        """Values of `StepOptions.hidden_room` that programs of decode rows are compiled for, ascending.
+
+        The sum of scores over devices has a fixed size in a CUDA graph. A quarter of what block tables hold serves most
+        steps of many rows, and sums a quarter of the bytes.
+        """
+        sums_room = self._options(num_decode, kinds).cuts_by_feature and "decode_absorbed" in self.ops.takes_shards
+        if self.branches or not kinds.hidden or not sums_room or num_decode < _ROOM_ROWS:
+            return [None]
+        return [num_decode * self.step_format.table_len * self.step_format.hidden_block_size // 4, None]
+
+    def hidden_room_of(self, num_decode: int, kinds: KindSet, kind: NDArray[np.int8], lens: NDArray[np.int32]) -> Any:
+        """The least of `hidden_rooms` that holds the hidden ones of rows with these kinds and lengths."""
+        rooms = self.hidden_rooms(num_decode, kinds)
+        needed = int((-(-lens[kind == HIDDEN] // ROOM_STEP) * ROOM_STEP).sum())
+        return next(room for room in rooms if room is None or room >= needed)
+
     # --- traced ----------------------------------------------------------------------------------------------------
 
     def _options(self, num_decode: int, kinds: KindSet) -> StepOptions:
@@ -201,9 +223,11 @@ class Programs:
         num_decode: int,
         num_prefill: int,
         kinds: KindSet,
+        hidden_room: int | None = None,
     ) -> tuple[Pools, Array]:
         """Write the cache; gives hidden states of the rows that sample."""
         batch, options, sample_rows = self._step(last_tokens, ints, num_decode, num_prefill, kinds)
+        options = dataclasses.replace(options, hidden_room=hidden_room)
         return decoder_step(params, pools, batch, self.config, options, sample_rows)
 
     def forward_all(
@@ -326,11 +350,11 @@ class Programs:
         num_decode: int,
         kinds: KindSet,
         variant: SamplerVariant,
+        hidden_room: int | None = None,
     ) -> tuple[Pools, Array, Array]:
         """Forward and sampling of decode rows as one program."""
-        pools, hidden = self.forward(
-            params, pools, last_tokens, forward_ints, num_decode=num_decode, num_prefill=0, kinds=kinds
-        )
+        rows: dict[str, Any] = {"num_decode": num_decode, "num_prefill": 0, "kinds": kinds, "hidden_room": hidden_room}
+        pools, hidden = self.forward(params, pools, last_tokens, forward_ints, **rows)
         last_tokens, tokens, _ = self.sample(
             params, hidden, last_tokens, sample_ints, None, None, rows=num_decode, variant=variant
         )

@@ -160,11 +160,17 @@ class ProgramRunner:
         return ProgramCall(self, "pool_prompts", (states, segments), {})
 
     def decode_call(
-        self, forward_ints: Ints, sample_ints: Ints, num_decode: int, kinds: KindSet, variant: SamplerVariant
+        self,
+        forward_ints: Ints,
+        sample_ints: Ints,
+        num_decode: int,
+        kinds: KindSet,
+        variant: SamplerVariant,
+        hidden_room: int | None = None,
     ) -> ProgramCall:
         """Gives tokens."""
         args = (self.params, self.pools, self.last_tokens, forward_ints, sample_ints)
-        static = {"num_decode": num_decode, "kinds": kinds, "variant": variant}
+        static = {"num_decode": num_decode, "kinds": kinds, "variant": variant, "hidden_room": hidden_room}
         return ProgramCall(self, "decode", args, static, replaces_pools=True, replaces_last_tokens=True)
 
     def sample_call(
@@ -218,11 +224,13 @@ class ProgramRunner:
         masks = step_format.empty_masks(rows) if variant.masked else None
         return self.sample_call(hidden, ints, penalties, masks, rows, variant)
 
-    def empty_decode_call(self, rows: int, kinds: KindSet, variant: SamplerVariant) -> ProgramCall:
+    def empty_decode_call(
+        self, rows: int, kinds: KindSet, variant: SamplerVariant, hidden_room: int | None = None
+    ) -> ProgramCall:
         """A call on padding alone."""
         _, ints = self.step_format.empty_forward(rows, 0)
         _, sample_ints = self.step_format.empty_sample(rows)
-        return self.decode_call(ints, sample_ints, rows, kinds, variant)
+        return self.decode_call(ints, sample_ints, rows, kinds, variant, hidden_room)
 
     def run_plan(self, plan: Plan) -> Any:
         """Make a call that rank 0 announced; its results can be waited for."""

@@ -4,6 +4,7 @@ before and the others beside it."""
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -130,9 +131,9 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
         found.append(Program(name("sample", rows, variant), part(runner.empty_sample_call, rows, variant)))
     for rows in () if programs.branches else buckets.decode:
         for kinds in programs.kind_sets(has_prompts=False):
-            for variant in variants:
+            for variant, room in itertools.product(variants, programs.hidden_rooms(rows, kinds)):
                 if not variant.penalised:
-                    call = part(runner.empty_decode_call, rows, kinds, variant)
+                    call = part(runner.empty_decode_call, rows, kinds, variant, room)
                     found.append(Program(name("fused", rows, variant), call))
     for size in buckets.copies if copies else ():
         found.append(Program(name("copy", size), part(runner.copy_call, _NO_COPIES, size)))

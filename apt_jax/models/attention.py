@@ -333,6 +333,7 @@ def _attend_absorbed_shards(
         rows=(batch.num_kv_rows, batch.num_decode_rows),
         rules=a.rules_of_all_heads,
         tensor=tensor,
+        **_given(room=a.options.hidden_room),
     )
     return _add_value_bias(a, tensor.scatter_sum(_head_products(a, z, p.wv, onto_inputs=False), 1))
 

@@ -83,6 +83,9 @@ class StepOptions:
     tensor: TensorParallel | None = None
     """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and
     its `ModelConfig` is `sharding.own_config`."""
+    hidden_room: int | None = None
+    """With `cuts_by_feature`: positions of all hidden decode rows together, each row's rounded up to a multiple of
+    `xla_common.ROOM_STEP`, at most; None: as many as block tables hold. The size of the sum of scores over devices."""
 
     @property
     def cuts_by_feature(self) -> bool:

@@ -15,6 +15,9 @@ from apt_jax.ops.reference import LogitModifiers, own_slots
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
 
+ROOM_STEP = 128
+"""Positions of a row are counted in multiples of it where what a step has memory for is chosen on the host."""
+
 Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T), its position
 (R, T) and the numbers of the rows (R,), to the slots' keys and values (R, T, E). Values of slots that are not the row's
@@ -53,10 +56,11 @@ def project_shards(
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
     """Keys and values of this device's heads, in float32, from the D features that it has of layer inputs, W_k and W_v:
     products that are summed over devices in the dtype of `x`, and scattered over heads."""
-    parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)) for w in (wk, wv)]
-    by_head = jnp.stack([part.astype(x.dtype).reshape(x.shape[0], *wk.shape[:2]) for part in parts], axis=2)
-    own = tensor.scatter_sum(by_head, 1).astype(jnp.float32)
-    k, v = (own[:, :, i].reshape(x.shape[0], -1) for i in range(2))
+    parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)).astype(x.dtype) for w in (wk, wv)]
+    # Heads first, where compilers scatter as it is.
+    by_head = jnp.stack([part.reshape(x.shape[0], *wk.shape[:2]) for part in parts]).transpose(2, 0, 1, 3)
+    own = tensor.scatter_sum(by_head, 0).astype(jnp.float32)
+    k, v = (own[:, i].transpose(1, 0, 2).reshape(x.shape[0], -1) for i in range(2))
 
     def biased(out: Array, b: Array | None) -> Array:
         return out if b is None else out + b.astype(jnp.float32).reshape(1, -1)

@@ -72,15 +72,17 @@ class Wave(NamedTuple):
     """Most that a row has."""
 
 
-def waves_of(rows: Rows, most_tiles: int, tile_bytes: int) -> Iterator[Wave]:
+def waves_of(rows: Rows, most_tiles: int, tile_bytes: int, every: int | None = None) -> Iterator[Wave]:
     """Waves that together have all rows: one where all tiles that rows can have fit `_SCORE_BYTES`.
 
     A row is of the wave that its first tile lies in, so that the tiles of a wave reach at most `most_tiles` further.
 
     Args:
         tile_bytes: of P of one tile.
+        every: tiles that all rows together can have, at most; None: `most_tiles` each.
     """
-    every, fit = rows.length.shape[0] * most_tiles, _SCORE_BYTES // tile_bytes
+    every = rows.length.shape[0] * most_tiles if every is None else every
+    fit = _SCORE_BYTES // tile_bytes
     if every <= fit:
         yield Wave(rows, None, every, most_tiles)
         return

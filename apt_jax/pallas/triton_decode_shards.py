@@ -4,8 +4,8 @@ backend (contract: `reference.decode_absorbed`).
 Each device has some features of x and of q~, so that its products are a part of the scores of all heads:
 
 1. `triton_decode_absorbed.score_sums` writes the parts of all visible tiles of all rows, packed.
-2. One all-reduce sums them over devices. Its size depends on shapes alone, like all of a CUDA graph: it has room for
-   what the rows can have.
+2. One all-reduce sums them over devices. Its size is fixed, like all of a CUDA graph: it has room for what the rows can
+   have, or for less where the host knows that they have less (`room`).
 3. `softmax_tiles` applies the score rules to a tile and turns it into P, m and l, as `absorbed_scores` writes them.
 4. `triton_decode_absorbed.absorbed_output` sums P x over this device's features.
 
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int32
 
 from apt_jax.ops.reference import LogitModifiers
-from apt_jax.ops.xla_common import Shards
+from apt_jax.ops.xla_common import ROOM_STEP, Shards
 from apt_jax.pallas.triton_common import launch, load, own_lens
 from apt_jax.pallas.triton_decode_absorbed import (
     SCORES_PER_PROCESSOR,
@@ -127,6 +127,7 @@ def decode_absorbed(
     slot_ranges: Int32[Array, "R J 2"] | None = None,
     table_of_row: Int32[Array, " B"] | None = None,
     rules: LogitModifiers | None = None,
+    room: int | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
     chip: str | None = None,
@@ -140,6 +141,8 @@ def decode_absorbed(
     Args:
         q_absorbed, pool: of all N heads and the D features that this device has.
         tensor: the devices.
+        room: positions of all rows together, each row's rounded up to a multiple of `ROOM_STEP`, that there is memory for;
+            None: for what tables hold. Rows behind it give zeros.
 
     Raises:
         ValueError: block size, dtype or chip that the kernels do not take.
@@ -150,6 +153,11 @@ def decode_absorbed(
     capacity = tables.shape[1] * block_size
     window = None if rules is None else rules.window
     visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=window)
+    most_tiles, every = -(-capacity // tile.tokens), None
+    if room is not None:
+        every = min(lens.shape[0] * most_tiles, -(-room // ROOM_STEP) * (ROOM_STEP // tile.tokens))
+        fits = visible.packed + (visible.last - visible.first) <= every
+        visible = visible._replace(last=jnp.where(fits, visible.last, visible.first))
     more: dict[str, Any] = {
         "block_size": block_size,
         "slot_ranges": slot_ranges,
@@ -158,7 +166,7 @@ def decode_absorbed(
         "chip": chip,
     }
     out: Output | None = None
-    for wave in waves_of(visible, -(-capacity // tile.tokens), heads * tile.tokens * _SUM_BYTES):
+    for wave in waves_of(visible, most_tiles, heads * tile.tokens * _SUM_BYTES, every):
         sums = tensor.sum(score_sums(q_absorbed, pool, tables, wave, **more))
         scores = softmax_tiles(sums, tables, wave, dtype=pool.dtype, warps=tile.warps, **more)
         out = absorbed_output(scores, pool, tables, wave, out, width=width, out_dtype=out_dtype, **more)

@@ -51,6 +51,8 @@ class StepCase:
     """Pool of one layer."""
     sampling: str = "greedy"
     """One of `VARIANTS`."""
+    quarter: bool = False
+    """Scores over several devices have room for a quarter of the context of all rows."""
     donate: bool = True
 
     @property
@@ -68,7 +70,8 @@ class StepCase:
         step = f"{self.prefill_tokens} prompt tokens" if self.prefill_tokens else self.sampling
         rows = f", {self.num_rows} rows" if self.num_rows != StepCase.num_rows else ""
         context = f", context {self.context}" if self.context != StepCase.context else ""
-        return f"{' + '.join(kinds)}, {step}{rows}{context}"
+        room = ", contexts a quarter full" if self.quarter else ""
+        return f"{' + '.join(kinds)}, {step}{rows}{context}{room}"
 
 
 def model_of(case: StepCase) -> ModelConfig:
@@ -148,4 +151,5 @@ def _call(case: StepCase, runner: ProgramRunner) -> ProgramCall:
     kinds = KindSet(*case.kinds)
     if case.prefill_tokens:
         return runner.empty_forward_call(0, case.prefill_tokens, kinds)
-    return runner.empty_decode_call(case.num_rows, kinds, VARIANTS[case.sampling])
+    room = runner.programs.hidden_rooms(case.num_rows, kinds)[0] if case.quarter else None
+    return runner.empty_decode_call(case.num_rows, kinds, VARIANTS[case.sampling], room)

@@ -69,6 +69,7 @@ _FEW = f"hidden prefix, {_FEW_TOKENS} tokens"
 _LONG_TOKENS, _LONG_CONTEXT = 8192, 131_072
 _LONG = f"{_LONG_TOKENS} tokens of {_LONG_CONTEXT}"
 _CONTEXTS = {_LONG: _LONG_CONTEXT, "context of 131,072": 131_072, "context of 262,144, 256 rows": 262_144}
+_SHARDS = {"2 GPUs": 2, "4 GPUs": 4}
 _NORMED = "shared key heads, key norm"
 _STEP = "step"
 
@@ -84,7 +85,7 @@ class KernelCase:
     num_rows: int = 64
     variant: str = ""
     """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`; `jax-triton`: the kernels in Triton;
-    or a context (`_CONTEXTS`)."""
+    a context (`_CONTEXTS`), or a number of GPUs (`_SHARDS`)."""
 
     @property
     def name(self) -> str:
@@ -111,6 +112,18 @@ class Outcome:
     def place(self) -> str:
         devices = f", {self.num_devices} GPUs" if self.num_devices > 1 else ""
         return f"{self.kernel} [{self.op}] on {self.arch}{devices}, {self.shape} {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Devices:
+    """Stands for GPUs that layer inputs are spread over, where one of them is compiled for."""
+
+    size: int
+
+    def sum(self, x: Any) -> Any:
+        return x
+
+    scatter_sum = gather = lambda self, x, axis: x
 
 
 def gpu_ops(chip: Chip) -> KernelBackend:
@@ -151,6 +164,8 @@ def kernel_cases() -> list[KernelCase]:
         cases.append(KernelCase(op="prefill", shape="llama-3-8b", dtype="bfloat16", arch=arch, variant=_LONG))
     # One shape is enough for what other shapes do not change: rows that share blocks, contexts cut into pieces, and few
     # prompt tokens, which absorb the projection of their prefix.
+    for (shape, shards), dtype, arch in itertools.product(_SHARDED_SHAPES, DTYPES, ARCHS):
+        cases.append(KernelCase(op="decode_absorbed", shape=shape, dtype=dtype, arch=arch, variant=shards))
     for op, arch in itertools.product(("decode_kv", "decode_absorbed", "decode_reprojected"), ARCHS):
         common = {"op": op, "shape": "opt-13b", "dtype": "bfloat16", "arch": arch}
         cases.append(KernelCase(**common, variant="shared blocks"))
@@ -167,6 +182,9 @@ _SMALL_SHAPES = ("opt-13b", "llama-2-7b")
 _MORE_SHAPES = ("llama-3-8b", "yi-6b", "mistral-7b", "phi-3", "gemma-2b", "gemma-2-9b")
 """Shapes that `prefill`, `decode_kv` and, where keys are not shared, `decode_v_absorbed` are compiled at beside those of
 all kernels: groups, a window, heads of 96 and 256, a soft cap."""
+
+
+_SHARDED_SHAPES = (("opt-30b", "2 GPUs"), ("opt-66b", "4 GPUs"))
 
 
 _OPS = (
@@ -189,6 +207,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=kv, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=both, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=hidden, num_devices=4),
+        StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=hidden, num_devices=4, quarter=True),
         StepCase(**common | {"model": "opt-30b", "num_layers": 8}, kinds=both, num_devices=2),
         StepCase(
             **common | {"model": "llama-3-70b", "num_layers": 16, "num_blocks": 16384},
@@ -291,7 +310,10 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
     def flags(*dims: int) -> Any:
         return jax.ShapeDtypeStruct(dims, jnp.bool_)
 
-    pool = floats(_NUM_BLOCKS, _BLOCK_SIZE, shape.lane)
+    lane, shards = shape.lane, _SHARDS.get(case.variant, 1)
+    if shards > 1:
+        d, lane = d // shards, lane // shards
+    pool = floats(_NUM_BLOCKS, _BLOCK_SIZE, lane)
     lens, both_tables, tables = ints(rows), ints(rows, 2, table), ints(rows, table)
     projections = (floats(k, h, d), floats(k, h), floats(k, h, d), floats(k, h))
     if shape.rotary_dim:
@@ -327,6 +349,8 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
             keywords["with_hidden"] = case.variant.startswith("hidden prefix")
         case _:
             raise ValueError(f"unknown op {case.op!r}")
+    if shards > 1:
+        keywords["tensor"] = _Devices(shards)
     if shape.window or shape.softcap:
         keywords["rules"] = LogitModifiers(window=shape.window, softcap=shape.softcap)
     # Arrays that the ops take by keyword.

@@ -22,7 +22,6 @@ REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 QUICK = [
     "opt, kv",
     "opt, hidden, reprojected",
-    "opt, hidden, on kernels",
     "opt, converted",
     "norm of each key, converted",
     "fewer key heads than devices",
@@ -66,6 +65,8 @@ def test_tokens_are_those_of_one_device_and_the_pool_is_cut(devices, case, sever
     assert cut["tokens"] == one["tokens"]
     assert cut["converted"] == one["converted"] == case.endswith("converted")
     model, kind, attention = CASES[case]
+    # Some steps of absorbed rows alone have little, and sum their scores in less room.
+    assert case != "opt, hidden, on kernels" or cut["decode programs"] == 2
     repeats = max(1, several // MODELS[model].num_kv_heads)
     assert cut["pool bytes"] == [one["pool bytes"][0] * repeats // several] * several
     assert one["collectives"] == {}

@@ -33,6 +33,9 @@ class Devices:
         self.parts.append(x)
         return x if self.sums is None else self.sums[len(self.parts) - 1]
 
+    def scatter_sum(self, x: Any, axis: int) -> Any:
+        raise NotImplementedError
+
     def gather(self, x: Any, axis: int) -> Any:
         raise NotImplementedError
 
@@ -106,6 +109,15 @@ def test_rules_apply_to_the_sums_and_rows_outside_the_range_give_zeros(name: str
     actual, _ = _over_devices(2, *args, **more)
     assert not actual[:2].any()
     _check(args, actual, "float32", **more)
+
+
+@pytest.mark.slow
+def test_rows_behind_what_there_is_room_for_give_zeros() -> None:
+    args = _case("float32")
+    few, _ = _over_devices(2, *args, room=128)
+    assert not few[3:].any()
+    lens = jnp.where(jnp.arange(len(LENS)) < 3, args[3], 0)
+    _check((*args[:3], lens), few, "float32")
 
 
 @pytest.mark.slow

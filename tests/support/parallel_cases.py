@@ -26,10 +26,12 @@ import jax
 import numpy as np
 
 from apt_jax.config import CacheConfig, Quantization
+from apt_jax.executor import programs
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import dummy_params, param_names
+from apt_jax.pallas import triton_decode_shards
 from tests.support.generation import greedy
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
@@ -118,6 +120,9 @@ def make_executor(
     model: str, kind: str, attention: Any, size: int, quantization: Quantization, ops: str
 ) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
+    if ops != "xla":  # rows few and short, of which some steps still have little
+        programs.__dict__["_ROOM_ROWS"] = 1
+        programs.__dict__["ROOM_STEP"] = triton_decode_shards.__dict__["ROOM_STEP"] = 32
     config = MODELS[model]
     # Random tiny models say the same whatever was said before, unless their matrices are large.
     params = dummy_params(config, "float32", 7)
@@ -167,6 +172,7 @@ def run(case: str, size: int) -> dict[str, Any]:
         "deleted": deleted,
         "converted": getattr(executor.programs.jitted["convert"], "_cache_size")() > 0,  # noqa: B009
         "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
+        "decode programs": getattr(executor.programs.jitted["decode"], "_cache_size")(),  # noqa: B009
         "collectives": collectives_of(executor.compiled_decode_step(), "layer1"),
     }
 
