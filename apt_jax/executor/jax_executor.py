@@ -414,14 +414,14 @@ class JaxExecutor:
             only_chunks=self._prompts.buckets if batch.needs_all_states else None,
         )
         in_one = in_one and not step.num_prefill
-        kinds = self.kinds_offered
+        kinds, room = self.kinds_offered, None
         if in_one or step.num_prefill:
             kinds = self.programs.kind_set_of(batch.kind, has_prompts=step.num_prefill > 0)
+            decodes = batch.num_tokens == 1
+            room = self.programs.hidden_room_of(step.num_decode, kinds, batch.kind[decodes], batch.start[decodes] + 1)
         done = functools.partial(DeviceStepHandle, num_rows=len(batch.slots), rows=rows)
         if in_one:
             sample_ints = pack_sampling(batch, rows, params, step.num_decode, variant, step_format)
-            lens = batch.start + batch.num_tokens
-            room = self.programs.hidden_room_of(step.num_decode, kinds, batch.kind, lens)
             tokens = runner.decode_call(step.ints, sample_ints, step.num_decode, kinds, variant, room).run()
             return done(tokens=tokens, logprobs=None)
         if batch.needs_all_states:
@@ -433,7 +433,7 @@ class JaxExecutor:
                 pooled = (list(batch.pool_spans), self._prompts.pool(batch, places, of_all))
                 done = functools.partial(done, pooled=pooled)
         else:
-            states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()
+            states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds, room).run()
         if not len(rows):
             # Its end is waited for: else the steps behind it pile up on the device, and gaps between tokens with them.
             return done(tokens=None, logprobs=None, states=states)

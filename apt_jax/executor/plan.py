@@ -53,7 +53,7 @@ class ExecutorPlan:
 
     @property
     def cuts_by_feature(self) -> bool:
-        """What `parallel.cuts_by_feature` says."""
+        """True: devices share W_k and W_v by feature (`parallel.cuts_by_feature`)."""
         return self.hidden_mode == "absorb" and self.num_devices > 1
 
     def step_format(self, num_blocks: int) -> StepFormat:

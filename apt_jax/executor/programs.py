@@ -184,7 +184,7 @@ class Programs:
         return KindSet(has_prompts or bool((kind == KV).any()), bool((kind == HIDDEN).any()))
 
     def hidden_rooms(self, num_decode: int, kinds: KindSet) -> list[int | None]:
-        """Values of `StepOptions.hidden_room` that programs of decode rows are compiled for, ascending.
+        """Values of `StepOptions.hidden_room` that programs with so many decode rows are compiled for, ascending.
 
         The sum of scores over devices has a fixed size in a CUDA graph. A quarter of what block tables hold serves most
         steps of many rows, and sums a quarter of the bytes.
@@ -195,7 +195,7 @@ class Programs:
         return [num_decode * self.step_format.table_len * self.step_format.hidden_block_size // 4, None]
 
     def hidden_room_of(self, num_decode: int, kinds: KindSet, kind: NDArray[np.int8], lens: NDArray[np.int32]) -> Any:
-        """The least of `hidden_rooms` that holds the hidden ones of rows with these kinds and lengths."""
+        """The least of `hidden_rooms` that holds the hidden ones of decode rows with these kinds and lengths."""
         rooms = self.hidden_rooms(num_decode, kinds)
         needed = int((-(-lens[kind == HIDDEN] // ROOM_STEP) * ROOM_STEP).sum())
         return next(room for room in rooms if room is None or room >= needed)

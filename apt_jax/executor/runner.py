@@ -140,10 +140,17 @@ class ProgramRunner:
             return self._memory.described(shape, dtype)
         return jnp.zeros(shape, dtype, device=self._memory.placed(P()))
 
-    def forward_call(self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
+    def forward_call(
+        self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None
+    ) -> ProgramCall:
         """Gives hidden states of the rows that sample."""
         args = (self.params, self.pools, self.last_tokens, ints)
-        static = {"num_decode": num_decode, "num_prefill": num_prefill, "kinds": kinds}
+        static = {
+            "num_decode": num_decode,
+            "num_prefill": num_prefill,
+            "kinds": kinds,
+            "hidden_room": hidden_room,
+        }
         return ProgramCall(self, "forward", args, static, replaces_pools=True)
 
     def forward_all_call(self, ints: Ints, num_prefill: int) -> ProgramCall:
@@ -196,10 +203,12 @@ class ProgramRunner:
         args, static = (self.params, self.pools, ints), {"num_blocks": num_blocks}
         return ProgramCall(self, "convert", args, static, replaces_pools=True)
 
-    def empty_forward_call(self, num_decode: int, num_prefill: int, kinds: KindSet) -> ProgramCall:
+    def empty_forward_call(
+        self, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None
+    ) -> ProgramCall:
         """A call on padding alone."""
         _, ints = self.step_format.empty_forward(num_decode, num_prefill)
-        return self.forward_call(ints, num_decode, num_prefill, kinds)
+        return self.forward_call(ints, num_decode, num_prefill, kinds, hidden_room)
 
     def empty_forward_all_call(self, num_prefill: int) -> ProgramCall:
         """A call on padding alone."""

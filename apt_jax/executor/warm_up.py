@@ -124,7 +124,10 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
                 continue
             kind_sets = [programs.kinds_offered]
         for kinds in kind_sets:
-            found.append(Program(name(kind, tokens or rows), part(runner.empty_forward_call, rows, tokens, kinds)))
+            # Few steps decode in a forward program by itself.
+            for room in programs.hidden_rooms(rows, kinds) if tokens else [None]:
+                call = part(runner.empty_forward_call, rows, tokens, kinds, room)
+                found.append(Program(name(kind, tokens or rows), call))
     samplers = [(rows, variant) for rows in buckets.decode for variant in variants]
     samplers += [(rows, variant) for rows in buckets.masked for variant in SamplerVariant.masked_variants()]
     for rows, variant in samplers:

@@ -57,7 +57,7 @@ def project_shards(
     """Keys and values of this device's heads, in float32, from the D features that it has of layer inputs, W_k and W_v:
     products that are summed over devices in the dtype of `x`, and scattered over heads."""
     parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)).astype(x.dtype) for w in (wk, wv)]
-    # Heads first, where compilers scatter as it is.
+    # Heads first: what a device gets lies together.
     by_head = jnp.stack([part.reshape(x.shape[0], *wk.shape[:2]) for part in parts]).transpose(2, 0, 1, 3)
     own = tensor.scatter_sum(by_head, 0).astype(jnp.float32)
     k, v = (own[:, i].transpose(1, 0, 2).reshape(x.shape[0], -1) for i in range(2))

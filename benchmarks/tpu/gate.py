@@ -191,11 +191,12 @@ def expected_collectives(case: TpuCase) -> str:
     layers, hidden = num_layers_of(case), case.cache != "kv"
     absorbed = hidden and engine_step.config_of(case).hidden_mode == "absorb"
     # After attention and after the feed-forward part, and of the embeddings. Prompts with a prefix of layer inputs: a tile
-    # of those, or of their keys and values. Decode rows of layer inputs: queries of all heads, a tile's scores, results
-    # by head. Where W_k and W_v are cut by feature, new keys and values.
+    # of those; or, where W_k and W_v are cut by feature, keys and values of a tile and of the prompt, which are summed by
+    # a reduce-scatter that the compiler splits up. Decode rows of layer inputs: queries of all heads, a tile's scores,
+    # results by head; new keys and values.
     if case.prefill_tokens:
-        more = f", {2 * layers} reduce-scatter" if absorbed else f", {layers} all-gather" if hidden else ""
-        return f"{2 * layers + 1} all-reduce{more}"
+        more = f", {layers} all-gather" if hidden and not absorbed else ""
+        return f"{(4 if absorbed else 2) * layers + 1} all-reduce{more}"
     scattered = layers * (1 + (case.cache == "hybrid"))
     more = f", {layers} all-gather, {scattered} reduce-scatter" if hidden else ""
     return f"{(2 + hidden) * layers + 1} all-reduce{more}; 1 all-gather"
