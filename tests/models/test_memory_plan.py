@@ -78,3 +78,13 @@ def test_plans_of_int8_weights_are_what_rounded_weights_take(mode):
         max_num_seqs=8, max_num_batched_tokens=64, int8=True,
     )  # fmt: skip
     assert made.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+
+
+def test_several_devices_have_the_projections_once_however_they_are_cut():
+    model = read_model_config({**PRESETS["opt-125m"], "num_hidden_layers": 2})[1]
+    given = {"num_devices": 2, "device_bytes": GIB, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    by_head, by_feature = (memory_plan(model, "bfloat16", CacheConfig(mode=mode), **given) for mode in ("kv", "hybrid"))
+    assert by_feature.weight_bytes == by_head.weight_bytes
+    cuts = {leaf.name: leaf.cut for leaf in by_feature.leaves}
+    assert cuts["layers.*.wk"] == cuts["layers.*.wv"] == "-, -, tensor"
+    assert {leaf.cut for leaf in by_head.leaves if leaf.name in ("layers.*.wk", "layers.*.wv")} == {"tensor, -, -"}
