@@ -57,11 +57,13 @@ class StepCase:
 
     @property
     def num_loops(self) -> int:
-        """Layers whose hidden rows are XLA's over several GPUs, where they are reprojected or the prefix of a prompt: tiles
-        of rows and positions, as many as there are."""
-        if self.num_devices == 1 or not self.kinds[1] or (self.absorb and not self.prefill_tokens):
+        """Layers with a loop whose length depends on data. Over several GPUs that is one over hidden prefixes of prompts, or
+        XLA's over the layer inputs of rows that are not absorbed."""
+        config = model_of(self)
+        absorbs = self.absorb and config.hidden_mode == "absorb"
+        if self.num_devices == 1 or not self.kinds[1] or (absorbs and not self.prefill_tokens):
             return 0
-        return self.num_layers or PRESETS[self.model]["num_hidden_layers"]
+        return config.num_layers
 
     @property
     def name(self) -> str:

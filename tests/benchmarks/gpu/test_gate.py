@@ -316,6 +316,22 @@ def test_a_step_must_donate_its_pools(num_devices):
     assert "2 copies of a layer's pool (must be 0)" in copying.failures
 
 
+@pytest.mark.parametrize(
+    ("step", "loops"),
+    [
+        ({}, 0),
+        ({"kinds": (True, False), "prefill_tokens": 512}, 0),
+        ({"prefill_tokens": 512}, 2),
+        ({"absorb": False}, 2),
+        ({"model": "llama-2-7b"}, 2),
+        ({"prefill_tokens": 512, "num_devices": 1}, 0),
+    ],
+)
+def test_loops_of_steps_over_several_gpus(step, loops):
+    usual = {"model": "opt-66b", "dtype": "bfloat16", "kinds": (True, True), "num_layers": 2, "num_devices": 4}
+    assert engine_step.StepCase(**usual | step).num_loops == loops
+
+
 @compiles
 def test_a_step_with_loops_outside_its_kernels_fails():
     case = engine_step.StepCase(model="opt-13b", dtype="bfloat16", kinds=(True, False), num_layers=2)
