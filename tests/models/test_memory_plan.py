@@ -1,5 +1,7 @@
 """Memory plans: models that fit devices, and the advice where one does not."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -82,7 +84,7 @@ def test_plans_of_int8_weights_are_what_rounded_weights_take(mode):
 
 def test_several_devices_have_the_projections_once_however_they_are_cut():
     model = read_model_config({**PRESETS["opt-125m"], "num_hidden_layers": 2})[1]
-    given = {"num_devices": 2, "device_bytes": GIB, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    given: dict[str, Any] = {"num_devices": 2, "device_bytes": GIB, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     by_head, by_feature = (memory_plan(model, "bfloat16", CacheConfig(mode=mode), **given) for mode in ("kv", "hybrid"))
     assert by_feature.weight_bytes == by_head.weight_bytes
     cuts = {leaf.name: leaf.cut for leaf in by_feature.leaves}

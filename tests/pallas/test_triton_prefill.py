@@ -1,5 +1,6 @@
 """Prefill attention for NVIDIA GPUs, in Pallas' interpreter, against its reference."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ CHUNKS = (1, 80, 37, 0, 40, 5, 4)
 PREFIXES = (9, 0, 70, 20, 67, 6, 30)
 """Cached tokens; rows 5 and 6 are beyond `num_rows` in some cases."""
 
-run = jax.jit(prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip", "piece_positions"))
+run = jax.jit(prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip", "tensor", "piece_positions"))
 
 
 def case(
@@ -162,6 +163,31 @@ def test_prefixes_are_taken_in_pieces() -> None:
     arguments, named = case(SMALL["one-head"], "float32", chunks=(30, 40), prefixes=(100, 200), hidden=(True, True))
     wanted = np.asarray(expected_prefill(arguments, named))
     actual = np.asarray(run(*arguments, **named, interpret=True, piece_positions=256))
+    assert np.abs(actual - wanted).max() <= TOLERANCE["float32"] * np.abs(wanted).max()
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """All features and heads are its own."""
+
+    size: int = 1
+
+    def sum(self, x: Any) -> Any:
+        return x
+
+    def scatter_sum(self, x: Any, axis: int) -> Any:
+        return x
+
+    def gather(self, x: Any, axis: int) -> Any:
+        return x
+
+
+def test_prefixes_over_devices_are_taken_as_far_as_they_reach() -> None:
+    """Pieces of a tile of 128 positions in a loop; rows share blocks."""
+    rows = {"chunks": (3, 30, 5), "prefixes": (20, 200, 12), "hidden": (True, True, True)}
+    arguments, named = case(SMALL["one-head"], "float32", **rows, shared=True)
+    wanted = np.asarray(expected_prefill(arguments, named))
+    actual = np.asarray(run(*arguments, **named, interpret=True, tensor=OneDevice(), piece_positions=128))
     assert np.abs(actual - wanted).max() <= TOLERANCE["float32"] * np.abs(wanted).max()
 
 
