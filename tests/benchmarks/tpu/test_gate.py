@@ -68,7 +68,7 @@ def test_traffic_is_judged_of_whole_models_where_no_loop_hides_it():
         (
             dataclasses.replace(KV, cache="hybrid", num_devices=4),
             2,
-            "7 all-reduce, 2 all-gather, 2 reduce-scatter; 1 all-gather",
+            "7 all-reduce, 2 all-gather, 4 reduce-scatter; 1 all-gather",
         ),
         (TpuCase(model="llama-2-7b", num_layers=3), 3, "none"),
     ],
