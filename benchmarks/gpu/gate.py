@@ -209,6 +209,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=hidden, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=hidden, num_devices=4, quarter=True),
         StepCase(**common | {"model": "opt-30b", "num_layers": 8}, kinds=both, num_devices=2),
+        StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=both, num_devices=4, prefill_tokens=1024),
         StepCase(
             **common | {"model": "llama-3-70b", "num_layers": 16, "num_blocks": 16384},
             kinds=kv,
