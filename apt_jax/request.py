@@ -102,13 +102,12 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         """True if the logits depend on the tokens so far, or on a bias."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-        )
+        return self.counts_tokens or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if the logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class TokenConstraint(Protocol):

@@ -30,7 +30,8 @@ STEP = batch([1, 3, 1], [5, 0, 2], [HIDDEN, KV, KV], [[[1, 2], [0, 0]], [[5, 0],
 
 
 def test_decode_rows_come_before_chunks_and_keys_before_layer_inputs():
-    step = pack_forward(STEP, FORMAT, mixed=True)
+    changes = np.array([[3, 16], [1, 5]], np.int32)
+    step = pack_forward(STEP, FORMAT, changes, mixed=True)
     assert (step.num_decode, step.num_prefill) == (4, 4)
     found = FORMAT.forward_layout(4, 4).split(step.ints)
     assert found["token_ids"].tolist() == [14, 10, 0, 0, 11, 12, 13, 0]
@@ -40,17 +41,23 @@ def test_decode_rows_come_before_chunks_and_keys_before_layer_inputs():
     assert found["second_slots"].tolist() == [34, DROPPED, DROPPED, DROPPED, 24, 25, 26, DROPPED]
     assert found["token_hidden"].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert found["decode_lens"].tolist() == [3, 6, 0, 0]
+    assert found["prefill_slots"].tolist() == [1, 4, 4, 4]
+    # Two entries for each of eight rows and for the chunk of a block, and places that are dropped.
+    assert found["table_changes"].tolist() == [[3, 16] + 16 * [64], [1, 5] + 16 * [0]]
+    assert step.table_changes.size == 0
     assert found["counts"].tolist() == [1, 2, 1]
     assert found["sample_rows"].tolist() == [1, 6, 0, 8]
 
 
 def test_all_rows_are_chunks_where_programs_are_not_mixed():
-    step = pack_forward(STEP, FORMAT, mixed=False)
+    step = pack_forward(STEP, FORMAT, np.ones((2, 40), np.int32), mixed=False)
     assert (step.num_decode, step.num_prefill) == (0, 8)
     found = FORMAT.forward_layout(0, 8).split(step.ints)
     assert found["token_ids"].tolist() == [10, 11, 12, 13, 14, 0, 0, 0]
     assert found["prefill_offsets"].tolist() == [0, 1, 4, 0]
     assert found["prefix_lens"].tolist() == [5, 0, 2, 0]
+    assert found["prefill_slots"].tolist() == [0, 1, 2, 4]
+    assert step.table_changes.shape == (2, 40 - 12)
     assert found["sample_rows"].tolist() == [0, 3, 4, 8]
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from apt_jax.distributed.protos import ranks_pb2 as pb
 
 _LARGE = 1 << 16
-"""Elements; larger arrays are sent without their empty pieces: most of a batch's token histories is padding."""
+"""Elements; larger arrays are sent without their empty pieces: most of a large step can be padding."""
 _PIECE = 1 << 10
 
 Array = NDArray[np.int32]

@@ -541,10 +541,12 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Recount everything: the pool, the tables, and that engine, request table and cache say the same.
+        """Recount everything: the pool, the tables, and that engine, request table, cache and device say the same.
 
         Raises:
             CacheIntegrityError: they do not.
+            RuntimeError: the device does not.
         """
         if self.dead_reason is None:
+            self.executor.check_integrity()
             check_engine(self.states, self._offered, self._pending)

@@ -84,7 +84,8 @@ class StepBatch:
     params: Sequence[SamplingParams]
     """(n,) of the row's request."""
     history: Sequence[NDArray[np.int32]]
-    """(n,) prompt then known output tokens of the row's request; read only for penalties."""
+    """(n,) prompt then known output tokens of the row's request; read only for penalties, by the row's slot: what the slot
+    has not counted yet is sent."""
     prompt_len: NDArray[np.int32]
     """(n,) how much of `history` is the prompt."""
     masked: NDArray[np.int64] | None = None
@@ -221,6 +222,14 @@ class Executor(Protocol):
 
     def reset(self) -> None:
         """Recreate the pool, all cache lost (a failed step has destroyed the donated arrays)."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Check that the device has what it keeps by slot as the steps that were dispatched gave it. Waits for them.
+
+        Raises:
+            RuntimeError: it has something else.
+        """
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:

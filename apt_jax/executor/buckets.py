@@ -12,6 +12,9 @@ _SPARSE_ROWS, _SPARSE_TOKENS = 64, 512
 _CONVERT_TOKENS = (128, 1024)
 """About how many layer inputs the programs convert that compute keys and values from them."""
 
+CHANGES_PER_CALL = 4096
+"""Entries of what the device keeps by slot that one program changes, where they do not fit into a step."""
+
 
 def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, sparse_below: int = 0) -> list[int]:
     """Powers of two from `smallest`, and last the smallest multiple of `multiple` that holds `largest`; below

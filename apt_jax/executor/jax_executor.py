@@ -3,10 +3,12 @@
 A step is packed on the host (`packing`), and runs as one or two jitted programs (`programs`), which are called by the
 `ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`, or the
 fewest that serve every step by `warm_up_first` and the others meanwhile (`ready_programs`); a step never compiles. The pools
-and the last-token memory are donated, and rebound when the program returns. The host crosses to the device once per
-program: all integers of a step travel as one vector, split by static offsets on the device. Sampled tokens are fed into
-the next step on the device, so the next step can be dispatched before the host has seen them. Masks come late: forward
-is dispatched without them, sampling when they are there (`MaskedStepHandle`).
+and what is kept by slot (block tables, last tokens, token counts for penalties) are donated, and rebound when the program
+returns. The host crosses to the device once per program: all integers of a step travel as one vector, split by static
+offsets on the device. Of block tables and token counts it has what is new (`block_tables`, `token_counts`), and where that
+is more than it has room for, the rest goes before it. Sampled tokens are fed into the next step on the device, so the next
+step can be dispatched before the host has seen them. Masks come late: forward is dispatched without them, sampling when
+they are there (`MaskedStepHandle`).
 
 Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.models.sharding`),
 everything else is the same on all of them.
@@ -23,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from apt_jax.config import CacheConfig, Quantization
 from apt_jax.distributed.hosts import Leader
@@ -45,6 +48,7 @@ from apt_jax.executor.packing import (
     pack_masks,
     pack_penalties,
     pack_sampling,
+    rows_that_count,
 )
 from apt_jax.executor.plan import plan_executor
 from apt_jax.executor.pool_memory import PoolMemory
@@ -190,6 +194,7 @@ class JaxExecutor:
             "utilization": cache.device_memory_utilization,
             "most": plan.max_num_seqs * max(2 * plan.kv_table_len, plan.hidden_table_len),
             "least": 2 if plan.kinds_offered.kv else 1,
+            "slot_bytes": plan.step_format(0).slot_bytes,
         }
         num_blocks = memory.num_blocks_that_fit(**sizes)
         made = runner(num_blocks)
@@ -202,7 +207,7 @@ class JaxExecutor:
         return made if left >= num_blocks else runner(left)
 
     def allocate(self) -> None:
-        """Allocate the pool and the last-token memory, unless that is done.
+        """Allocate the pool and what is kept by slot, unless that is done.
 
         Raises:
             ConfigError: there is no room.
@@ -343,7 +348,7 @@ class JaxExecutor:
         return call.lower().compile().as_text()
 
     def reset(self) -> None:
-        """Allocate the pool and the last-token memory again after a step that failed; all cache is lost.
+        """Allocate the pool and what is kept by slot again after a step that failed; all cache is lost.
 
         Raises:
             RuntimeError: other hosts are in that step too, at an unknown point.
@@ -353,8 +358,13 @@ class JaxExecutor:
             raise RuntimeError("a step failed, and several hosts cannot be reset together")
         self.clear()
 
+    def check_integrity(self) -> None:
+        """See `Executor.check_integrity`."""
+        if self.runner.is_allocated:
+            self.runner.check_integrity()
+
     def clear(self) -> None:
-        """Allocate the pool and the last-token memory again, on all hosts; all cache is lost."""
+        """Allocate the pool and what is kept by slot again, on all hosts; all cache is lost."""
         if self.platform != "cpu" or not self._huge_pages:
             self.runner.clear()
             return
@@ -393,6 +403,12 @@ class JaxExecutor:
             num_rows=len(batch.slots), parts=[(rows, self._dispatch(batch.part(rows))) for rows in parts]
         )
 
+    def send_tables(self, batch: StepBatch) -> None:
+        """Send the block tables of a step before it, and wait: so its time is that of a step whose tables are known."""
+        self.allocate()
+        self.runner.send_tables(self.runner.sent_tables.take_changes(batch.slots, batch.block_tables))
+        jax.block_until_ready(self.runner.tables)
+
     def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
         for ints, num_blocks in pack_conversions(batch, conversions, self.step_format, self.ready.sizes.conversions):
             self.runner.convert_call(ints, num_blocks).run()
@@ -409,10 +425,12 @@ class JaxExecutor:
         step = pack_forward(
             batch,
             step_format,
+            runner.sent_tables.take_changes(batch.slots, batch.block_tables),
             mixed=self.mixed,
             sizes=sizes if branches or in_one else dataclasses.replace(sizes, decode=sizes.masked),
             only_chunks=self._prompts.buckets if batch.needs_all_states else None,
         )
+        runner.send_tables(step.table_changes)
         in_one = in_one and not step.num_prefill
         kinds, room = self.kinds_offered, None
         if in_one or step.num_prefill:
@@ -439,8 +457,7 @@ class JaxExecutor:
             return done(tokens=None, logprobs=None, states=states)
         bucket, variant = self.ready.sampler(len(rows), variant)
         ints = pack_sampling(batch, rows, params, bucket, variant, step_format)
-        eos = self.config.eos_token_id
-        penalties = pack_penalties(batch, rows, bucket, eos, step_format) if variant.penalised else None
+        penalties = self._pack_penalties(batch, rows, bucket) if variant.penalised else None
 
         def sample(masks: Ints | None) -> DeviceStepHandle:
             tokens, logprobs = runner.sample_call(states, ints, penalties, masks, bucket, variant).run()
@@ -450,3 +467,13 @@ class JaxExecutor:
             return sample(step_format.empty_masks(bucket) if variant.masked else None)
         places = np.searchsorted(rows, masked)
         return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, step_format)))
+
+    def _pack_penalties(self, batch: StepBatch, rows: NDArray[np.int64], bucket: int) -> Ints:
+        """Pack what the sampler needs for penalties, and send what does not fit."""
+        runner, counting = self.runner, rows_that_count(batch, rows)
+        changes = runner.sent_counts.take_changes(
+            batch.slots[counting].tolist(), [batch.history[r] for r in counting], batch.prompt_len[counting].tolist()
+        )
+        ints, more = pack_penalties(batch, rows, bucket, self.config.eos_token_id, self.step_format, changes)
+        runner.send_counts(more)
+        return ints

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.executor.base import Conversions, StepBatch
-from apt_jax.executor.buckets import Buckets, SamplerVariant, bucket_for
+from apt_jax.executor.block_tables import Changes
+from apt_jax.executor.buckets import CHANGES_PER_CALL, Buckets, SamplerVariant, bucket_for
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 
@@ -67,13 +68,38 @@ class StepFormat:
         """Token slot outside the pool: what is written there is dropped."""
         return (self.num_blocks + 1) * self.block_size
 
+    @property
+    def tables_shape(self) -> tuple[int, int, int]:
+        """Shape of the block tables on the device, by slot."""
+        return self.max_num_seqs, 2, self.table_len
+
+    @property
+    def counts_shape(self) -> tuple[int, int]:
+        """Shape of the token counts on the device, by slot."""
+        return self.max_num_seqs, self.vocab_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of what is kept by slot."""
+        return 4 * (self.max_num_seqs + math.prod(self.tables_shape) + math.prod(self.counts_shape))
+
+    def num_table_changes(self, num_decode: int, num_prefill: int) -> int:
+        """Entries of block tables that a step can change by itself: those of the blocks that its rows begin.
+
+        A row of n tokens begins at most 1 + (n - 1) / C blocks in each half. Rows that bring cached positions, by a
+        prefix hit or a conversion, change more.
+        """
+        rows = num_decode + min(self.max_num_seqs, num_prefill)
+        begun = rows + num_prefill // min(self.block_size, self.hidden_block_size)
+        return min(2 * begun, math.prod(self.tables_shape))
+
     def forward_layout(self, num_decode: int, num_prefill: int) -> PackedInts:
         t, rows = num_decode + num_prefill, min(self.max_num_seqs, num_prefill)
         more = {"adapters": (t,)} if self.has_adapters else {}
         return PackedInts(
             token_ids=(t,), token_slots=(t,), positions=(t,), first_slots=(t,), second_slots=(t,), token_hidden=(t,),
-            decode_tables=(num_decode, 2, self.table_len), decode_lens=(num_decode,),
-            prefill_tables=(rows, 2, self.table_len), prefill_offsets=(rows,), prefill_lens=(rows,), prefix_lens=(rows,),
+            table_changes=(2, self.num_table_changes(num_decode, num_prefill)), decode_lens=(num_decode,),
+            prefill_slots=(rows,), prefill_offsets=(rows,), prefill_lens=(rows,), prefix_lens=(rows,),
             prefill_hidden=(rows,), counts=(3,), sample_rows=(self.buckets.decode[-1],), **more,
         )  # fmt: skip
 
@@ -85,9 +111,9 @@ class StepFormat:
         )  # fmt: skip
 
     def penalty_layout(self, rows: int) -> PackedInts:
-        # repetition, presence, frequency and bias_values are float32 bit patterns.
+        # repetition, presence, frequency and bias_values are float32 bit patterns. Rows come with one new token a step.
         return PackedInts(
-            history=(rows, self.max_model_len), prompt_len=(rows,), history_len=(rows,), last_slot=(rows,),
+            count_changes=(2, 2 * rows), count_slots=(rows,), last_slot=(rows,),
             repetition=(rows,), presence=(rows,), frequency=(rows,),
             bias_ids=(rows, self.num_biases), bias_values=(rows, self.num_biases),
         )  # fmt: skip
@@ -103,6 +129,8 @@ class StepFormat:
         views, ints = self.forward_layout(num_decode, num_prefill).zeros()
         views["first_slots"][:] = views["second_slots"][:] = self.dropped_slot
         views["token_slots"][:] = self.max_num_seqs
+        views["prefill_slots"][:] = self.max_num_seqs
+        views["table_changes"][0] = math.prod(self.tables_shape)
         views["sample_rows"][:] = num_decode + num_prefill
         return views, ints
 
@@ -128,6 +156,8 @@ class PackedForward:
     ints: Ints
     num_decode: int
     num_prefill: int
+    table_changes: Changes
+    """Changes of block tables that did not fit into `ints`: to be sent before."""
 
 
 def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -142,6 +172,7 @@ def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[ND
 def pack_forward(
     batch: StepBatch,
     step_format: StepFormat,
+    table_changes: Changes,
     *,
     mixed: bool,
     sizes: Buckets | None = None,
@@ -165,6 +196,7 @@ def pack_forward(
     of the last tokens of the rows that sample.
 
     Args:
+        table_changes: of the device's block tables, which the step needs.
         mixed: decode rows and chunks may be in one program.
         sizes: of the programs that may run; None: all of them.
         only_chunks: padded numbers of tokens of a program in which all rows are chunks, in the order of the batch; None:
@@ -181,10 +213,11 @@ def pack_forward(
         num_decode = sizes.decode[-1] if len(decodes) else 0
         num_prefill = bucket_for(only_chunks or sizes.prefill, num_prefill_tokens)
     views, ints = step_format.empty_forward(num_decode, num_prefill)
-    n, m, table_len = len(decodes), len(prefills), batch.block_tables.shape[2]
-    views["decode_tables"][:n, :, :table_len] = batch.block_tables[decodes]
+    n, m = len(decodes), len(prefills)
+    fit = min(views["table_changes"].shape[1], table_changes.shape[1])
+    views["table_changes"][:, :fit] = table_changes[:, :fit]
     views["decode_lens"][:n] = batch.start[decodes] + 1
-    views["prefill_tables"][:m, :, :table_len] = batch.block_tables[prefills]
+    views["prefill_slots"][:m] = batch.slots[prefills]
     views["prefill_offsets"][:m] = chunk_ends - lens
     views["prefill_lens"][:m] = lens
     views["prefix_lens"][:m] = batch.start[prefills]
@@ -215,7 +248,29 @@ def pack_forward(
     last_place[prefills] = num_decode + chunk_ends - 1
     samples = np.flatnonzero(batch.samples)
     views["sample_rows"][: len(samples)] = last_place[samples]
-    return PackedForward(ints=ints, num_decode=num_decode, num_prefill=num_prefill)
+    return PackedForward(
+        ints=ints, num_decode=num_decode, num_prefill=num_prefill, table_changes=table_changes[:, fit:]
+    )
+
+
+def pack_changes(changes: Changes, dropped: int) -> Iterator[Ints]:
+    """Changes as programs take them, `CHANGES_PER_CALL` at a time, padded.
+
+    Args:
+        dropped: place outside the array.
+    """
+    for begin in range(0, changes.shape[1], CHANGES_PER_CALL):
+        part = changes[:, begin : begin + CHANGES_PER_CALL]
+        padded = empty_changes(dropped)
+        padded[:, : part.shape[1]] = part
+        yield padded
+
+
+def empty_changes(dropped: int) -> Changes:
+    """Changes as programs take them, of nothing."""
+    padded = np.zeros((2, CHANGES_PER_CALL), np.int32)
+    padded[0] = dropped
+    return padded
 
 
 def _float_bits(values: Sequence[float]) -> Ints:
@@ -243,21 +298,40 @@ def pack_sampling(
     return ints
 
 
+def rows_that_count(batch: StepBatch, rows: NDArray[np.int64]) -> list[int]:
+    """Those of the rows whose tokens count."""
+    return [r for r in rows.tolist() if batch.params[r].counts_tokens]
+
+
 def pack_penalties(
-    batch: StepBatch, rows: NDArray[np.int64], bucket: int, eos_token_id: int | None, step_format: StepFormat
-) -> Ints:
-    """Histories, penalties and biases of the rows that sample."""
+    batch: StepBatch,
+    rows: NDArray[np.int64],
+    bucket: int,
+    eos_token_id: int | None,
+    step_format: StepFormat,
+    count_changes: Changes,
+) -> tuple[Ints, Changes]:
+    """New tokens, penalties and biases of the rows that sample.
+
+    Args:
+        count_changes: of the device's token counts, which the rows need.
+
+    Returns:
+        The vector, and the changes that did not fit into it: to be sent before.
+    """
     views, ints = step_format.penalty_layout(bucket).zeros()
-    views["last_slot"][:] = step_format.max_num_seqs
+    fit = min(views["count_changes"].shape[1], count_changes.shape[1])
+    views["count_changes"][:, :fit] = count_changes[:, :fit]  # the others add nothing
+    views["count_slots"][:] = views["last_slot"][:] = step_format.max_num_seqs
     views["repetition"][:] = _float_bits([1.0])
     views["bias_ids"][:] = step_format.vocab_size
     token_end = np.cumsum(batch.num_tokens)
     for i, r in enumerate(rows):
-        p, history = batch.params[r], batch.history[r]
-        views["history"][i, : len(history)] = history
-        views["prompt_len"][i], views["history_len"][i] = batch.prompt_len[r], len(history)
-        if batch.token_ids[token_end[r] - 1] < 0:
-            views["last_slot"][i] = batch.slots[r]
+        p = batch.params[r]
+        if p.counts_tokens:
+            views["count_slots"][i] = batch.slots[r]
+            if batch.token_ids[token_end[r] - 1] < 0:
+                views["last_slot"][i] = batch.slots[r]
         views["repetition"][i], views["presence"][i], views["frequency"][i] = _float_bits(
             [p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
         )
@@ -268,7 +342,7 @@ def pack_penalties(
                 bias[eos_token_id] = -np.inf
         views["bias_ids"][i, : len(bias)] = list(bias)
         views["bias_values"][i, : len(bias)] = _float_bits(list(bias.values()))
-    return ints
+    return ints, count_changes[:, fit:]
 
 
 def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, step_format: StepFormat) -> Ints:

@@ -21,7 +21,9 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
 
 MAX_MODEL_LEN = 1 << 22
-"""Longest context: block tables and histories are as long for every slot."""
+"""Longest context: block tables are as long for every slot."""
+_MAX_ENTRIES = 2**31 - 1
+"""Largest array that is kept by slot: places in it are int32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,17 @@ def plan_executor(
     ops = choose_attention(platform, attention, chip, extras)
     if num_devices > 1:
         ops = with_sharded_hidden(ops)
+    table_lens = {
+        "kv_table_len": -(-max_model_len // cache.block_size) * kinds.kv,
+        "hidden_table_len": -(-max_model_len // hidden_block_size) * hidden,
+    }
+    entries = max_num_seqs * max(2 * max(table_lens.values()), config.vocab_size)
+    if entries > _MAX_ENTRIES:
+        raise ConfigError(
+            f"{max_num_seqs} requests of {max_model_len} tokens, of {config.vocab_size} different ones, have {entries:,} entries "
+            f"in block tables or token counts, and {_MAX_ENTRIES:,} is the most; lower --max-num-seqs or --max-model-len, or "
+            "give a larger --block-size"
+        )
     return ExecutorPlan(
         loaded_config=loaded,
         config=config,
@@ -157,8 +170,7 @@ def plan_executor(
         hidden_mode=hidden_mode,
         ops=ops,
         mixed=not ops.branches if mixed is None else mixed,
-        kv_table_len=-(-max_model_len // cache.block_size) * kinds.kv,
-        hidden_table_len=-(-max_model_len // hidden_block_size) * hidden,
+        **table_lens,
         block_size=cache.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -70,11 +70,14 @@ class PoolMemory:
         needs memory for that."""
         return not self._is_host
 
-    def num_blocks_that_fit(self, utilization: float, *, most: int, least: int, temporary_bytes: int = 0) -> int:
+    def num_blocks_that_fit(
+        self, utilization: float, *, most: int, least: int, slot_bytes: int = 0, temporary_bytes: int = 0
+    ) -> int:
         """Blocks that there is memory for; where it is the host's, no more than `most`.
 
         Args:
             utilization: share of the free memory.
+            slot_bytes: what is allocated with the pool, on each device.
             temporary_bytes: what one step takes while it runs. What is not the pool's holds two, as one is dispatched while
                 another runs.
 
@@ -82,7 +85,8 @@ class PoolMemory:
             ConfigError: fewer than `least`.
         """
         free = self.free_bytes()
-        budget = min(int(free * utilization), free - 2 * temporary_bytes) * self._num_memories
+        most_bytes = min(int(free * utilization), free - 2 * temporary_bytes) - slot_bytes
+        budget = max(0, most_bytes) * self._num_memories
         if self._is_host or free_memory_bytes(self._device) is None:
             budget = min(budget, MAX_CPU_POOL_BYTES, most * self.block_bytes)
         blocks = budget // self.block_bytes
@@ -91,7 +95,7 @@ class PoolMemory:
         if self._mesh is not None:
             blocks = self._least(blocks, self._mesh)
         if blocks < least:
-            raise self.shortage(least, free, temporary_bytes)
+            raise self.shortage(least, free, slot_bytes, temporary_bytes)
         return blocks
 
     def _least(self, number: int, mesh: Mesh) -> int:
@@ -100,11 +104,13 @@ class PoolMemory:
         all_said = jax.make_array_from_callback((mesh.size,), self.placed(P(parallel.AXIS)), lambda _: own)
         return int(jax.jit(jnp.min, out_shardings=self.placed(P()))(all_said))
 
-    def shortage(self, num_blocks: int, free: int, temporary_bytes: int = 0) -> ConfigError:
+    def shortage(self, num_blocks: int, free: int, slot_bytes: int = 0, temporary_bytes: int = 0) -> ConfigError:
         """The error that there is no room for the pool."""
         needed = (num_blocks + 1) * self.block_bytes // self._num_memories
-        steps = f", of which two steps take {2 * temporary_bytes:,}" if temporary_bytes else ""
-        smaller = "--max-num-batched-tokens, " if temporary_bytes else ""
+        others = {"two steps": 2 * temporary_bytes, "block tables and token counts": slot_bytes}
+        said = " and ".join(f"{name} take {count:,}" for name, count in others.items() if count)
+        steps = f", of which {said}" if said else ""
+        smaller = "--max-num-batched-tokens, " * bool(temporary_bytes) + "--max-num-seqs, " * bool(slot_bytes)
         return ConfigError(
             f"the cache pool of {num_blocks} blocks takes {needed:,} bytes, but {free:,} bytes of memory are free{steps}; "
             f"lower {smaller}--num-blocks-override, --block-size or --device-memory-utilization, or choose a smaller model, "

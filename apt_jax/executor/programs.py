@@ -12,7 +12,11 @@ steps whose sampler needs more than that program has run as two, in few sizes an
 With prefix caching there is a third program, "copy", for a few numbers of copies: blocks that a step writes to begin as
 copies of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values
 (`StepBatch.conversions`), a fourth, "convert", does so for two numbers of X blocks: many of them are converted in
-several calls. Both run before the step and only where there is something to do.
+several calls. Both run before the step and only where there is something to do. So do "change_tables"
+and "change_counts", where a step brings more than it has room for.
+
+The block tables of all slots stay on the device, and for penalties how often each token was in a slot. A step changes what
+is new there, and gathers what belongs to its rows.
 
 Steps that return log probabilities of prompts run as "forward_all", whose rows are all chunks and which gives the hidden
 states of all tokens, and "score_prompts", which turns some of them at a time into log probabilities. Few sizes of them
@@ -34,11 +38,12 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from numpy.typing import NDArray
 
-from apt_jax.executor.base import NO_TOKEN
+from apt_jax.executor.base import NO_TOKEN, NULL_BLOCK
 from apt_jax.executor.buckets import KindSet, SamplerVariant
 from apt_jax.executor.compiler_options import compiler_options
 from apt_jax.executor.executables import ExecutableStore, kernel_facts
 from apt_jax.executor.packing import StepFormat
+from apt_jax.executor.token_counts import IN_PROMPT
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.decoder import convert_inputs, decoder_step, greedy_tokens, logits
@@ -97,11 +102,17 @@ class Programs:
         self._compiler_options = compiler_options(platform, num_devices=size, num_hosts=self.num_hosts)
         pools, alike = parallel.POOL_SPEC, P()
         self.jitted: dict[str, Any] = {
-            "forward": self._jit(self.forward, donate=("pools",), results=(pools, alike)),
-            "decode": self._jit(self.decode, donate=("pools", "last_tokens"), results=(pools, alike, alike)),
-            "sample": self._jit(self.sample, donate=("last_tokens",), results=alike),
+            "forward": self._jit(self.forward, donate=("pools", "tables"), results=(pools, alike, alike)),
+            "decode": self._jit(
+                self.decode, donate=("pools", "tables", "last_tokens"), results=(pools, alike, alike, alike)
+            ),
+            "sample": self._jit(self.sample, donate=("last_tokens", "token_counts"), results=alike),
             "copy": self._jit(self.copy, donate=("pools",), results=(pools,)),
-            "forward_all": self._jit(self.forward_all, donate=("pools",), results=(pools, alike, alike)),
+            "change_tables": self._jit(self.change_tables, donate=("tables",), results=(alike,)),
+            "change_counts": self._jit(self.change_counts, donate=("token_counts",), results=(alike,)),
+            "forward_all": self._jit(
+                self.forward_all, donate=("pools", "tables"), results=(pools, alike, alike, alike)
+            ),
             "score_prompts": self._jit(self.score_prompts, donate=(), results=alike),
             "pool_prompts": self._jit(self.pool_prompts, donate=(), results=alike),
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
@@ -217,6 +228,7 @@ class Programs:
         self,
         params: ModelParams,
         pools: Pools,
+        tables: Array,
         last_tokens: Array,
         ints: Array,
         *,
@@ -224,32 +236,61 @@ class Programs:
         num_prefill: int,
         kinds: KindSet,
         hidden_room: int | None = None,
-    ) -> tuple[Pools, Array]:
+    ) -> tuple[Pools, Array, Array]:
         """Write the cache; gives hidden states of the rows that sample."""
-        batch, options, sample_rows = self._step(last_tokens, ints, num_decode, num_prefill, kinds)
+        tables, batch, options, sample_rows = self._step(tables, last_tokens, ints, num_decode, num_prefill, kinds)
         options = dataclasses.replace(options, hidden_room=hidden_room)
-        return decoder_step(params, pools, batch, self.config, options, sample_rows)
+        pools, states = decoder_step(params, pools, batch, self.config, options, sample_rows)
+        return pools, tables, states
 
     def forward_all(
-        self, params: ModelParams, pools: Pools, last_tokens: Array, ints: Array, *, num_prefill: int
-    ) -> tuple[Pools, Array, Array]:
+        self, params: ModelParams, pools: Pools, tables: Array, last_tokens: Array, ints: Array, *, num_prefill: int
+    ) -> tuple[Pools, Array, Array, Array]:
         """`forward` of a step in which all rows are chunks; gives the hidden states of all tokens too."""
-        batch, options, sample_rows = self._step(last_tokens, ints, 0, num_prefill, self.kinds_offered)
+        kinds = self.kinds_offered
+        tables, batch, options, sample_rows = self._step(tables, last_tokens, ints, 0, num_prefill, kinds)
         pools, states = decoder_step(params, pools, batch, self.config, options)
-        return pools, states.at[sample_rows].get(mode="fill", fill_value=0), states
+        return pools, tables, states.at[sample_rows].get(mode="fill", fill_value=0), states
 
     def _step(
-        self, last_tokens: Array, ints: Array, num_decode: int, num_prefill: int, kinds: KindSet
-    ) -> tuple[DecoderBatch, StepOptions, Array]:
-        """A packed step, and the places of the tokens that sample."""
+        self, tables: Array, last_tokens: Array, ints: Array, num_decode: int, num_prefill: int, kinds: KindSet
+    ) -> tuple[Array, DecoderBatch, StepOptions, Array]:
+        """The block tables of all slots with their changes, a packed step, and the places of the tokens that sample."""
         parts = self.step_format.forward_layout(num_decode, num_prefill).split(ints)
         slots, counts, sample_rows = (parts.pop(n) for n in ("token_slots", "counts", "sample_rows"))
         on_device = last_tokens.at[slots].get(mode="fill", fill_value=0)
         parts["token_ids"] = jnp.where(parts["token_ids"] < 0, on_device, parts["token_ids"])
         for name in ("token_hidden", "prefill_hidden"):
             parts[name] = parts[name] > 0
-        batch = DecoderBatch(**parts, num_kv_rows=counts[0], num_decode_rows=counts[1], num_prefill_rows=counts[2])
-        return batch, self._options(num_decode, kinds), sample_rows
+        (tables,) = self.change_tables(tables, parts.pop("table_changes"))
+        decode_tables = self._tables_of_rows(
+            tables, slots[:num_decode], parts["decode_lens"], parts["token_hidden"][:num_decode]
+        )
+        prefill_tables = self._tables_of_rows(
+            tables,
+            parts.pop("prefill_slots"),
+            parts["prefix_lens"] + parts["prefill_lens"],
+            parts["prefill_hidden"],
+        )
+        batch = DecoderBatch(
+            **parts,
+            decode_tables=decode_tables,
+            prefill_tables=prefill_tables,
+            num_kv_rows=counts[0],
+            num_decode_rows=counts[1],
+            num_prefill_rows=counts[2],
+        )
+        return tables, batch, self._options(num_decode, kinds), sample_rows
+
+    def _tables_of_rows(self, tables: Array, slots: Array, lens: Array, hidden: Array) -> Array:
+        """Block tables of rows with so many positions: (n, 2, J), `NULL_BLOCK` behind the blocks in use, where a slot may
+        still name those of a request before."""
+        block_size = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
+        num_blocks = (lens + block_size - 1) // block_size
+        halves = jnp.stack([num_blocks, jnp.where(hidden, 0, num_blocks)], axis=1)
+        used = jnp.arange(self.step_format.table_len, dtype=jnp.int32)[None, None, :] < halves[:, :, None]
+        # Slots of padding are out of range, and no block of theirs is used.
+        return jnp.where(used, tables.at[slots].get(mode="clip"), NULL_BLOCK)
 
     def pool_prompts(self, states: Array, segments: Array) -> Array:
         """Sums of hidden states by row of a step.
@@ -288,24 +329,32 @@ class Programs:
         head: ModelParams,
         hidden: Array,
         last_tokens: Array,
+        token_counts: Array | None,
         ints: Array,
         penalties: Array | None,
         masks: Array | None,
         *,
         rows: int,
         variant: SamplerVariant,
-    ) -> tuple[Array, Array, tuple[Array, Array, Array] | None]:
-        """Sample; gives (tokens, is finite), and log probabilities where the variant has them."""
+    ) -> tuple[Array, Array | None, Array, tuple[Array, Array, Array] | None]:
+        """Sample; gives (tokens, is finite), and log probabilities where the variant has them.
+
+        Args:
+            token_counts: (max_num_seqs, V), as `SentCounts` says; with `penalties`.
+        """
         parts = self.step_format.sample_layout(rows).split(ints)
         ops = self.ops.for_rows(jnp.sum(parts["slots"] < self.step_format.max_num_seqs))
         if variant.greedy:
             tokens, finite = greedy_tokens(head, hidden[:rows], self.config, ops, self._tensor)
             last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
-            return last_tokens, jnp.stack([tokens, finite.astype(jnp.int32)]), None
+            return last_tokens, None, jnp.stack([tokens, finite.astype(jnp.int32)]), None
         raw = logits(head, hidden[:rows], self.config, ops.dense, self._tensor)
         scores = raw
-        if penalties is not None:
+        if penalties is not None and token_counts is not None:
             extra = self.step_format.penalty_layout(rows).split(penalties)
+            (token_counts,) = self.change_counts(token_counts, extra.pop("count_changes"))
+            counts = token_counts.at[extra.pop("count_slots")].get(mode="fill", fill_value=0)
+            extra |= {"in_prompt": counts >= IN_PROMPT, "outputs": counts & (IN_PROMPT - 1)}
             for name in ("repetition", "presence", "frequency", "bias_values"):
                 extra[name] = _as_float(extra[name])
             scores = sampling.penalise(raw, sampling.PenaltyRows(**extra), last_tokens)
@@ -337,12 +386,14 @@ class Programs:
             tokens = jnp.where(model_is_finite & ~finite, NO_TOKEN, tokens)
             finite = model_is_finite
         packed = jnp.stack([tokens, finite.astype(jnp.int32)])
-        return last_tokens, packed, sampling.log_probabilities(raw, tokens) if variant.penalised else None
+        logprobs = sampling.log_probabilities(raw, tokens) if variant.penalised else None
+        return last_tokens, token_counts, packed, logprobs
 
     def decode(
         self,
         params: ModelParams,
         pools: Pools,
+        tables: Array,
         last_tokens: Array,
         forward_ints: Array,
         sample_ints: Array,
@@ -351,19 +402,30 @@ class Programs:
         kinds: KindSet,
         variant: SamplerVariant,
         hidden_room: int | None = None,
-    ) -> tuple[Pools, Array, Array]:
+    ) -> tuple[Pools, Array, Array, Array]:
         """Forward and sampling of decode rows as one program."""
         rows: dict[str, Any] = {"num_decode": num_decode, "num_prefill": 0, "kinds": kinds, "hidden_room": hidden_room}
-        pools, hidden = self.forward(params, pools, last_tokens, forward_ints, **rows)
-        last_tokens, tokens, _ = self.sample(
-            params, hidden, last_tokens, sample_ints, None, None, rows=num_decode, variant=variant
+        pools, tables, hidden = self.forward(params, pools, tables, last_tokens, forward_ints, **rows)
+        last_tokens, _, tokens, _ = self.sample(
+            params, hidden, last_tokens, None, sample_ints, None, None, rows=num_decode, variant=variant
         )
-        return pools, last_tokens, tokens
+        return pools, tables, last_tokens, tokens
 
     def convert(self, params: ModelParams, pools: Pools, ints: Array, *, num_blocks: int) -> tuple[Pools]:
         """Compute keys and values from cached layer inputs."""
         batch = ConvertBatch(**self.step_format.convert_layout(num_blocks).split(ints))
         return (convert_inputs(params, pools, batch, self.config, self._options(0, self.kinds_offered)),)
+
+    def change_tables(self, tables: Array, changes: Array) -> tuple[Array]:
+        """Block tables with changes (2, m): places in them, and blocks. They are donated."""
+        slot, rest = jnp.divmod(changes[0], 2 * self.step_format.table_len)
+        half, column = jnp.divmod(rest, self.step_format.table_len)
+        return (tables.at[slot, half, column].set(changes[1], mode="drop"),)
+
+    def change_counts(self, token_counts: Array, changes: Array) -> tuple[Array]:
+        """Token counts with changes (2, m): places in them, and what is added. They are donated."""
+        slot, token = jnp.divmod(changes[0], self.step_format.vocab_size)
+        return (token_counts.at[slot, token].add(changes[1], mode="drop"),)
 
     # A method as the others: `jax.jit` keeps what it compiles by function, and programs are counted by executor.
     def copy(self, pools: Pools, pairs: Array) -> tuple[Pools]:

@@ -8,9 +8,9 @@ sampler that serves all rows, so that there is always one: a step never waits fo
 import dataclasses
 from typing import Literal, NamedTuple
 
-from apt_jax.executor.buckets import EVERYTHING, Buckets, SamplerVariant, bucket_for
+from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, SamplerVariant, bucket_for
 
-Kind = Literal["decode", "prefill", "mixed", "sample", "fused", "copy", "convert"]
+Kind = Literal["decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "tables", "counts"]
 _SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
 """The field of `Buckets` that has the sizes of programs of a kind."""
 
@@ -42,6 +42,7 @@ class ReadyPrograms:
     def first(self) -> set[ProgramName]:
         """The fewest programs that serve every step."""
         names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in _SIZES.items()}
+        names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
         return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
 
     def forget(self) -> None:
@@ -56,7 +57,9 @@ class ReadyPrograms:
         if name.variant is not None:
             self._samplers[name.variant] = sorted({*self._samplers.get(name.variant, ()), name.size})
             return
-        field = _SIZES[name.kind]
+        field = _SIZES.get(name.kind)
+        if field is None:  # has one size
+            return
         sizes = sorted({*getattr(self.sizes, field), name.size})
         self.sizes = dataclasses.replace(self.sizes, **{field: sizes})
 

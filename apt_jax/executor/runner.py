@@ -5,6 +5,7 @@ which make the same calls by `ProgramRunner.run_plan`.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ from jax.stages import Compiled
 
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
+from apt_jax.executor.block_tables import Changes, SentTables
 from apt_jax.executor.buckets import KindSet, SamplerVariant
 from apt_jax.executor.executables import described, described_static
-from apt_jax.executor.packing import Ints, pack_copies
+from apt_jax.executor.packing import Ints, empty_changes, pack_changes, pack_copies
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs import Pools, Programs
+from apt_jax.executor.token_counts import SentCounts
 from apt_jax.models.params import ModelParams, output_head
 
 _VARYING = {"copy": 1, "score_prompts": 1, "pool_prompts": 0}
@@ -44,9 +47,10 @@ class ProgramCall:
     runner: "ProgramRunner"
     program: str
     args: tuple[Any, ...]
+    """Those from the host are the last ones, and the first of these is an array."""
     static: dict[str, Any]
-    replaces_pools: bool = False
-    replaces_last_tokens: bool = False
+    replaces: tuple[str, ...] = ()
+    """Attributes of the runner that the first results replace, in order."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -77,17 +81,18 @@ class ProgramCall:
         """Dispatch the program, compiled first if it was not; returns the results that replace nothing."""
         runner = self.runner
         if runner.leader is not None:
-            host = [a for a in self.args if a is None or isinstance(a, np.ndarray)]
+            first = next(i for i, a in enumerate(self.args) if isinstance(a, np.ndarray))
+            host = self.args[first:]
             runner.leader.announce(Plan(program=self.program, arrays=host, static=_to_plan(self.static)))
         compiled = runner.programs.executables.get(self.key)
         if compiled is None:
             results = runner.programs.jitted[self.program](*self.args, **self.static)
         else:
             results = compiled(*self.args)
-        if self.replaces_pools:
-            runner.pools, *results = results
-        if self.replaces_last_tokens:
-            runner.last_tokens, *results = results
+        for name in self.replaces:
+            replacement, *results = results
+            if replacement is not None:  # else the program has not taken it
+                setattr(runner, name, replacement)
         return results[0] if len(results) == 1 else results
 
 
@@ -98,7 +103,11 @@ class ProgramRunner:
         pools: one array per layer, (blocks + 1, block_size, lane), donated to every program that writes cache.
         last_tokens: (max_num_seqs,) the token sampled last for each slot; a step takes tokens from here that the host
             has not seen.
-        is_allocated: the two are arrays, not shapes.
+        tables: (max_num_seqs, 2, J) the block table of each slot; steps send what is new in them.
+        token_counts: (max_num_seqs, V) for penalties, how often each token is among the outputs of each slot, and whether
+            it is in the prompt.
+        is_allocated: these are arrays, not shapes.
+        sent_tables, sent_counts: what `tables` and `token_counts` have.
         leader: receives every call, where other hosts must make it too.
     """
 
@@ -109,19 +118,28 @@ class ProgramRunner:
         # Shapes until `clear` allocates them: programs can be compiled from those.
         self.pools: Pools = memory.described_pools(self.step_format.num_blocks)
         self.last_tokens: Any = memory.described((self.step_format.max_num_seqs,), jnp.int32)
+        self.tables: Any = memory.described(self.step_format.tables_shape, jnp.int32)
+        self.token_counts: Any = memory.described(self.step_format.counts_shape, jnp.int32)
+        self.sent_tables = SentTables(self.step_format.max_num_seqs, self.step_format.table_len)
+        self.sent_counts = SentCounts(*self.step_format.counts_shape)
         self.leader: Leader | None = None
         self._described: dict[int, str] = {}
         self._states: Array | None = None  # of the last forward program that `run_plan` ran
         self._all_states: Array | None = None
 
     def clear(self) -> None:
-        """Replace the pool and the last-token memory by empty ones, on all hosts; all cache is lost."""
+        """Replace the pool and what is kept by slot by empty ones, on all hosts; all cache is lost."""
         if self.leader is not None:
             self.leader.announce(Plan(program="clear", arrays=[], static={}))
-        for pool in self.pools if self.is_allocated else ():
-            pool.delete()  # a step that failed early has not taken it, and there is no room for two
+        for array in (*self.pools, self.tables, self.token_counts) if self.is_allocated else ():
+            array.delete()  # a step that failed early has not taken it, and there is no room for two
         self.pools = self._memory.new_pools(self.step_format.num_blocks)
-        self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=self._memory.placed(P()))
+        alike = self._memory.placed(P())
+        self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=alike)
+        self.tables = jnp.zeros(self.step_format.tables_shape, jnp.int32, device=alike)
+        self.token_counts = jnp.zeros(self.step_format.counts_shape, jnp.int32, device=alike)
+        self.sent_tables.clear()
+        self.sent_counts.clear()
         self.is_allocated = True
 
     def described(self, argument: Any) -> str:
@@ -131,6 +149,25 @@ class ProgramRunner:
         if id(argument) not in self._described:
             self._described[id(argument)] = described(argument)
         return self._described[id(argument)]
+
+    def send_tables(self, changes: Changes) -> None:
+        """Dispatch changes of the block tables."""
+        for part in pack_changes(changes, math.prod(self.step_format.tables_shape)):
+            self.tables_call(part).run()
+
+    def send_counts(self, changes: Changes) -> None:
+        """Dispatch changes of the token counts."""
+        for part in pack_changes(changes, math.prod(self.step_format.counts_shape)):
+            self.counts_call(part).run()
+
+    def check_integrity(self) -> None:
+        """Check that the device has what was sent.
+
+        Raises:
+            RuntimeError: it has something else.
+        """
+        self.sent_tables.check(np.asarray(self.tables))
+        self.sent_counts.check(np.asarray(self.token_counts))
 
     def _empty_states(self, rows: int) -> Any:
         """Hidden states as a forward program returns them, placed as it does: another placement would be another
@@ -144,19 +181,19 @@ class ProgramRunner:
         self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None
     ) -> ProgramCall:
         """Gives hidden states of the rows that sample."""
-        args = (self.params, self.pools, self.last_tokens, ints)
+        args = (self.params, self.pools, self.tables, self.last_tokens, ints)
         static = {
             "num_decode": num_decode,
             "num_prefill": num_prefill,
             "kinds": kinds,
             "hidden_room": hidden_room,
         }
-        return ProgramCall(self, "forward", args, static, replaces_pools=True)
+        return ProgramCall(self, "forward", args, static, replaces=("pools", "tables"))
 
     def forward_all_call(self, ints: Ints, num_prefill: int) -> ProgramCall:
         """Gives hidden states of the rows that sample, and those of all tokens."""
-        args = (self.params, self.pools, self.last_tokens, ints)
-        return ProgramCall(self, "forward_all", args, {"num_prefill": num_prefill}, replaces_pools=True)
+        args, static = (self.params, self.pools, self.tables, self.last_tokens, ints), {"num_prefill": num_prefill}
+        return ProgramCall(self, "forward_all", args, static, replaces=("pools", "tables"))
 
     def score_call(self, states: Array, ints: Ints, rows: int) -> ProgramCall:
         """Gives log probabilities of prompt tokens."""
@@ -176,9 +213,9 @@ class ProgramRunner:
         hidden_room: int | None = None,
     ) -> ProgramCall:
         """Gives tokens."""
-        args = (self.params, self.pools, self.last_tokens, forward_ints, sample_ints)
+        args = (self.params, self.pools, self.tables, self.last_tokens, forward_ints, sample_ints)
         static = {"num_decode": num_decode, "kinds": kinds, "variant": variant, "hidden_room": hidden_room}
-        return ProgramCall(self, "decode", args, static, replaces_pools=True, replaces_last_tokens=True)
+        return ProgramCall(self, "decode", args, static, replaces=("pools", "tables", "last_tokens"))
 
     def sample_call(
         self,
@@ -190,18 +227,30 @@ class ProgramRunner:
         variant: SamplerVariant,
     ) -> ProgramCall:
         """Gives tokens and log probabilities, if the variant has them."""
-        args = (self._head, hidden, self.last_tokens, ints, penalties, masks)
-        return ProgramCall(self, "sample", args, {"rows": rows, "variant": variant}, replaces_last_tokens=True)
+        counts = self.token_counts if variant.penalised else None
+        args, static = (
+            (self._head, hidden, self.last_tokens, counts, ints, penalties, masks),
+            {"rows": rows, "variant": variant},
+        )
+        return ProgramCall(self, "sample", args, static, replaces=("last_tokens", "token_counts"))
 
     def copy_call(self, copies: Ints, size: int) -> ProgramCall:
         """Gives nothing."""
         pairs = pack_copies(copies, size, self.step_format)
-        return ProgramCall(self, "copy", (self.pools, pairs), {}, replaces_pools=True)
+        return ProgramCall(self, "copy", (self.pools, pairs), {}, replaces=("pools",))
+
+    def tables_call(self, changes: Ints) -> ProgramCall:
+        """Gives nothing."""
+        return ProgramCall(self, "change_tables", (self.tables, changes), {}, replaces=("tables",))
+
+    def counts_call(self, changes: Ints) -> ProgramCall:
+        """Gives nothing."""
+        return ProgramCall(self, "change_counts", (self.token_counts, changes), {}, replaces=("token_counts",))
 
     def convert_call(self, ints: Ints, num_blocks: int) -> ProgramCall:
         """Gives nothing."""
         args, static = (self.params, self.pools, ints), {"num_blocks": num_blocks}
-        return ProgramCall(self, "convert", args, static, replaces_pools=True)
+        return ProgramCall(self, "convert", args, static, replaces=("pools",))
 
     def empty_forward_call(
         self, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None
@@ -209,6 +258,14 @@ class ProgramRunner:
         """A call on padding alone."""
         _, ints = self.step_format.empty_forward(num_decode, num_prefill)
         return self.forward_call(ints, num_decode, num_prefill, kinds, hidden_room)
+
+    def empty_tables_call(self) -> ProgramCall:
+        """A call on padding alone."""
+        return self.tables_call(empty_changes(math.prod(self.step_format.tables_shape)))
+
+    def empty_counts_call(self) -> ProgramCall:
+        """A call on padding alone."""
+        return self.counts_call(empty_changes(math.prod(self.step_format.counts_shape)))
 
     def empty_forward_all_call(self, num_prefill: int) -> ProgramCall:
         """A call on padding alone."""
@@ -266,4 +323,8 @@ class ProgramRunner:
             return self.clear()
         if plan.program == "convert":
             return self.convert_call(*arrays, **static).run()
+        if plan.program == "change_tables":
+            return self.tables_call(*arrays).run()
+        if plan.program == "change_counts":
+            return self.counts_call(*arrays).run()
         return self.copy_call(arrays[0], len(arrays[0])).run()

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from apt_jax.executor.buckets import SamplerVariant
+from apt_jax.executor.buckets import CHANGES_PER_CALL, SamplerVariant
 from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 
@@ -128,6 +128,8 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
             for room in programs.hidden_rooms(rows, kinds) if tokens else [None]:
                 call = part(runner.empty_forward_call, rows, tokens, kinds, room)
                 found.append(Program(name(kind, tokens or rows), call))
+    found.append(Program(name("tables", CHANGES_PER_CALL), runner.empty_tables_call))
+    found.append(Program(name("counts", CHANGES_PER_CALL), runner.empty_counts_call))
     samplers = [(rows, variant) for rows in buckets.decode for variant in variants]
     samplers += [(rows, variant) for rows in buckets.masked for variant in SamplerVariant.masked_variants()]
     for rows, variant in samplers:

@@ -40,14 +40,14 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PenaltyRows:
-    """Per-row inputs of penalties and bias; only steps that need them carry them. S is the longest context."""
+    """Per-row inputs of penalties and bias; only steps that need them carry them."""
 
-    history: Int32[Array, "B S"]
-    """Prompt then output tokens; out-of-range ids pad and are dropped."""
-    prompt_len: Int32[Array, " B"]
-    history_len: Int32[Array, " B"]
+    in_prompt: Bool[Array, "B V"]
+    """Tokens of the prompt."""
+    outputs: Int32[Array, "B V"]
+    """How often each token is among the outputs that the host has seen."""
     last_slot: Int32[Array, " B"]
-    """Slot whose last token the host has not seen yet and which follows the history; out of range: none."""
+    """Slot whose last token the host has not seen yet and which follows these; out of range: none."""
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
@@ -181,14 +181,9 @@ def penalise(
     """Repetition over prompt and output, presence and frequency over output, then bias (vLLM's and OpenAI's rules)."""
     batch, vocab = scores.shape
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    column = jnp.arange(rows.history.shape[1], dtype=jnp.int32)[None, :]
-    valid = column < rows.history_len[:, None]
-    seen_ids = jnp.where(valid, rows.history, vocab)
-    output_ids = jnp.where(valid & (column >= rows.prompt_len[:, None]), rows.history, vocab)
     last = last_tokens.at[rows.last_slot].get(mode="fill", fill_value=vocab)[:, None]
-    empty = jnp.zeros((batch, vocab), jnp.float32)
-    outputs = empty.at[index, output_ids].add(1.0, mode="drop").at[index, last].add(1.0, mode="drop")
-    seen = (empty.at[index, seen_ids].add(1.0, mode="drop") + outputs) > 0
+    outputs = rows.outputs.astype(jnp.float32).at[index, last].add(1.0, mode="drop")
+    seen = rows.in_prompt | (outputs > 0)
     repetition = rows.repetition[:, None]
     scores = jnp.where(seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
     scores -= rows.frequency[:, None] * outputs + rows.presence[:, None] * (outputs > 0).astype(jnp.float32)

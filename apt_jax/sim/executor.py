@@ -83,6 +83,9 @@ class SimulatedExecutor:
     def reset(self) -> None:
         pass
 
+    def check_integrity(self) -> None:
+        pass
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         if progress is not None:
             progress(1, 1)

@@ -91,6 +91,9 @@ class RecordingExecutor:
     def reset(self) -> None:
         self.inner.reset()
 
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
     def prepare_prompt_logprobs(self) -> None:
         """See `Executor.prepare_prompt_logprobs`."""
         self.inner.prepare_prompt_logprobs()

@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def hidden_states(executor: JaxExecutor, ids: np.ndarray, kind: int = KV) -> Array:
     """The last layer's outputs (T, D) of a window of T token ids, T the most tokens of a step and rows of it."""
     batch = dataclasses.replace(synthetic_batch(executor, [kind], [0], [len(ids)]), token_ids=ids.astype(np.int32))
-    step = pack_forward(batch, executor.step_format, mixed=executor.mixed)
+    executor.send_tables(batch)
+    step = pack_forward(batch, executor.step_format, np.zeros((2, 0), np.int32), mixed=executor.mixed)
     views = executor.step_format.forward_layout(step.num_decode, step.num_prefill).split(step.ints)
     views["sample_rows"][: len(ids)] = step.num_decode + np.arange(len(ids))
     kinds = executor.programs.kind_set_of(batch.kind, has_prompts=True)

@@ -21,7 +21,6 @@ if __name__ == "__main__":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from apt_jax.backends import attention_ops
@@ -38,7 +37,7 @@ from apt_jax.pallas.triton_work_list import longest_chain, pieces_for
 from apt_jax.utils.device_memory import MEMORY_FRACTION
 from benchmarks.gpu.compile_only import CHIPS
 from benchmarks.gpu.device_free import pallas_for
-from benchmarks.gpu.engine_step import StepCase, abstract_runner
+from benchmarks.gpu.engine_step import StepCase, abstract_runner, input_failures, sent_bytes
 from benchmarks.gpu.gate import as_text
 from benchmarks.gpu.problems import ragged, work_of
 
@@ -96,7 +95,11 @@ def _is_whole_model(program: Program) -> bool:
 
 
 def step_inputs() -> Iterator[Row]:
-    """Bytes that a step sends from the host, by model, rows and context."""
+    """Bytes that a step sends from the host, by model, rows and context.
+
+    Raises:
+        ValueError: more than a step may.
+    """
     cases = [
         ("opt-13b", 2048, (64, 256)),
         ("llama-3.1-8b", 131_072, (64, 256)),
@@ -111,16 +114,21 @@ def step_inputs() -> Iterator[Row]:
             programs = all_programs(runner, mixed=True, copies=False, conversions=False)
             sent: dict[str, int] = {}
             for program in programs:
-                call = program.call()
-                size = sum(a.nbytes for a in call.args if isinstance(a, np.ndarray))
-                sent[program.name.kind] = max(sent.get(program.name.kind, 0), size)
+                name, call = program.name, program.call()
+                kind = "masked" if name.variant is not None and name.variant.masked else name.kind
+                sent[kind] = max(sent.get(kind, 0), sent_bytes(call))
+            most_tokens = runner.step_format.buckets.prefill[-1]
+            wrong = input_failures(rows, 0, sent["fused"]) + input_failures(rows, most_tokens, sent["mixed"])
+            if wrong:
+                raise ValueError(f"{model}, {rows} rows of {context}: {'; '.join(wrong)}")
             yield {
                 "model": model,
                 "context": context,
                 "rows": rows,
                 "decode step KiB": round(sent["fused"] / 1024, 1),
                 "step with prompts KiB": round(sent["mixed"] / 1024, 1),
-                "sampler with history KiB": round(sent["sample"] / 1024, 1),
+                "sampler with penalties KiB": round(sent["sample"] / 1024, 1),
+                "and with masks KiB": round(sent["masked"] / 1024, 1),
             }
 
 

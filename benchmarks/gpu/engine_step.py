@@ -27,6 +27,8 @@ from benchmarks.gpu.device_free import ProgramReport, compile_program, make_mesh
 
 BLOCK_SIZE = 16
 VARIANTS = {"greedy": GREEDY, "sample": SAMPLED}
+_INPUT_BYTES_A_ROW = 128
+_INPUT_BYTES_A_TOKEN = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +98,25 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
         pool=(math.prod(pool.shape) // case.num_devices, pool.dtype.itemsize),
         num_pools=len(runner.pools),
     )
-    sent = sum(argument.nbytes for argument in call.args if isinstance(argument, np.ndarray))
     whole = model_of(dataclasses.replace(case, num_layers=None)).num_layers
-    return dataclasses.replace(report, input_bytes=sent, layers_share=len(runner.pools) / whole)
+    return dataclasses.replace(report, input_bytes=sent_bytes(call), layers_share=len(runner.pools) / whole)
+
+
+def max_input_bytes(num_rows: int, prefill_tokens: int) -> int:
+    """The most that a step may send from the host, the settings of its sampler included: nothing that grows with the
+    context."""
+    return _INPUT_BYTES_A_ROW * num_rows + _INPUT_BYTES_A_TOKEN * prefill_tokens
+
+
+def sent_bytes(call: ProgramCall) -> int:
+    """Bytes that a call sends from the host."""
+    return sum(argument.nbytes for argument in call.args if isinstance(argument, np.ndarray))
+
+
+def input_failures(num_rows: int, prefill_tokens: int, num_bytes: int) -> list[str]:
+    """Return the fault of a step that sends so many bytes; empty: it has none."""
+    most = max_input_bytes(num_rows, prefill_tokens)
+    return [f"{num_bytes} bytes come from the host (must be at most {most})"] if num_bytes > most else []
 
 
 def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> ProgramRunner:

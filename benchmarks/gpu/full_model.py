@@ -134,13 +134,11 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
     """Lower the program that `JaxExecutor.execute` calls; sampling programs are small and compiled at their first
     call."""
     rows, tokens, kinds = program
-    _, ints = executor.step_format.empty_forward(rows, tokens)
-    head = (executor.params, executor.runner.pools, executor.runner.last_tokens, ints)
+    runner = executor.runner
     try:
         if tokens or executor.programs.branches:
-            return executor.programs.jitted["forward"].lower(*head, num_decode=rows, num_prefill=tokens, kinds=kinds)
-        _, sample = executor.step_format.empty_sample(rows)
-        return executor.programs.jitted["decode"].lower(*head, sample, num_decode=rows, kinds=kinds, variant=GREEDY)
+            return runner.empty_forward_call(rows, tokens, kinds).lower()
+        return runner.empty_decode_call(rows, kinds, GREEDY).lower()
     except Exception as error:
         return error
 
@@ -299,6 +297,9 @@ class Limited:
     def reset(self) -> None:
         self.inner.reset()
 
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
     def prepare_prompt_logprobs(self) -> None:
         self.inner.prepare_prompt_logprobs()
 
@@ -403,6 +404,8 @@ def serve(stage: Stage, *, describe: Path | None = None, rate: float | None = No
         if isinstance(compiled, Exception):
             raise compiled
         warm(executor, program)
+    for call in (executor.runner.empty_tables_call, executor.runner.empty_counts_call):
+        call().run()
     for rows in executor.buckets.decode:  # sampling after a prefill of so many rows
         tokens = [max(2, min(8, size.prefill_buckets[-1] // rows))] * rows
         executor.execute(calibrate.synthetic_batch(executor, [KV] * rows, [0] * rows, tokens)).result()

@@ -6,7 +6,7 @@ copies.
 
 Steps (`device_free.py`, `engine_step.py`): the engine's programs at OPT-13B, sampling included, on one GPU and with the
 heads over four; those that matter most with all 40 layers, the rest with 8. No copy of the pool, temporaries below 5 %
-of it, everything in one command buffer (one CUDA graph).
+of it, everything in one command buffer (one CUDA graph), and no more bytes from the host than rows and tokens need.
 
 What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
 
@@ -461,6 +461,7 @@ def check_step(case: StepCase, arch: str, ops: KernelBackend) -> Outcome:
     try:
         report = engine_step.compile_step(case, CHIPS[arch], ops)
         failures = device_free.failures(report, case.num_loops)
+        failures += engine_step.input_failures(case.num_rows, case.prefill_tokens, report.input_bytes)
     except Exception as error:
         failures = [f"does not compile: {_line(error)}"]
     return Outcome(

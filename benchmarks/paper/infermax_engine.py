@@ -68,6 +68,9 @@ class _Part:
     def reset(self) -> None:
         self.inner.reset()
 
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
     def prepare_prompt_logprobs(self) -> None:
         self.inner.prepare_prompt_logprobs()
 

@@ -63,6 +63,9 @@ class Watched:
     def reset(self) -> None:
         self.inner.reset()
 
+    def check_integrity(self) -> None:
+        self.inner.check_integrity()
+
     def prepare_prompt_logprobs(self) -> None:
         self.inner.prepare_prompt_logprobs()
 

@@ -88,7 +88,10 @@ def test_temporaries_that_leave_no_room_are_refused_with_the_numbers(device_of):
     device_of(1 << 26)
     temporaries = step_bytes(executor(num_blocks_override=64))
     device_of(2 * temporaries + BLOCK_BYTES)
-    with pytest.raises(ConfigError, match=r"of which two steps take [\d,]+; lower --max-num-batched-tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=r"two steps take [\d,]+ and block tables and token counts take [\d,]+; lower --max-num-batched-tokens",
+    ):
         executor()
 
 

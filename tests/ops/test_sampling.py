@@ -203,8 +203,12 @@ def test_penalties_and_bias_follow_the_published_rules() -> None:
     bias_ids = np.full((b, sampling.NUM_BIASES), v, np.int32)
     bias_values = np.zeros((b, sampling.NUM_BIASES), np.float32)
     bias_ids[1, :2], bias_values[1, :2] = [3, 9], [2.5, -np.inf]
+    in_prompt, outputs = np.zeros((b, v), np.bool_), np.zeros((b, v), np.int32)
+    for r in range(b):
+        in_prompt[r, history[r, : prompt_len[r]]] = True
+        np.add.at(outputs[r], history[r, prompt_len[r] : history_len[r]], 1)
     rows = sampling.PenaltyRows(
-        history=jnp.asarray(history), prompt_len=jnp.asarray(prompt_len), history_len=jnp.asarray(history_len), last_slot=jnp.asarray(last_slot),
+        in_prompt=jnp.asarray(in_prompt), outputs=jnp.asarray(outputs), last_slot=jnp.asarray(last_slot),
         repetition=jnp.asarray(repetition), presence=jnp.asarray(presence), frequency=jnp.asarray(frequency),
         bias_ids=jnp.asarray(bias_ids), bias_values=jnp.asarray(bias_values),
     )  # fmt: skip

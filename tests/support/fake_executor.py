@@ -278,6 +278,9 @@ class FakeExecutor:
     def prepare_prompt_logprobs(self) -> None:
         pass
 
+    def check_integrity(self) -> None:
+        pass
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         if progress is not None:
             progress(1, 1)

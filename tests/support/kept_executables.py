@@ -57,7 +57,7 @@ def greedy_programs(executor: JaxExecutor) -> list[Program]:
     return [
         program
         for program in executor._all_programs()
-        if program.name.kind in ("decode", "prefill")
+        if program.name.kind in ("decode", "prefill", "tables")
         or (program.name.variant is not None and program.name.variant.greedy)
     ]
 

@@ -110,6 +110,13 @@ def test_a_step_fails_by_one_property(change, said):
     assert said in failure
 
 
+def test_a_step_that_sends_whole_tables_fails():
+    assert engine_step.input_failures(64, 0, 8192) == []
+    (failure,) = engine_step.input_failures(64, 0, 64 * 2 * 16384 * 4)
+    assert failure == "8388608 bytes come from the host (must be at most 8192)"
+    assert engine_step.input_failures(64, 512, 8192 + 16384) == []
+
+
 def test_loops_lie_between_command_buffers():
     looped = dataclasses.replace(GOOD_STEP, command_buffers=3, outside=2)
     assert device_free.failures(looped, num_loops=2) == []
