@@ -18,7 +18,7 @@ from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
-from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics
+from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics, TokenConstraint
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
 from apt_jax.sched.view import CacheKindSpec, SchedulerView
@@ -270,6 +270,7 @@ class RequestStates(ColumnTable):
             slo_tbt_s=request.slo.tbt_s,
             best_effort=request.slo_class == "be",
             tenant=self.tenants.setdefault(request.tenant, len(self.tenants)),
+            known_length=_has_known_length(request, constraint),
         )
         if row >= self.capacity:
             self.grow(self.table.capacity)
@@ -303,6 +304,9 @@ class RequestStates(ColumnTable):
         self.last_token[row] = tokens[prompt_len - 1]
         self.pinned_kind[row] = pinned_kind
         self.adapter[row] = 0 if request.adapter is None else self.adapters[request.adapter]
+        if self.prefixes.hits is not None and not self.table.known_length[row]:
+            root = root_digest(root_digest(b"", (request.tenant or "").encode()), (request.adapter or "").encode())
+            self.table.histograms[row] = self.table.lengths.begin(root, request.prompt_token_ids)
         self._by_rank = None
         self.await_hits(state)
 
@@ -437,12 +441,20 @@ class RequestStates(ColumnTable):
         self._by_rank = None
         self.by_row[row] = None
         del self.by_id[state.request.request_id]
-        if reason in ("stop", "length"):
-            self.table.record_output_length(state.num_known - state.prompt_len)
+        self._learn_length(state, reason)
         self.table.remove(row)
         self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs, prompt_logprobs, pooled)
         if state.metrics.first_scheduled_s is not None:
             self.finish_times_s.append(self._clock.now_s())
+
+    def _learn_length(self, state: RequestState, reason: FinishReason) -> None:
+        table, num_outputs = self.table, state.num_known - state.prompt_len
+        if reason in ("stop", "length"):
+            table.record_output_length(num_outputs)
+        numbers = table.histograms[state.row]
+        if reason != "error" and num_outputs and not table.known_length[state.row]:
+            table.lengths.record(numbers, num_outputs, cut_off=reason != "stop")
+        table.lengths.end(numbers)
 
     def end_all(self, error: str) -> None:
         """End every request with an error. The accounting is left alone: it may be what is wrong."""
@@ -486,3 +498,9 @@ class RequestStates(ColumnTable):
         """Return the outputs that have not been returned yet."""
         outputs, self.outputs = self.outputs, []
         return outputs
+
+
+def _has_known_length(request: EngineRequest, constraint: TokenConstraint | None) -> bool:
+    """Return True if a request declares its length: nothing but `max_tokens` can end it (EOS is a stop token)."""
+    params = request.params
+    return constraint is None and (not (params.stop_token_ids or params.stop) or params.min_tokens >= params.max_tokens)

@@ -6,6 +6,8 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.sched.output_lengths import BEGINNINGS, OutputLengths
+
 NO_KIND = -1
 """`RequestTable.kind` of a request that holds no cache."""
 KV = 0
@@ -89,6 +91,8 @@ class RequestTable(ColumnTable):
     best_effort = column(np.bool_)  # class "be", without objectives of its own (BROS §2)
     tenant = column(np.int32)  # number of the tenant; 0: none
     live = column(np.bool_)
+    known_length = column(np.bool_)  # nothing but max_tokens ends it
+    histograms = column(np.int32, width=len(BEGINNINGS))  # of output lengths, see `lengths`; 0: none
     # By kind, what a waiting request would find cached; 0 for all others.
     cached_prefix_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
     shared_prefix_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
@@ -100,6 +104,8 @@ class RequestTable(ColumnTable):
         """Number of requests that ended with each number of output tokens; grows with the longest."""
         self.num_output_lengths = 0
         """Their sum: how many have ended."""
+        self.lengths = OutputLengths()
+        """What lengths requests are expected to reach, by how their prompts begin (`histograms`)."""
 
     @property
     def hit_tokens(self) -> NDArray[np.int32]:
@@ -122,6 +128,7 @@ class RequestTable(ColumnTable):
         slo_tbt_s: float,
         best_effort: bool = False,
         tenant: int = 0,
+        known_length: bool = False,
     ) -> int:
         """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
         if not self._free:
@@ -137,6 +144,7 @@ class RequestTable(ColumnTable):
         self.slo_tbt_s[row] = slo_tbt_s
         self.best_effort[row] = best_effort
         self.tenant[row] = tenant
+        self.known_length[row] = known_length
         self.live[row] = True
         return row
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from apt_jax.sched.reservation import Reservation
 from apt_jax.sched.step_packer import (
     StepPacker,
     allowed_kinds,
@@ -34,11 +35,15 @@ class FcfsPolicy:
         name: of the policy.
         mixed: all decodes go into the same step, before its prefills, as in an engine that batches both phases
             (BROS §6). While their next positions do not fit, nobody is admitted.
+        reserve: a request is admitted only when the pool holds what it and all running ones will need by this quantile
+            of their output lengths (`apt_jax.sched.reservation`); 1: up to `max_tokens`, which evicts nobody. None:
+            nothing is reserved.
     """
 
-    def __init__(self, name: str = "fcfs", *, mixed: bool = False) -> None:
+    def __init__(self, name: str = "fcfs", *, mixed: bool = False, reserve: float | None = None) -> None:
         self.name = name
         self._mixed = mixed
+        self._reservation = None if reserve is None else Reservation(reserve)
 
     def schedule(self, view: SchedulerView) -> Plan:
         decoding, partial = split_running(view)
@@ -86,6 +91,9 @@ class FcfsPolicy:
             needed = held_blocks_for(view, partial, target_tokens(view, partial, 1))
             room -= int((needed - view.table.num_blocks[partial]).sum())
         num_fitting = int(np.searchsorted(np.cumsum(blocks), room, side="right"))
+        if self._reservation is not None:
+            budget = view.max_num_batched_tokens - view.max_num_seqs if self._mixed else None
+            num_fitting = self._reservation.num_admissible(view, waiting[:num_fitting], kind[:num_fitting], budget)
         packer.start(waiting[:num_fitting], kind[:num_fitting].astype(np.int8), in_order=True)
         return packer.plan()
 

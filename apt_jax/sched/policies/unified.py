@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.sched.reservation import Reservation, expected_tokens
 from apt_jax.sched.step_packer import (
     Rows,
     allowed_kinds,
@@ -38,7 +39,7 @@ class UnifiedPolicy:
        position and a prefill its whole prompt, of which the part not yet computed stays set aside while it runs.
        `reserve="all"` admits a waiting request only if everybody's full length fits (I + O - 1 positions; O is
        `max_tokens`, which is the output length only where it is known, as in a simulation): nobody is ever evicted.
-       `"estimate"` does the same with estimated lengths.
+       `"estimate"` does the same with estimated lengths, and a number with that quantile of them.
     4. *EvictLowerPriorityRequest*: where memory is short, running requests of lower priority than the candidate lose
        their cache, the lowest first, and the candidate itself where there are none. Waiting candidates evict nobody,
        but end their group; in the one group of `first="nobody"` they rank above running ones and evict like them.
@@ -75,7 +76,8 @@ class UnifiedPolicy:
         hybrid: decodes and prefills may share a step.
         chunked: prompts may be computed in chunks.
         prefill_tokens: P; at most `max_num_batched_tokens`, which is C.
-        reserve: what a waiting request and those that run are counted with when it is admitted.
+        reserve: what a waiting request and those that run are counted with when it is admitted; a number in (0, 1]: the
+            quantile of its output length (`apt_jax.sched.reservation.expected_tokens`).
     """
 
     def __init__(
@@ -88,10 +90,12 @@ class UnifiedPolicy:
         hybrid: bool = True,
         chunked: bool = True,
         prefill_tokens: int = 512,
-        reserve: Reserve = "input",
+        reserve: Reserve | float = "input",
     ) -> None:
         if prefill_tokens < 1:
             raise ValueError(f"{prefill_tokens=} must be at least 1")
+        if not isinstance(reserve, str):
+            Reservation(reserve)  # raises where it is no quantile
         self.name = name
         self.first = first
         self.order = order
@@ -240,6 +244,8 @@ class UnifiedPolicy:
     def _final_tokens(self, view: SchedulerView, rows: Rows) -> NDArray[np.int32]:
         """Positions that `rows` are expected to have cached when they end: I + O - 1."""
         table = view.table
+        if not isinstance(self.reserve, str):
+            return expected_tokens(view, rows, self.reserve) - np.int32(1)
         if self.reserve == "all":
             return table.max_tokens_total[rows] - np.int32(1)
         means = self._means(view)

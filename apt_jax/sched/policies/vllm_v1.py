@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.sched.reservation import Reservation
 from apt_jax.sched.step_packer import (
     RequestNotes,
     Rows,
@@ -35,21 +36,27 @@ class VllmV1Policy:
     vLLM's priorities, prefix replay, speculation and long-prefill threshold are not there (all off by default).
     `tests/sched/policies/vllm_decisions.json` holds decisions of vLLM's own scheduler, which this one repeats.
 
+    With `reserve` a request is also admitted only when the pool holds what it and all running ones will need
+    (`apt_jax.sched.reservation`), and decodes have their tokens of a step before partly computed prompts.
+
     Args:
         name: of the policy.
         budget: tokens of a step; at most `max_num_batched_tokens`.
+        reserve: quantile of the output lengths for which memory is reserved; 1: up to `max_tokens`, which preempts
+            nobody. None: nothing is.
     """
 
-    def __init__(self, name: str = "vllm-v1", budget: int = BUDGET) -> None:
+    def __init__(self, name: str = "vllm-v1", budget: int = BUDGET, reserve: float | None = None) -> None:
         if budget < 1:
             raise ValueError(f"{budget=} must be at least 1")
         self.name = name
         self.budget = budget
+        self.reservation = None if reserve is None else Reservation(reserve)
 
     def schedule(self, view: SchedulerView) -> Plan:
         running = view.running
         budget = min(self.budget, view.max_num_batched_tokens)
-        num_tokens = share_tokens(view.remaining(running), budget)
+        num_tokens = self._shared(view, running, budget)
         kept = self._kept(view, num_tokens)
         preempt = running[~kept]
         if preempt.size:
@@ -61,10 +68,23 @@ class VllmV1Policy:
             growth = blocks_after(view, running, num_tokens) - view.table.num_blocks[running]
             free = view.free_blocks - int(growth.sum())
             started, wanted, their_kind = admissible(view, self._in_order(view), free)
+            if self.reservation is not None:
+                num = self.reservation.num_admissible(view, started, their_kind, budget - view.max_num_seqs)
+                started, wanted, their_kind = started[:num], wanted[:num], their_kind[:num]
             running = np.concatenate([running, started])
             num_tokens = np.concatenate([num_tokens, share_tokens(wanted, left)])
             kind = np.concatenate([kind, their_kind])
         return step_plan(view, running, num_tokens, kind, preempt)
+
+    def _shared(self, view: SchedulerView, rows: Rows, budget: int) -> NDArray[np.int32]:
+        """(n,) tokens of `budget` for running `rows`."""
+        wanted = view.remaining(rows)
+        if self.reservation is None or (wanted == 1).all():
+            return share_tokens(wanted, budget)
+        order = np.argsort(wanted > 1, kind="stable")
+        num_tokens = np.empty_like(wanted)
+        num_tokens[order] = share_tokens(wanted[order], budget)
+        return num_tokens
 
     def _kept(self, view: SchedulerView, num_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(n,) which of `view.running` keep their cache when they compute `num_tokens`."""
@@ -89,8 +109,8 @@ class LeastComputedPolicy(VllmV1Policy):
     behind it. It is the first to be admitted whenever there is room.
     """
 
-    def __init__(self, name: str = "least-computed", budget: int = BUDGET) -> None:
-        super().__init__(name, budget)
+    def __init__(self, name: str = "least-computed", budget: int = BUDGET, reserve: float | None = None) -> None:
+        super().__init__(name, budget, reserve)
 
     def schedule(self, view: SchedulerView) -> Plan:
         plan = super().schedule(view)
@@ -99,7 +119,7 @@ class LeastComputedPolicy(VllmV1Policy):
         # Tokens of those that were preempted go to those behind them, as far as their blocks are there.
         kept = view.running[~np.isin(view.running, plan.preempt)]
         budget = min(self.budget, view.max_num_batched_tokens)
-        num_tokens = share_tokens(view.remaining(kept), budget)
+        num_tokens = self._shared(view, kept, budget)
         free = view.free_blocks + int(view.table.num_blocks[plan.preempt].sum())
         growth = blocks_after(view, kept, num_tokens) - view.table.num_blocks[kept]
         num_tokens[np.cumsum(growth) > free] = 0
@@ -128,10 +148,17 @@ class HrrnPolicy(VllmV1Policy):
         name: of the policy.
         budget: tokens of a step; at most `max_num_batched_tokens`.
         first_come_above: number of waiting requests above which they go by arrival; SGLang's is 128, None: never.
+        reserve: see `VllmV1Policy`.
     """
 
-    def __init__(self, name: str = "hrrn", budget: int = BUDGET, first_come_above: int | None = None) -> None:
-        super().__init__(name, budget)
+    def __init__(
+        self,
+        name: str = "hrrn",
+        budget: int = BUDGET,
+        first_come_above: int | None = None,
+        reserve: float | None = None,
+    ) -> None:
+        super().__init__(name, budget, reserve)
         self.first_come_above = first_come_above
         self._computed = 0
         self._arrived_at = RequestNotes(np.int64)
@@ -177,6 +204,7 @@ class VtcPolicy(VllmV1Policy):
         budget: tokens of a step; at most `max_num_batched_tokens`.
         input_weight: of a prompt token.
         output_weight: of an output token.
+        reserve: see `VllmV1Policy`.
     """
 
     def __init__(
@@ -185,8 +213,9 @@ class VtcPolicy(VllmV1Policy):
         budget: int = BUDGET,
         input_weight: float = 1.0,
         output_weight: float = 2.0,
+        reserve: float | None = None,
     ) -> None:
-        super().__init__(name, budget)
+        super().__init__(name, budget, reserve)
         self.input_weight, self.output_weight = input_weight, output_weight
         self.counters = np.zeros(1)
         """(tenants,) weighted tokens that each was served."""

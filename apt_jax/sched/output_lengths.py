@@ -1,0 +1,188 @@
+"""Online estimate of output lengths: histograms over all requests, and over those whose prompts begin alike.
+
+InferMax (§6) maintains "an online histogram to estimate the output lengths of requests"; it says neither which statistic
+of it is used nor how old requests are forgotten. Here:
+
+* A request that ends by itself has shown its length. One that is cut off (by `max_tokens`, or by its client) has shown
+  that its length is greater. The Kaplan-Meier estimate takes both in: S(l) = product over lengths i <= l of
+  1 - ended_i / at_risk_i, where at risk are all that were seen with i tokens or more.
+* The estimate for a request is a quantile of its length L, given that it has o tokens already: the least l with
+  P(L <= l | L > o) >= q. Where what was cut off leaves that open, there is none but `max_tokens`.
+* A request's weight halves with every `half_life` later ones of the same histogram.
+* Prompts begin alike where their first 32, 128 or 512 tokens are the same, of one tenant and one adapter: requests of
+  one application, with one system prompt. The longest beginning whose histogram has enough to say about o is used, the
+  histogram of all requests where none has.
+
+Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of one), and
+histograms of beginnings that were not seen for longest make room for others.
+"""
+
+import collections
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+BEGINNINGS = (32, 128, 512)
+"""Tokens of the beginnings of a prompt that have histograms of their own."""
+
+FEW_OUTPUTS = 20
+"""A histogram with a smaller weight of requests beyond o tokens says nothing about a request that has o."""
+
+_EXACT = 64
+_PER_OCTAVE = 16
+_OCTAVES = 16
+ENDS = np.concatenate(
+    [
+        np.arange(1, _EXACT + 1),
+        np.floor(_EXACT * 2 ** (np.arange(1, _PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE)).astype(np.int64),
+    ]
+).astype(np.int32)
+"""(buckets,) greatest length of each bucket; longer ones count as the last."""
+
+UNBOUNDED = np.iinfo(np.int32).max
+"""What `OutputLengths.quantile` returns where nothing that has ended bounds the length."""
+
+_REBASE_AT = 1e100
+_TOLERANCE = 1e-9  # of probabilities, for rounding
+
+
+class OutputLengths:
+    """Histograms of output lengths; number 0 is that of all requests.
+
+    Args:
+        num_histograms: at most; 1: none by beginnings.
+        half_life: requests of a histogram after which an older one counts half.
+    """
+
+    def __init__(self, num_histograms: int = 256, half_life: float = 1000.0) -> None:
+        if num_histograms < 1 or half_life <= 0:
+            raise ValueError(f"{num_histograms=} must be at least 1 and {half_life=} positive")
+        shape = num_histograms, ENDS.size
+        self._ended = np.zeros(shape)
+        self._cut_off = np.zeros(shape)
+        self._growth = 2.0 ** (1.0 / half_life)
+        self._unit = np.ones(num_histograms)
+        """Weight of the next request; divided by it, all weights are as if the newest had weight 1."""
+        self._at_risk = np.zeros(shape)
+        self._survival = np.ones((num_histograms, ENDS.size + 1))
+        """[h, b]: share of requests that are longer than all of the buckets before b."""
+        self._stale = np.zeros(num_histograms, np.bool_)
+        self._num_users = np.zeros(num_histograms, np.int64)
+        self._by_key: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+        self._unused = list(range(num_histograms - 1, 0, -1))
+        self._seen_once: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+
+    # --- beginnings of prompts -------------------------------------------------------------------------------------
+
+    def begin(self, root: bytes, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the histograms of a new request's beginnings, which stay its own until `end`.
+
+        A beginning gets a histogram when it comes the second time: most beginnings come once.
+
+        Args:
+            root: only prompts of the same root can begin alike.
+            prompt: (n,) token ids.
+
+        Returns:
+            (`BEGINNINGS`,) numbers of histograms, from the shortest beginning to the longest; 0: it has none.
+        """
+        numbers = np.zeros(len(BEGINNINGS), np.int32)
+        for level, length in enumerate(BEGINNINGS):
+            if prompt.size < length:
+                break
+            digest = hashlib.blake2b(prompt[:length].tobytes(), digest_size=16, key=root[:64])
+            numbers[level] = self._histogram_of(digest.digest())
+        np.add.at(self._num_users, numbers, 1)
+        return numbers
+
+    def end(self, numbers: NDArray[np.int32]) -> None:
+        """Give back what `begin` returned."""
+        np.subtract.at(self._num_users, numbers, 1)
+
+    def _histogram_of(self, key: bytes) -> int:
+        number = self._by_key.get(key)
+        if number is not None:
+            self._by_key.move_to_end(key)
+            return number
+        if key not in self._seen_once:
+            self._seen_once[key] = None
+            if len(self._seen_once) > 16 * self._num_users.size:
+                self._seen_once.popitem(last=False)
+            return 0
+        if not self._unused:
+            oldest = next((k for k, n in self._by_key.items() if not self._num_users[n]), None)
+            if oldest is None:
+                return 0
+            self._unused.append(self._by_key.pop(oldest))
+        del self._seen_once[key]
+        number = self._by_key[key] = self._unused.pop()
+        self._ended[number] = self._cut_off[number] = self._at_risk[number] = 0.0
+        self._survival[number] = self._unit[number] = 1.0
+        self._stale[number] = False
+        return number
+
+    # --- learning --------------------------------------------------------------------------------------------------
+
+    def record(self, numbers: NDArray[np.int32] | Sequence[int], length: int, *, cut_off: bool) -> None:
+        """Count a request that has ended.
+
+        Args:
+            numbers: histograms of its beginnings; that of all requests is always meant.
+            length: output tokens, at least 1.
+            cut_off: it would have gone on: its length is greater.
+        """
+        bucket = min(int(np.searchsorted(ENDS, length)), ENDS.size - 1)
+        for number in {0, *map(int, numbers)}:
+            unit = self._unit[number] = self._unit[number] * self._growth
+            (self._cut_off if cut_off else self._ended)[number, bucket] += unit
+            if unit > _REBASE_AT:
+                self._ended[number] /= unit
+                self._cut_off[number] /= unit
+                self._unit[number] = 1.0
+            self._stale[number] = True
+
+    def _refresh(self, numbers: NDArray[np.intp]) -> None:
+        """Kaplan-Meier, of these histograms."""
+        unit = self._unit[numbers, None]
+        ended = self._ended[numbers] / unit
+        of_each = ended + self._cut_off[numbers] / unit
+        at_risk = np.cumsum(of_each[:, ::-1], axis=1)[:, ::-1]
+        died = np.divide(ended, at_risk, out=np.zeros_like(ended), where=at_risk > 0)
+        self._at_risk[numbers] = at_risk
+        self._survival[numbers, 1:] = np.cumprod(1.0 - np.minimum(died, 1.0), axis=1)
+        self._stale[numbers] = False
+
+    # --- asking ----------------------------------------------------------------------------------------------------
+
+    def quantile(
+        self, numbers: NDArray[np.int32], num_outputs: NDArray[np.int32], quantile: float
+    ) -> NDArray[np.int32]:
+        """Least lengths that requests do not exceed with a probability, given how long they are already.
+
+        Args:
+            numbers: (n, `BEGINNINGS`) histograms of each request, as of `begin`.
+            num_outputs: (n,) tokens that each has, which were not its last.
+            quantile: that probability, above 0 and below 1.
+
+        Returns:
+            (n,) output tokens; 0: too few requests are known, `UNBOUNDED`: all that is known is that they go on.
+        """
+        if not numbers.shape[0]:
+            return np.zeros(0, np.int32)
+        stale = np.flatnonzero(self._stale)
+        if stale.size:
+            self._refresh(stale)
+        bucket = np.minimum(np.searchsorted(ENDS, num_outputs + 1), ENDS.size - 1)
+        enough = self._at_risk[numbers, bucket[:, None]] >= FEW_OUTPUTS
+        enough &= numbers > 0
+        chosen = np.zeros(bucket.size, np.intp)
+        for level in range(numbers.shape[1]):
+            chosen = np.where(enough[:, level], numbers[:, level], chosen)
+        before = self._survival[chosen, bucket]
+        wanted = (1.0 - quantile + _TOLERANCE) * before
+        reached = self._survival[chosen, 1:] <= wanted[:, None]
+        lengths = np.where(reached.any(axis=1), ENDS[reached.argmax(axis=1)], UNBOUNDED)
+        known = self._at_risk[chosen, bucket] >= FEW_OUTPUTS
+        return np.where(known, lengths, 0).astype(np.int32)
