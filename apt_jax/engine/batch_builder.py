@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
-from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import StepLimits
@@ -169,9 +169,11 @@ class BatchBuilder:
         """Preempt, then reserve in order. Returns the batch (None: nothing to run), its rows of the table, their
         requests."""
         states = self._states
-        for row in plan.preempt.tolist() if plan.preempt.size else ():
-            if self._plans.may_preempt(row):
-                states.preempt(row)
+        if plan.preempt.size:
+            cause = self._cause_of_preemption(plan)
+            for row in plan.preempt.tolist():
+                if self._plans.may_preempt(row):
+                    states.preempt(row, cause)
         if not plan.rows.size:
             return None, plan.rows, []
         rows, num_tokens, kind = self._plans.valid_rows(plan)
@@ -211,6 +213,20 @@ class BatchBuilder:
         if inputs:
             batch = dataclasses.replace(batch, conversions=_conversions_of(rows, inputs))
         return batch, rows, requests
+
+    def _cause_of_preemption(self, plan: Plan) -> RecomputeCause:
+        """`MEMORY` if the running requests do not all fit the pool: those of the plan with the tokens that they get,
+        the preempted ones with one more, the others as they are."""
+        table, running = self._table, self._states.rows(RUNNING)
+        num_tokens = np.zeros(self._states.capacity, np.int64)
+        for rows, more in ((plan.preempt, np.int32(1)), (plan.rows, plan.num_tokens)):
+            known = (rows >= 0) & (rows < num_tokens.size)
+            num_tokens[rows[known]] = np.broadcast_to(more, rows.shape)[known]
+        kind = table.kind[running]
+        groups = -(-(table.num_cached[running] + num_tokens[running]) // self._block_sizes[kind])
+        needed = groups * np.array(self._cache.blocks_per_group)[kind]
+        growth = np.maximum(needed - table.num_blocks[running] - table.num_shared[running], 0)
+        return RecomputeCause.MEMORY if int(growth.sum()) > self._cache.num_free else RecomputeCause.POLICY
 
     def _attach(
         self, rows: NDArray[np.int32], slots: NDArray[np.int32], kind: NDArray[np.int8]
@@ -385,8 +401,7 @@ class BatchBuilder:
         filled = self._filled(batch, rows, end) if has_prefixes else []
         again = np.minimum(end, states.computed_once.take(rows)) - batch.start
         for i in np.flatnonzero(again > 0).tolist() if again.max() > 0 else ():
-            requests[i].metrics.recomputed_tokens += int(again[i])
-            self._counters.recomputed_tokens += int(again[i])
+            states.count_recomputed(requests[i], int(batch.start[i]), int(again[i]))
         sampling = rows if batch.samples.all() else rows[batch.samples]
         num_tokens = table.num_tokens.take(sampling) + 1
         table.num_tokens[sampling] = num_tokens

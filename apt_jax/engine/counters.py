@@ -1,6 +1,7 @@
 """Counters that the parts of the engine increment."""
 
 import collections
+import enum
 
 import numpy as np
 
@@ -12,6 +13,22 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SCHEDULE_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
 
 _NEW_COST_ERROR = 1 / 32
+
+
+class RecomputeCause(enum.IntEnum):
+    """Why positions are computed again: how their cache was lost the last time."""
+
+    MEMORY = 0
+    """Preempted when the running requests could not all go on: their next positions did not fit the pool."""
+    POLICY = 1
+    """Preempted by choice of the policy (or of an operator), although they did."""
+    KIND_SWITCH = 2
+    """Preempted by choice, to come back with the other cache kind."""
+    FAILED_STEP = 3
+    """A step failed and took the pool with it."""
+    PREFIX_LOST = 4
+    """The request had found them in the prefix cache, and they were there no more when it came back after a
+    preemption."""
 
 
 class RollingPercentiles:
@@ -41,7 +58,8 @@ class EngineCounters:
         """[from, to]"""
         self.num_conversions = 0
         self.num_preemptions = 0
-        self.recomputed_tokens = 0
+        self.recomputed = np.zeros(len(RecomputeCause), np.int64)
+        """[cause] positions"""
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.num_rejected = 0
@@ -60,6 +78,10 @@ class EngineCounters:
         self.dispatch_s = RollingPercentiles()
         self.mask_s = RollingPercentiles()
         self.step_tokens = Distribution(_STEP_TOKENS)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return int(self.recomputed.sum())
 
     def add_schedule(self, seconds: float) -> None:
         """Count one decision of the policy."""

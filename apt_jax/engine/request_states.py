@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind, HybridCache
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
-from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
@@ -137,6 +137,9 @@ class RequestStates(ColumnTable):
     in_flight = column(np.int8)  # tokens of the row that the host has not seen
     last_token = column(np.int32)  # the last one that it has seen
     computed_once = column(np.int32)  # positions computed before the cache was last lost
+    found = column(np.int32)  # positions that it found cached when it was last scheduled
+    found_before = column(np.int32)  # positions that it had only found, and not computed, when its cache was lost
+    lost_by = column(np.int8)  # `RecomputeCause` of the last loss of its cache
     pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
     adapter = column(np.int32)  # place among `adapters` plus 1; 0: none
     num_filled = column(np.int32)  # groups found, registered, or full once a step in flight has ended
@@ -329,11 +332,14 @@ class RequestStates(ColumnTable):
                 state.metrics.num_cached_tokens = num_found
                 self._counters.prefix_cache_queries += state.prompt_len
                 self._counters.prefix_cache_hits += num_found
+        self.found[row] = num_found
         self.status[row] = RUNNING
         self.slot[row] = slot
         self._by_rank = None
         self.table.kind[row] = kind
         if state.last_kind not in (NO_KIND, kind):
+            if self.lost_by[row] == RecomputeCause.POLICY:
+                self.lost_by[row] = RecomputeCause.KIND_SWITCH
             self._counters.kind_switches[state.last_kind, kind] += 1
             self._recorder.switched(state.request.request_id, state.last_kind, kind)
             self.table.num_kind_switches[row] += 1
@@ -354,9 +360,10 @@ class RequestStates(ColumnTable):
         self._counters.num_conversions += 1
         self._recorder.converted(state.request.request_id)
 
-    def preempt(self, row: int) -> None:
+    def preempt(self, row: int, cause: RecomputeCause = RecomputeCause.POLICY) -> None:
         """Take cache and slot from a running request, which waits again."""
         state = self.state(row)
+        self.lost_by[row] = cause
         num_cached, kind = int(self.table.num_cached[row]), int(self.table.kind[row])
         self._recorder.preempted(state.request.request_id, num_cached, kind)
         self.release(row, WAITING)
@@ -372,6 +379,10 @@ class RequestStates(ColumnTable):
             state.metrics.num_blocks = int(table.num_blocks[row] + table.num_shared[row])
         self.cache.release(int(table.rank[row]))
         self.computed_once[row] = max(self.computed_once[row], table.num_cached[row])
+        if table.num_cached[row] < self.found_before[row]:  # the rest of them is still not its own
+            self.found_before[row] = max(self.found_before[row], self.found[row])
+        else:
+            self.found_before[row] = self.found[row]
         self.num_filled[row] = 0
         table.num_cached[row] = 0
         table.num_blocks[row] = 0
@@ -384,6 +395,16 @@ class RequestStates(ColumnTable):
             self.sync_charges()
         if status == WAITING:
             self.await_hits(self.state(row))
+
+    def count_recomputed(self, state: RequestState, start: int, num_tokens: int) -> None:
+        """Count positions of a request, from `start` on, that had been cached before and are computed."""
+        row, cause = state.row, RecomputeCause(int(self.lost_by[state.row]))
+        state.metrics.recomputed_tokens += num_tokens
+        recomputed, only_found = self._counters.recomputed, 0
+        if cause is not RecomputeCause.FAILED_STEP:
+            only_found = min(max(int(self.found_before[row]) - start, 0), num_tokens)
+            recomputed[RecomputeCause.PREFIX_LOST] += only_found
+        recomputed[cause] += num_tokens - only_found
 
     def sync_charges(self) -> None:
         """Update the blocks of all running rows in the table, after the sharing of blocks has changed."""
@@ -398,6 +419,7 @@ class RequestStates(ColumnTable):
         """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never
         arrive."""
         table = self.table
+        self.lost_by[(self.status == RUNNING) | (self.status == ENDING)] = RecomputeCause.FAILED_STEP
         for row in self.rows(RUNNING).tolist():
             self.release(row, WAITING)
             table.tokens_since_preemption[row] = 0

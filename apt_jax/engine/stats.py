@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from apt_jax.cache import CacheKind
-from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
 from apt_jax.metrics import Distribution
@@ -42,6 +42,8 @@ class EngineStats:
     """Conversions of a running request from layer inputs to keys and values."""
     recomputed_tokens: int
     """Positions recomputed after preemptions and failures."""
+    recomputed_by_cause: dict[str, int]
+    """Those of `recomputed_tokens`, by the names of `RecomputeCause` in lower case."""
     prefix_cache_queries: int
     """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
     prefix_cache_hits: int
@@ -128,6 +130,7 @@ def collect_stats(
         },
         num_conversions=counters.num_conversions,
         recomputed_tokens=counters.recomputed_tokens,
+        recomputed_by_cause={cause.name.lower(): int(counters.recomputed[cause]) for cause in RecomputeCause},
         prefix_cache_queries=counters.prefix_cache_queries,
         prefix_cache_hits=counters.prefix_cache_hits,
         finished=dict(counters.finished),

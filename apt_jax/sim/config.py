@@ -51,6 +51,10 @@ class SimulationConfig:
     slo: SLO = SLO(ttft_s=1.0, tbt_s=1.0)  # noqa: RUF009 - frozen
     output_scale: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
     """Factor on output lengths."""
+    max_tokens: int | None = option(None, metavar="N", positive=True, low=1)
+    """Output tokens that each request allows itself, where the model's positions and the pool have room for them; it
+    ends by itself at its length in the trace, which no policy knows, or is cut off (default: it declares its length in
+    the trace, and policies that read max_tokens know it)."""
     drop_too_long: bool = option(False)
     """Leave out requests that can never fit instead of rejecting the trace; bundled traces always do, and the result
     says how many."""

@@ -42,7 +42,14 @@ from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.replica import Replica, ReplicaCounts, TimedExecutor
 from apt_jax.sim.routing import ROUTING_POLICIES, Router
 from apt_jax.sim.trace import load_trace
-from apt_jax.sim.workload import Workload, drop_oversized, engine_requests, sample_workload
+from apt_jax.sim.workload import (
+    TraceEnds,
+    Workload,
+    drop_oversized,
+    engine_requests,
+    longest_request,
+    sample_workload,
+)
 from apt_jax.utils.clock import VirtualClock
 
 
@@ -65,6 +72,8 @@ class SimulationResult:
     summary: Summary
     preemptions: int
     recomputed_tokens: int
+    recomputed_by_cause: dict[str, int]
+    """Those tokens by how their cache was lost, as in `EngineStats.recomputed_by_cause`."""
     fallback_iterations: int
     """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
     num_left_out: int
@@ -134,6 +143,7 @@ class SimulationResult:
             "num_completed": s.num_completed,
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
+            "recomputed_by_cause": self.recomputed_by_cause,
             "fallback_iterations": self.fallback_iterations,
             "num_left_out": self.num_left_out,
             "slo_attainment_bound": self.slo_attainment_bound,
@@ -262,13 +272,14 @@ def simulate(
             # Prompts of which only lengths are known are all alike, and would be found in the cache.
             CacheConfig(block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes),
             costs=costs,
+            output_processor=None if config.max_tokens is None else TraceEnds(workload.output_tokens),
             debug=debug,
             lengths_only=executor is None and step_s is None,
         )
         return Replica(engine, timed, clock, overlap)
 
     replicas = [replica() for _ in range(config.replicas)]
-    sent = engine_requests(workload, config)
+    sent = engine_requests(workload, config, longest_request(hardware, config))
     requests, routed_to = _run(replicas, sent, ROUTING_POLICIES[config.routing_policy](), progress, on_step)
     records = [
         RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
@@ -279,8 +290,10 @@ def simulate(
     summary = summarize(records)
     stats = [replica.engine.stats() for replica in replicas]
     by_type = collections.Counter[str]()
+    by_cause = collections.Counter[str]()
     for one in stats:
         by_type.update(one.iterations)
+        by_cause.update(one.recomputed_by_cause)
 
     def busy_fraction(busy_s: float) -> float:
         return busy_s / summary.duration_s if summary.duration_s > 0 else 0.0
@@ -290,6 +303,7 @@ def simulate(
         summary=summary,
         preemptions=sum(one.num_preemptions for one in stats),
         recomputed_tokens=sum(one.recomputed_tokens for one in stats),
+        recomputed_by_cause=dict(by_cause),
         fallback_iterations=sum(one.fallback_iterations for one in stats),
         num_left_out=num_left_out,
         slo_attainment_bound=bound,

@@ -20,6 +20,8 @@ def _read_only_zeros(length: int) -> NDArray[np.int32]:
     return zeros
 
 
+_STOP_TOKEN = 1
+"""Never sampled: what has it may end before `max_tokens`."""
 _NO_TEXT = _read_only_zeros(1 << 20)
 
 
@@ -59,12 +61,7 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
         ConfigError: a request that can never fit, unless `drop_too_long` or the trace is a bundled one.
     """
     trace = trace.scale_outputs(config.output_scale)
-    kinds = hardware.kinds(config.cache, config.hidden_attention)
-    num_blocks = config.num_blocks or hardware.num_blocks
-    sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
-    pairs = zip(kinds, sizes, strict=True)
-    most = max(num_blocks // kind.blocks_per_group * size for kind, size in pairs if kind.offered)
-    limit = min(hardware.max_model_len, most)
+    limit = longest_request(hardware, config)
     total = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
     fits = total <= limit
     if fits.all():
@@ -82,6 +79,16 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
             f"{trace.name}: no request fits {config.model} on {hardware.name} ({limit} tokens per request)"
         )
     return kept
+
+
+def longest_request(hardware: Hardware, config: SimulationConfig) -> int:
+    """Tokens of prompt and output that a request can have: the model's positions, or what the pool holds."""
+    kinds = hardware.kinds(config.cache, config.hidden_attention)
+    num_blocks = config.num_blocks or hardware.num_blocks
+    sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
+    pairs = zip(kinds, sizes, strict=True)
+    most = max(num_blocks // kind.blocks_per_group * size for kind, size in pairs if kind.offered)
+    return min(hardware.max_model_len, most)
 
 
 def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
@@ -123,9 +130,16 @@ def _draw_tenants(num_requests: int, config: SimulationConfig) -> NDArray[np.int
     return rng.choice(config.tenants, num_requests, p=shares / shares.sum()).astype(np.int32)
 
 
-def engine_requests(workload: Workload, config: SimulationConfig) -> list[EngineRequest]:
-    """The workload as the engine takes it, in order of arrival; the id is the index."""
+def engine_requests(workload: Workload, config: SimulationConfig, longest: int = 2**31) -> list[EngineRequest]:
+    """The workload as the engine takes it, in order of arrival; the id is the index.
+
+    Args:
+        workload: the requests.
+        config: of the run; with its `max_tokens`, `TraceEnds` ends them.
+        longest: tokens of prompt and output that there is room for (`longest_request`).
+    """
     greedy: dict[int, SamplingParams] = {}
+    stops = () if config.max_tokens is None else (_STOP_TOKEN,)
     requests = []
     for i, (prompt_len, length, arrival_s, best_effort) in enumerate(
         zip(
@@ -136,9 +150,11 @@ def engine_requests(workload: Workload, config: SimulationConfig) -> list[Engine
             strict=True,
         )
     ):
+        if config.max_tokens is not None:
+            length = min(config.max_tokens, max(longest - prompt_len, 1))
         params = greedy.get(length)
         if params is None:
-            params = greedy[length] = SamplingParams(max_tokens=length, temperature=0.0)
+            params = greedy[length] = SamplingParams(max_tokens=length, temperature=0.0, stop_token_ids=stops)
         requests.append(
             EngineRequest(
                 request_id=str(i),
@@ -152,6 +168,23 @@ def engine_requests(workload: Workload, config: SimulationConfig) -> list[Engine
             )
         )
     return requests
+
+
+class TraceEnds:
+    """The engine's output processor of a run with `SimulationConfig.max_tokens`: outputs end where the trace says.
+
+    Args:
+        lengths: (requests,) output tokens, by request id.
+    """
+
+    def __init__(self, lengths: NDArray[np.int32]) -> None:
+        self._left = lengths.tolist()
+
+    def on_token(self, request: EngineRequest, token_id: int) -> str | None:  # noqa: ARG002 - of the protocol
+        """Count a token; an empty stop string ends the output."""
+        number = int(request.request_id)
+        self._left[number] -= 1
+        return None if self._left[number] else ""
 
 
 def _prompt(length: int) -> NDArray[np.int32]:

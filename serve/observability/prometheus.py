@@ -343,6 +343,12 @@ class _Scrape(Collector):
             ),
         ):
             yield self._counter(name, text, [((), value)])
+        yield self._counter(
+            "aptjax:recomputed_tokens_by_cause",
+            "Positions computed again, by how their cache was lost.",
+            [((cause,), value) for cause, value in stats.recomputed_by_cause.items()],
+            ("cause",),
+        )
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
         yield self._counter("vllm:request_success", "Ended requests.", ends, ("finished_reason",))
         pairs = [(o, c) for o in _OBJECTIVES for c in _CLASSES]

@@ -52,8 +52,8 @@ class Recount:
             self._since_loss[request] += samples
         return dispatched
 
-    def _note_preemption(self, row: int) -> None:
-        self._preempt(row)
+    def _note_preemption(self, row: int, *cause: Any) -> None:
+        self._preempt(row, *cause)
         self._since_loss[self._engine.states.state(row).request] = 0
 
     def _note_loss(self) -> None:
@@ -88,6 +88,7 @@ class Recount:
         stats = engine.stats()
         by_status = collections.Counter(int(states.status[state.row]) for state in states.by_id.values())
         waiting = [s for s in states.by_id.values() if states.status[s.row] == WAITING]
+        compare("recomputed_by_cause", sum(stats.recomputed_by_cause.values()), self.num_recomputed)
         compare("num_waiting", stats.num_waiting, by_status[WAITING])
         compare("num_running", stats.num_running, by_status[RUNNING])
         compare("waiting_prompt_tokens", stats.waiting_prompt_tokens, sum(s.prompt_len for s in waiting))

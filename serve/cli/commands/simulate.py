@@ -177,6 +177,7 @@ def _report_one(values: dict[str, Any]) -> None:
             ("output tokens/s", f"{values['tokens_per_s']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}"),
+            *([("recomputed after", ", ".join(f"{c.replace('_', ' ')} {n}" for c, n in values["recomputed_by_cause"].items() if n))] if values["recomputed_tokens"] else []),
             *([("iterations left to fcfs, as the policy failed", str(values["fallback_iterations"]))] if values["fallback_iterations"] else []),
             *([(LEFT_OUT, f"{values['num_left_out']:,}")] if values["num_left_out"] else []),
             *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
