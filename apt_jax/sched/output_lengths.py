@@ -42,7 +42,7 @@ ENDS = np.concatenate(
 """(buckets,) greatest length of each bucket; longer ones count as the last."""
 
 UNBOUNDED = np.iinfo(np.int32).max
-"""What `OutputLengths.quantile` returns where nothing that has ended bounds the length."""
+"""A quantile of `OutputLengths` that nothing which has ended bounds."""
 
 _REBASE_AT = 1e100
 _TOLERANCE = 1e-9  # of probabilities, for rounding
@@ -69,7 +69,7 @@ class OutputLengths:
         self._survival = np.ones((num_histograms, ENDS.size + 1))
         """[h, b]: share of requests that are longer than all of the buckets before b."""
         self._stale = np.zeros(num_histograms, np.bool_)
-        self._num_users = np.zeros(num_histograms, np.int64)
+        self._num_users = [0] * num_histograms
         self._by_key: collections.OrderedDict[bytes, int] = collections.OrderedDict()
         self._unused = list(range(num_histograms - 1, 0, -1))
         self._seen_once: collections.OrderedDict[bytes, None] = collections.OrderedDict()
@@ -88,18 +88,20 @@ class OutputLengths:
         Returns:
             (`BEGINNINGS`,) numbers of histograms, from the shortest beginning to the longest; 0: it has none.
         """
-        numbers = np.zeros(len(BEGINNINGS), np.int32)
+        numbers = [0] * len(BEGINNINGS)
+        tokens = prompt[: BEGINNINGS[-1]].tobytes()
         for level, length in enumerate(BEGINNINGS):
             if prompt.size < length:
                 break
-            digest = hashlib.blake2b(prompt[:length].tobytes(), digest_size=16, key=root[:64])
+            digest = hashlib.blake2b(tokens[: length * prompt.itemsize], digest_size=16, key=root[:64])
             numbers[level] = self._histogram_of(digest.digest())
-        np.add.at(self._num_users, numbers, 1)
-        return numbers
+            self._num_users[numbers[level]] += 1
+        return np.array(numbers, np.int32)
 
     def end(self, numbers: NDArray[np.int32]) -> None:
         """Give back what `begin` returned."""
-        np.subtract.at(self._num_users, numbers, 1)
+        for number in numbers.tolist():
+            self._num_users[number] -= number > 0
 
     def _histogram_of(self, key: bytes) -> int:
         number = self._by_key.get(key)
@@ -108,7 +110,7 @@ class OutputLengths:
             return number
         if key not in self._seen_once:
             self._seen_once[key] = None
-            if len(self._seen_once) > 16 * self._num_users.size:
+            if len(self._seen_once) > 16 * len(self._num_users):
                 self._seen_once.popitem(last=False)
             return 0
         if not self._unused:

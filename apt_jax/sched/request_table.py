@@ -105,7 +105,7 @@ class RequestTable(ColumnTable):
         self.num_output_lengths = 0
         """Their sum: how many have ended."""
         self.lengths = OutputLengths()
-        """What lengths requests are expected to reach, by how their prompts begin (`histograms`)."""
+        """Estimate of the lengths that requests reach, by how their prompts begin (`histograms`)."""
 
     @property
     def hit_tokens(self) -> NDArray[np.int32]:

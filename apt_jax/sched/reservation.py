@@ -95,7 +95,7 @@ class Reservation:
 
 
 class _Future:
-    """What running and waiting requests hold from the coming step on."""
+    """Blocks of running and waiting requests from the coming step on."""
 
     def __init__(self, view: SchedulerView, waiting: Rows, kind: NDArray[np.integer], quantile: float) -> None:
         table = view.table
@@ -132,6 +132,9 @@ class _Future:
         least = np.where(is_prompt, tokens, 0)
         times = np.unique(ends)[:, None]
         held = np.minimum(np.maximum(begin + times, least), last)
-        blocks = self._view.blocks_for(held, np.broadcast_to(kind, held.shape)) - shared
-        peak = np.where(ends >= times, blocks, 0).sum(axis=1)
+        # As `SchedulerView.blocks_for`, with one gather for all times; one number divides faster.
+        sizes = self._view.block_sizes
+        groups = -(-held // (sizes[0] if (sizes == sizes[0]).all() else sizes[kind]))
+        blocks = groups * self._view.blocks_per_group[kind] - shared
+        peak = (blocks * (ends >= times)).sum(axis=1)
         return bool(peak.max() <= self._capacity)

@@ -180,7 +180,7 @@ class TraceEnds:
     def __init__(self, lengths: NDArray[np.int32]) -> None:
         self._left = lengths.tolist()
 
-    def on_token(self, request: EngineRequest, token_id: int) -> str | None:  # noqa: ARG002 - of the protocol
+    def on_token(self, request: EngineRequest, token_id: int) -> str | None:
         """Count a token; an empty stop string ends the output."""
         number = int(request.request_id)
         self._left[number] -= 1

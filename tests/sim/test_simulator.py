@@ -478,3 +478,42 @@ def test_tenants_are_drawn_and_vtc_gives_the_small_ones_their_share():
     assert wait_s("vllm-v1", 2) > 0.6 * wait_s("vllm-v1", 0)
     assert wait_s("vtc", 2) < 0.5 * wait_s("vtc", 0)
     assert not simulate(dataclasses.replace(SMALL, num_requests=5)).tenants
+
+
+def of_requests(result: SimulationResult) -> list[list[float]]:
+    return [m.token_times_s for m in result.requests if m is not None]
+
+
+def test_with_max_tokens_lengths_are_those_of_the_trace_and_nobody_knows_them():
+    known, hidden = [], []
+
+    def note(into: list[bool]):
+        return lambda engine: into.extend(engine.table.known_length[engine.table.live].tolist())
+
+    config = dataclasses.replace(SMALL, policy="fcfs", cache="kv", num_requests=10, output_scale=0.2)
+    declared = simulate(config, on_step=note(known))
+    result = simulate(dataclasses.replace(config, max_tokens=4000), on_step=note(hidden), debug=True)
+    assert all(known)
+    assert not any(hidden)
+    assert of_requests(result) == of_requests(declared)  # fcfs does not look at max_tokens
+    assert [len(times) for times in of_requests(result)] == output_lengths(config)
+
+
+def test_with_max_tokens_outputs_are_cut_off():
+    config = dataclasses.replace(SMALL, policy="fcfs", num_requests=10, max_tokens=50)
+    result = simulate(config)
+    assert [len(times) for times in of_requests(result)] == [min(n, 50) for n in output_lengths(config)]
+    assert max(output_lengths(config)) > 50
+
+
+@pytest.mark.parametrize("policy", ["vllm-v1", "fcfs", "sarathi"])
+def test_reservation_prevents_preemptions(policy):
+    """Nobody is preempted with memory for max_tokens; recomputed tokens are told by cause."""
+    config = dataclasses.replace(CROWDED, cache="kv", max_tokens=200)
+    results = [simulate(dataclasses.replace(config, policy=policy + option)) for option in ("", "?reserve=1")]
+    assert results[0].preemptions > 0 == results[1].preemptions
+    for result in results:
+        assert sum(result.recomputed_by_cause.values()) == result.recomputed_tokens
+        assert result.as_dict()["recomputed_by_cause"] == result.recomputed_by_cause
+    assert results[0].recomputed_by_cause["memory"] == results[0].recomputed_tokens
+    assert [m.finished_s is not None for m in results[1].requests if m is not None].count(True) == config.num_requests

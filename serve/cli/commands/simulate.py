@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(f"{model} on {name} x{n}" for model, name, n in known_hardware())
     columns = "prompt_tokens,output_tokens[,arrival_s][,class][,hash_ids]"
     group = parser.add_argument_group("what is simulated")
-    add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "seed", "output_scale",
+    add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "seed", "output_scale", "max_tokens",
         "enable_prefix_caching", "hash_block_tokens", "drop_too_long", "replicas", "routing_policy", "tenants",
         model={"help": f"model; known: {known}"},
         trace={"help": f"CSV file with {columns}, or one of {', '.join(known_traces())}"},

@@ -17,6 +17,7 @@ KEYS = {
     "tokens_per_s",
     "preemptions",
     "recomputed_tokens",
+    "recomputed_by_cause",
     "hidden_token_fraction",
     "schedule_ms",
     "iterations",

@@ -62,7 +62,7 @@ def test_the_names_of_the_contract_are_there():
     counters = [
         "vllm:num_preemptions", "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:prefix_cache_queries",
         "vllm:prefix_cache_hits", "aptjax:slo_attained", "aptjax:slo_missed", "aptjax:cache_kind_switch", "aptjax:cache_conversions",
-        "aptjax:recomputed_tokens",        "aptjax:scheduler_decision", "aptjax:compilations",
+        "aptjax:recomputed_tokens", "aptjax:recomputed_tokens_by_cause", "aptjax:scheduler_decision", "aptjax:compilations",
     ]  # fmt: skip
     histograms = [
         "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "vllm:e2e_request_latency_seconds",
