@@ -354,14 +354,14 @@ class Simulation:
             scenario.p_preempt or scenario.p_allocation_failure or scenario.p_step_failure
         )
 
-        def noting_preempt(row: int) -> None:
+        def noting_preempt(row: int, *cause: Any) -> None:
             table = engine.table
             note["preempted in mid-prompt"] += bool(0 < table.num_cached[row] < table.prompt_len[row])
             note["preempted with a token in flight"] += bool(engine.states.in_flight[row] > 0)
             note["preempted before a new token"] += bool(
                 table.num_preemptions[row] and not table.tokens_since_preemption[row]
             )
-            preempt(row)
+            preempt(row, *cause)
             live = engine.states.by_row[row]
             if calm and live is not None:
                 waits = table.num_preemptions[row] - self._preempted_before.get(live.rank, 0)
