@@ -21,7 +21,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,17 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
     return values
 
 
+_TYPES = {float: "a number", int: "an integer", bool: "true or false", type(None): "none"}
+
+
+def _told_types(hints: Sequence[Any]) -> str:
+    """The types of a union in words."""
+    words = []
+    for hint in hints:
+        words += typing.get_args(hint) or [_TYPES.get(hint, str(hint))]
+    return ", ".join(map(str, words[:-1])) + f" or {words[-1]}"
+
+
 def _value(text: str, hint: Any) -> Any:
     """`text` as a value of the type that a constructor asks for: numbers, truth, one of some words, text, nothing.
 
@@ -283,7 +294,7 @@ def _value(text: str, hint: Any) -> Any:
                 return _value(text, one)
             except ValueError:
                 continue
-        raise ValueError(f"is not of type {hint}")
+        raise ValueError(f"is not {_told_types(args)}")
     if origin is typing.Literal:
         for one in args:
             if str(one) == text:
@@ -306,7 +317,6 @@ def _value(text: str, hint: Any) -> Any:
         return value
     if hint in (None, type(None)) and value is None:
         return None
-    words = {float: "a number", int: "an integer", bool: "true or false"}
-    if hint in words:
-        raise ValueError(f"is not {words[hint]}")
+    if hint in _TYPES:
+        raise ValueError(f"is not {_TYPES[hint]}")
     raise ValueError("cannot be given as text")

@@ -221,6 +221,13 @@ def test_a_quantile_lies_between_0_and_1(name):
     assert "\n" not in str(caught.value)
 
 
+def test_a_word_that_is_none_is_told():
+    with pytest.raises(ConfigError, match="reserve='some' is not input, all, estimate or a number"):
+        make_policy("sarathi?reserve=some")
+    assert make_policy("sarathi?reserve=all").reserve == "all"
+    assert make_policy("sarathi?reserve=0.5").reserve == 0.5
+
+
 def test_kinds_are_both_counted():
     world = World(num_blocks=30, max_num_seqs=4)
     world.hold(world.add(8, 40), HIDDEN, num_outputs=2)

@@ -169,7 +169,7 @@ def test_options_reach_policies_from_outside():
         ("sarathi?chunked=1", "chunked='1' is not true or false"),
         ("sarathi?prefill_tokens=1.5", "prefill_tokens='1.5' is not an integer"),
         ("tests.support.outside_policies:WithFunction?order=int", "order='int' cannot be given as text"),
-        (f"{LATEST}?most=many", "most='many' is not of type int | None"),
+        (f"{LATEST}?most=many", "most='many' is not an integer or none"),
         ("no_such_module:Class", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("tests.support.outside_policies:Lates", "outside_policies has no 'Lates'; did you mean Latest?"),
         ("tests.support.outside_policies:not_a_class", "is not a class but Latest"),
