@@ -124,8 +124,9 @@ class _Future:
         if prompt_budget is not None and prompt_budget < 1:
             return False
         if prompt_budget is None:
-            # A first token comes before the decodes of the others go on.
-            begin, ends = tokens - 1 + is_prompt, steps - is_prompt
+            # A first token comes before the decodes of the others go on; or with the next of them, where the last chunk
+            # of a prompt is one token, which looks like a decode.
+            begin, ends = tokens - 1 + is_prompt, steps
         else:
             wait = -(-int(self._left[:n][is_prompt].sum()) // prompt_budget)
             begin, ends = tokens - 1, steps + np.where(is_prompt, max(wait - 1, 0), 0)
