@@ -13,8 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("apt_jax", "serve")
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-PICKLING = {"jax.experimental.serialize_executable"}
 """Read or write what runs code when it is read."""
+PICKLING = {"jax.experimental.serialize_executable"}
+"""Does so as well."""
 CALLS = {
     "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
     "subprocess.getstatusoutput", "yaml.load", "yaml.full_load", "yaml.unsafe_load", "importlib.util.spec_from_file_location",

@@ -11,7 +11,7 @@ from apt_jax.sched.request_table import HIDDEN, KV
 DROPPED = 44
 BUCKETS = Buckets(decode=[1, 2, 4], masked=[1, 4], prefill=[4, 8], copies=[8], conversions=[1, 2])
 FORMAT = StepFormat(
-    block_size=4, hidden_block_size=4, num_blocks=10, max_num_seqs=4, max_model_len=32, table_len=8, vocab_size=40,
+    block_size=4, hidden_block_size=4, num_blocks=10, max_num_seqs=4, table_len=8, vocab_size=40,
     num_biases=8, buckets=BUCKETS,
 )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 JAX joins the devices of the processes into one mesh, and asks that all of them call the same programs, in the same
 order, with the same integers. So rank 0 sends every call (`Plan`: which program, and the integers that it takes) on a
-stream to each other rank before it makes it itself. Block tables are rank 0's alone; the cache never travels, nor do
-tokens: they are on every rank's devices.
+stream to each other rank before it makes it itself. Rank 0 alone decides about blocks; cache, block tables and tokens
+are on every rank's devices, and only changes of the tables travel.
 
 1. Ranks meet at ``--master-addr``, ``--master-port`` (`rendezvous.join`; the next port is JAX's own).
 2. Each proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.

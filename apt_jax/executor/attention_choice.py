@@ -110,7 +110,9 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
     changed = {"prefill" if op == "prefill_hidden" else op for op in missing}
     # Rows of a tile attend together in XLA's decode ops: steps of those cost what XLA's do.
     rows = ops.rows_per_tile if changed == {"prefill"} else max(ops.rows_per_tile, xla.rows_per_tile)
-    return dataclasses.replace(ops, rows_per_tile=rows, **{op: either(op) for op in ATTENTION_OPS if op in changed})
+    shards = ops.takes_shards - changed
+    either_of = {op: either(op) for op in ATTENTION_OPS if op in changed}
+    return dataclasses.replace(ops, rows_per_tile=rows, takes_shards=shards, **either_of)
 
 
 def _rules_of(rules: Any) -> frozenset[str]:

@@ -67,8 +67,8 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
 
 
 def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
-    """Seconds of a step whose block tables the device has, but for the blocks that it begins: those of one request grow
-    from step to step, while other batches with the same slots come between these."""
+    """Seconds of a step whose block tables the device has: those of one request grow from step to step, while other
+    batches with the same slots come between these."""
     executor.send_tables(batch)
     start = time.perf_counter()
     executor.execute(batch).result()

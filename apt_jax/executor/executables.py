@@ -7,11 +7,12 @@ of them it donates, and the key of the executable in JAX's cache. Where no entry
 program is lowered and compiled as ever, and kept for the next start.
 
 Entries are pickles, as JAX makes them, and executables are code: they lie in a directory that must be the user's alone,
-and each is checked again when it is read (`cache_dir.open_private`). Entries may name classes of JAX, NumPy and this
-package, and little else.
+and each is checked again when it is read (`cache_dir.read_private`). An entry may name what describes arguments, and
+nothing else: JAX's and NumPy's names of such things are listed here, others are this package's trees of arrays.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -36,12 +37,23 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (".py", ".cc", ".h")
-_ENVIRONMENT = ("XLA_", "JAX_", "LIBTPU_", "TF_", "NVIDIA_", "TRITON_", "PALLAS_", "APT_JAX_")
-_OF_CACHES = ("APT_JAX_CACHE_DIR", "JAX_COMPILATION_CACHE_DIR")
-"""Say where something is kept, so that no program depends on them."""
-_PACKAGES = ("jax", "jaxlib", "numpy", "apt_jax")
-_NO_CLASSES = ("default_registry", "tracing_registry", "_unpickle_", "_reconstruct")
-"""Beginnings of other names than those of classes: JAX's registries of trees, functions that make shardings and arrays."""
+_ENVIRONMENT = ("XLA_", "JAX_", "LIBTPU_", "TF_", "NVIDIA_", "TRITON_", "PALLAS_", "APT_JAX_KERNEL_")
+_NO_FACTS = frozenset({
+    "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT",
+    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
+})  # fmt: skip
+"""Say where something is or which devices there are, so that no program depends on them: devices are facts themselves."""
+_NAMES_OF_JAX = frozenset({
+    "AbstractDevice", "AbstractMesh", "AllArgsInfo", "ArgInfo", "AutoLayout", "AutoLayoutSingleton", "AxisType",
+    "DebugInfo", "DeviceList", "DeviceLocalLayout", "Format", "GSPMDSharding", "Layout", "ManualAxisType", "MemorySpace",
+    "Mesh", "NamedSharding", "P", "PartitionSpec", "PyTreeDef", "ShapedArray", "SingleDeviceSharding",
+    "UnloadedMeshExecutable", "UnspecifiedValue", "_unpickle_gspmd_sharding", "_unpickle_named_sharding",
+    "_unpickle_single_device_sharding", "default_registry", "tracing_registry",
+})  # fmt: skip
+"""What an entry may name of JAX: descriptions of arguments, registries of trees, functions that make shardings."""
+_NAMES_OF_NUMPY = frozenset({"dtype", "ndarray", "_reconstruct"})
+_TREES = ("apt_jax.models.", "apt_jax.ops.")
+"""Where this package's trees of arrays are defined."""
 
 
 class ExecutableStore:
@@ -94,8 +106,9 @@ class ExecutableStore:
         found = self._load(path)
         if found is not None:
             return found
+        lowered = lower()  # which may compile programs of its own
         self._kept.take_lookup()
-        compiled = lower().compile()
+        compiled = lowered.compile()
         self._keep(path, compiled)
         return compiled
 
@@ -169,15 +182,12 @@ def source_digest() -> str:
 def process_facts() -> list[str]:
     """List what programs depend on in the process: sources, versions, options of JAX and XLA."""
     # Of every installed package, as any may take part in tracing; by the names of directories, which takes no time.
-    packages = {
-        name
-        for path in sys.path
-        if os.path.isdir(path)
-        for name in os.listdir(path)
-        if name.endswith((".dist-info", ".egg-info"))
-    }
+    packages: set[str] = set()
+    for path in sys.path:
+        with contextlib.suppress(OSError):  # Python ignores what it cannot read there
+            packages.update(name for name in os.listdir(path or ".") if name.endswith((".dist-info", ".egg-info")))
     environment = {
-        name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) and name not in _OF_CACHES
+        name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) and name not in _NO_FACTS
     }
     options = {name: value for name, value in jax.config.values.items() if "cache" not in name}
     return [
@@ -265,6 +275,16 @@ def _pickle(compiled: Compiled, key: str | None) -> bytes:
         return file.getvalue()
 
 
+def _may_name(module: str, name: str) -> bool:
+    """True if an entry may name this. A name with a dot would be an attribute of what is named, whatever that is."""
+    package = module.partition(".")[0]
+    if package in ("jax", "jaxlib"):
+        return name in _NAMES_OF_JAX
+    if package == "numpy":
+        return name in _NAMES_OF_NUMPY
+    return module.startswith(_TREES) and name.isidentifier()
+
+
 def _unpickle(entry: bytes, kept: CompiledPrograms, devices: Sequence[Any]) -> Compiled:
     """The program of an entry of `_pickle`.
 
@@ -275,11 +295,14 @@ def _unpickle(entry: bytes, kept: CompiledPrograms, devices: Sequence[Any]) -> C
 
     class Unpickler(base):
         def find_class(self, module: str, name: str) -> Any:
-            if module.partition(".")[0] in _PACKAGES:
-                found = super().find_class(module, name)
-                if isinstance(found, type) or name.startswith(_NO_CLASSES):
-                    return found
-            raise LookupError(f"it names {module}.{name}")
+            if not _may_name(module, name):
+                raise LookupError(f"it names {module}.{name}")
+            found = super().find_class(module, name)
+            package, of = module.partition(".")[0], getattr(found, "__module__", type(found).__module__)
+            is_own = of.partition(".")[0] in (package, package + "lib")
+            if not is_own or (package == "apt_jax" and not dataclasses.is_dataclass(found)):
+                raise LookupError(f"it names {module}.{name}, which is another's")
+            return found
 
         def persistent_load(self, pid: Any) -> Any:
             if pid[0] == "kept":

@@ -53,7 +53,6 @@ class StepFormat:
     hidden_block_size: int
     num_blocks: int
     max_num_seqs: int
-    max_model_len: int
     table_len: int
     """J: blocks of one half of a request's block table."""
     vocab_size: int

@@ -65,7 +65,6 @@ class ExecutorPlan:
             hidden_block_size=self.hidden_block_size,
             num_blocks=num_blocks,
             max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
             table_len=max(self.kv_table_len, self.hidden_table_len),
             vocab_size=self.config.vocab_size,
             num_biases=sampling.NUM_BIASES,
@@ -144,7 +143,8 @@ def plan_executor(
         attention = attention or "xla"
         if attention == "cpu":
             raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
-    # Over several devices hidden rows are not the kernels'.
+    # Over several devices hidden rows need nothing that the ops in `takes_shards` lack (`sharding.hidden_refusal`, no
+    # adapters), and the others are XLA's.
     extras = needed_extras(
         config, hidden_mode, kv=kinds.kv, hidden=hidden and num_devices == 1, adapted_keys=bool(adapt_keys)
     )
@@ -158,9 +158,8 @@ def plan_executor(
     entries = max_num_seqs * max(2 * max(table_lens.values()), config.vocab_size)
     if entries > _MAX_ENTRIES:
         raise ConfigError(
-            f"{max_num_seqs} requests of {max_model_len} tokens, of {config.vocab_size} different ones, have {entries:,} entries "
-            f"in block tables or token counts, and {_MAX_ENTRIES:,} is the most; lower --max-num-seqs or --max-model-len, or "
-            "give a larger --block-size"
+            f"the block tables or token counts of {max_num_seqs} requests have {entries:,} entries, and {_MAX_ENTRIES:,} is the "
+            f"most; lower --max-num-seqs{'' if entries == max_num_seqs * config.vocab_size else ' or --max-model-len, or give a larger --block-size'}"
         )
     return ExecutorPlan(
         loaded_config=loaded,

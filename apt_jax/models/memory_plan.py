@@ -41,7 +41,8 @@ class MemoryPlan:
     tokens: dict[str, int]
     """Tokens that the pool holds if all are of one kind of cache."""
     step_bytes: int
-    """Memory of a step's temporaries: the scores over the vocabulary of every row, and the widest activations."""
+    """Memory of a step's temporaries, the scores over the vocabulary of every row and the widest activations, and of
+    what is kept for each of `max_num_seqs` requests."""
 
 
 class _NoRoomError(ConfigError):
@@ -57,12 +58,14 @@ def memory_plan(
     device_bytes: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    max_model_len: int | None = None,
     memory_fraction: float = 1.0,
     int8: bool = False,
 ) -> MemoryPlan:
     """Plan a model on so many devices of so many bytes each, of which JAX takes `memory_fraction`.
 
     Args:
+        max_model_len: longest context; None: the model's.
         int8: once the model is loaded, its matrices are rounded (`models.quantize`).
 
     Raises:
@@ -75,6 +78,7 @@ def memory_plan(
         "device_bytes": int(device_bytes * memory_fraction),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len or config.max_position,
         "int8": int8,
     }
 
@@ -115,6 +119,7 @@ def _plan(
     device_bytes: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    max_model_len: int,
     int8: bool,
 ) -> MemoryPlan:
     parallel.check_size(config, num_devices)
@@ -138,6 +143,9 @@ def _plan(
     itemsize = jnp.dtype(dtype).itemsize
     step = 4 * max_num_seqs * config.vocab_size
     step += max_num_batched_tokens * (8 * config.hidden_size + 2 * itemsize * config.ffn_size // num_devices)
+    smallest = min(cache.block_size, config.hidden_block_size(cache.block_size)) if hidden else cache.block_size
+    # Last tokens, block tables and token counts of all slots: `StepFormat.slot_bytes`.
+    step += 4 * max_num_seqs * (1 + 2 * -(-max_model_len // smallest) + config.vocab_size)
     block = config.num_layers * cache.block_size * config.lane * itemsize // num_devices
     free = device_bytes - weights - step
     num_blocks = cache.num_blocks_override or int(max(0, free) * cache.device_memory_utilization) // block - 1

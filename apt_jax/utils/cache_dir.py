@@ -111,14 +111,11 @@ def read_verified(path: Path) -> bytes | None:
 
 def read_private(path: Path) -> bytes | None:
     """Content of a file as `open_private` opens it; None: there is no such file, or it is not to be run."""
-    descriptor = open_private(path)
-    if descriptor is None:
+    opened = _opened(path)
+    if opened is None:
         return None
-    try:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        return _content(descriptor)[:-_DIGEST_BYTES]
-    finally:
-        os.close(descriptor)
+    os.close(opened[0])
+    return opened[1][:-_DIGEST_BYTES]
 
 
 def open_private(path: Path) -> int | None:
@@ -128,6 +125,12 @@ def open_private(path: Path) -> int | None:
     Returns:
         A file descriptor, which the caller closes; None: there is no such file, or it is not to be run.
     """
+    opened = _opened(path)
+    return None if opened is None else opened[0]
+
+
+def _opened(path: Path) -> tuple[int, bytes] | None:
+    """`open_private`, and the file's content with its digest."""
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -145,10 +148,10 @@ def open_private(path: Path) -> int | None:
         refusal = "it must be a file of this user, writeable by nobody else"
     if refusal is not None:
         logger.warning("%s: not used, as %s", path, refusal)
-    elif _is_whole(path, _content(descriptor)):
+    elif _is_whole(path, content := _content(descriptor)):
         with contextlib.suppress(OSError):
             os.utime(descriptor)  # for `remove_least_recent`
-        return descriptor
+        return descriptor, content
     os.close(descriptor)
     return None
 

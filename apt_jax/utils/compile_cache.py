@@ -6,6 +6,7 @@ written again. Its entries go through `CompiledPrograms` instead, which is put i
 
 import dataclasses
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class CompiledPrograms:
 
     def get(self, key: str) -> bytes | None:
         """The entry; None: compile it."""
-        value = cache_dir.read_verified(self._file(key))
+        value = cache_dir.read_private(self._file(key))
         self._of_thread.lookup = Lookup(key, is_kept=value is not None)
         return value
 
@@ -67,7 +68,9 @@ class CompiledPrograms:
         """An entry as the device's client deserialises it; None: there is none."""
         from jax._src import compilation_cache
 
-        kept = cache_dir.read_verified(self._file(key))
+        if os.path.basename(key) != key:
+            return None
+        kept = cache_dir.read_private(self._file(key))
         if kept is None:
             return None
         return compilation_cache.extract_executable_and_time(compilation_cache.decompress_executable(kept))[0]

@@ -160,6 +160,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
         device_bytes=device_bytes,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
         memory_fraction=memory_fraction(),
         int8=config.quantization == "int8",
     )
