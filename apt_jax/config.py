@@ -74,9 +74,16 @@ class CacheConfig:
     """Share of the device memory that is free after loading the weights to use for the cache, in (0, 1]."""
     enable_prefix_caching: bool = option(True)
     """Share the cache of common prompt prefixes between requests (default: on)."""
+    swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
+    """Host memory for cached blocks that leave the device, in GiB: preempted requests and prefixes come back by copying
+    (docs/design/host_tier.md; default: 0, none)."""
 
     def __post_init__(self) -> None:
         check_options(self)
+        _require(
+            not self.swap_space or self.enable_prefix_caching,
+            f"swap_space={self.swap_space:g} keeps cached prefixes; leave out --no-enable-prefix-caching or --swap-space",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,6 +223,10 @@ class EngineConfig:
         _require(
             self.quantization != "gguf" or self.parallel.tensor_parallel_size == 1,
             "quantization='gguf' runs on one device; use int8, or leave out -tp or --quantization",
+        )
+        _require(
+            not self.cache.swap_space or self.parallel.nnodes == 1,
+            f"swap_space={self.cache.swap_space:g} is host memory of one host; leave out --nnodes or --swap-space",
         )
         self._check_adapters(self.lora_modules or {})
 

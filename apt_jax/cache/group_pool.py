@@ -13,6 +13,9 @@ and known to be good is registered in the `PrefixTree`, where later requests wit
 * A group with two or more holders is attributed to none of them: a request is charged for what it alone holds, the
   least that becomes free when it ends. Charges, shared blocks and free ones add up to the pool.
 
+With a `HostTier` an idle registered group that is evicted goes to host memory and stays registered; `share` loads it
+into new blocks.
+
 Without prefix caching nothing is ever registered or idle.
 """
 
@@ -22,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import BlockPool, require
+from apt_jax.cache.host_tier import HostTier
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.executor import NULL_BLOCK
@@ -35,6 +39,7 @@ class GroupPool:
         blocks_per_group: by kind.
         prefixes: registered and idle groups.
         tracker: prefix hits of waiting requests; None: not tracked.
+        tier: groups in host memory; None: there is none.
         num_refs: requests that hold the group.
         generation: how often a block was handed out as a first one: tells whether a group is still the same.
         second: V block of a group, `NULL_BLOCK` for hidden ones.
@@ -46,11 +51,14 @@ class GroupPool:
         num_idle_blocks: blocks of groups without a holder that may be found again.
     """
 
-    def __init__(self, *, num_blocks: int, max_num_seqs: int, blocks_per_group: Sequence[int]) -> None:
+    def __init__(
+        self, *, num_blocks: int, max_num_seqs: int, blocks_per_group: Sequence[int], num_host_blocks: int = 0
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.blocks_per_group = tuple(blocks_per_group)
         self.prefixes = PrefixTree(num_blocks, len(self.blocks_per_group))
         self.tracker: PrefixHitTracker | None = None
+        self.tier = HostTier(num_host_blocks, self.blocks_per_group) if num_host_blocks else None
         self.num_refs = np.zeros(num_blocks + 1, np.int32)
         self.generation = np.zeros(num_blocks + 1, np.int64)
         self.second = np.zeros(num_blocks + 1, np.int32)
@@ -89,11 +97,12 @@ class GroupPool:
         self.slot_sum[firsts] = slots
         self.second[firsts] = seconds
 
-    def release(self, ids: NDArray[np.int32], slot: int, kind: int) -> None:
+    def release(self, ids: NDArray[np.int32], slot: int, kind: int, *, is_read: bool = False) -> None:
         """Drop a slot's references; groups that are registered or expected stay idle when nobody is left.
 
         Args:
             ids: (halves, groups) blocks of all groups that the slot holds; `num_private` is left to the caller.
+            is_read: the step that is being built reads them, so that what it was to load is loaded.
         """
         firsts = ids[0]
         self.num_refs[firsts] -= 1
@@ -110,7 +119,12 @@ class GroupPool:
         self.num_idle_blocks += len(idle) * self.blocks_per_group[kind]
         for first in reversed(idle):  # the end of a prefix is evicted before what it builds on
             self.prefixes.idle[first] = None
-        changed = firsts[over & registered]
+        if self.tier is not None and self.tier.loads:
+            if is_read:
+                self._keep_loads(firsts.tolist())
+            else:
+                self._cancel_loads(idle)
+        changed = firsts[kept & self.prefixes.is_registered[firsts]]
         if changed.size and self.tracker is not None:
             self.tracker.used(self.prefixes.node_of[int(changed[0])])
 
@@ -122,8 +136,71 @@ class GroupPool:
 
     # --- prefixes --------------------------------------------------------------------------------------------------
 
-    def share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32]:
-        """Add a holder to the first groups of a path from the root; returns their first blocks."""
+    def share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
+        """Add a holder to the first groups of a path from the root; those in host memory are to be loaded.
+
+        Returns:
+            Their first blocks. None where those in host memory cannot be loaded; then nothing has changed.
+        """
+        if self.tier is None or all(node.block != NULL_BLOCK for node in nodes):
+            return self._share(nodes, slot)
+        return self._load(self.tier, nodes, slot)
+
+    def _load(self, tier: HostTier, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
+        """`share` of groups some of which are in host memory alone."""
+        kind = nodes[0].kind
+        present = [node for node in nodes if node.block != NULL_BLOCK]
+        missing = [node for node in nodes if node.block == NULL_BLOCK]
+        if any(node not in tier.pinned for node in missing):  # they were evicted just now
+            return None
+        if present:
+            self._share(present, slot)
+        halves, num = self.blocks_per_group[kind], len(missing)
+        ids = self.allocate(num * halves)
+        if ids is None:
+            if present:
+                firsts = np.array([node.block for node in present], np.int32)
+                self.release(np.stack([firsts, self.second[firsts]])[:halves], slot, kind)
+                self.num_private[slot] = 0
+            return None
+        blocks = ids.reshape(halves, num)
+        self.hold_new(blocks[0], NULL_BLOCK if halves == 1 else blocks[1], slot)
+        self.in_use[kind] += num
+        self.num_private[slot] = (self.num_private[slot] if present else 0) + num
+        for node, own in zip(missing, blocks.T.tolist(), strict=True):
+            self.prefixes.place(node, own[0])
+            tier.load(node, own)
+        if self.tracker is not None:
+            self.tracker.used(missing[0])
+        return np.array([node.block for node in nodes], np.int32)
+
+    def _cancel_loads(self, idle: list[int]) -> None:
+        """Take back the loads of these idle groups: they are in host memory alone again."""
+        assert self.tier is not None
+        for first in idle:
+            node = self.prefixes.node_of.get(first)
+            if node is not None and node in self.tier.loads and node not in self.tier.kept:
+                del self.tier.loads[node]
+                self._leave_device(node)
+
+    def _keep_loads(self, firsts: list[int]) -> None:
+        """Have these groups loaded whoever else gives them up: the step reads them."""
+        assert self.tier is not None
+        nodes = (self.prefixes.node_of.get(first) for first in firsts)
+        self.tier.kept.update(node for node in nodes if node is not None and node in self.tier.loads)
+
+    def _leave_device(self, node: Node) -> None:
+        """Free the blocks of an idle group that is in host memory too."""
+        first = node.block
+        self.prefixes.displace(node)
+        self._discard(first)
+        if self.tier is not None:
+            self.tier.note_place(node)
+        if self.tracker is not None:
+            self.tracker.used(node)
+
+    def _share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32]:
+        """`share` of groups that are all on the device."""
         kind = nodes[0].kind
         firsts = np.array([node.block for node in nodes], np.int32)
         before = self.num_refs[firsts]
@@ -143,8 +220,13 @@ class GroupPool:
             self.tracker.used(nodes[int(idle[0])])
         return firsts
 
-    def copy_source(self, node: Node) -> NDArray[np.int32]:
-        """Blocks of a registered group that is about to be copied: (2,), `NULL_BLOCK` for hidden. Counts as its use."""
+    def copy_source(self, node: Node) -> NDArray[np.int32] | Node | None:
+        """Blocks of a registered group that is about to be copied: (2,), `NULL_BLOCK` for hidden. Counts as its use.
+
+        The group itself where it is copied from host memory; None where it has been evicted just now.
+        """
+        if self.tier is not None and (node.block == NULL_BLOCK or node in self.tier.loads):
+            return node if node in self.tier.pinned else None
         if node.block in self.prefixes.idle:
             self.prefixes.idle.move_to_end(node.block)
         return np.array([node.block, self.second[node.block]], np.int32)
@@ -194,6 +276,8 @@ class GroupPool:
             if node is None:
                 node = prefixes.add(parent, digests[at], first)
                 new.append(node)
+            elif node.block == NULL_BLOCK:  # it was computed again
+                self._return_to_device(node, first)
             elif node.block != first:
                 if holder is not None:
                     self._deduplicate(slot, holder[:, at], node)
@@ -217,6 +301,8 @@ class GroupPool:
             self.tracker.dropped(nodes)
         self.prefixes.remove(nodes)
         for each in nodes:
+            if self.tier is not None:
+                self.tier.forget(each)
             self._discard(each.block)
 
     def clear_prefixes(self) -> None:
@@ -227,6 +313,35 @@ class GroupPool:
                 self.drop(node)
         for first in list(self.prefixes.idle):
             self._discard(first)
+
+    def lose_device(self) -> None:
+        """The device has lost its contents: forget what is registered or expected there and not in host memory.
+
+        Nothing is held.
+        """
+        if self.tier is None:
+            self.clear_prefixes()
+            return
+        self.is_expected[:] = False
+        todo = [node for root in self.prefixes.roots for node in root.children]
+        while todo:
+            node = todo.pop()
+            if not node.host:
+                self.drop(node)
+                continue
+            if node.block != NULL_BLOCK:
+                self._leave_device(node)
+            todo.extend(node.children)
+        for first in list(self.prefixes.idle):
+            self._discard(first)
+
+    def _return_to_device(self, node: Node, first: int) -> None:
+        """A group in host memory has been computed again, in blocks that are held or idle."""
+        self.prefixes.place(node, first)
+        if self.tier is not None:
+            self.tier.note_place(node)
+        if self.tracker is not None:
+            self.tracker.used(node)
 
     def _deduplicate(self, slot: int, column: NDArray[np.int32], node: Node) -> None:
         """Give a slot the registered group with the same tokens in place of its own, which becomes free.
@@ -259,10 +374,25 @@ class GroupPool:
 
     def _evict(self, first: int) -> None:
         node = self.prefixes.node_of.get(first)
-        if node is not None:
-            self.drop(node)
-        else:
+        if node is None:
             self._discard(first)
+        elif self.tier is None or not self._offload(self.tier, node):
+            self.drop(node)
+
+    def _offload(self, tier: HostTier, node: Node) -> bool:
+        """Move an idle group to host memory; False: there is no room for it."""
+        second = int(self.second[node.block])
+        blocks = (node.block,) if second == NULL_BLOCK else (node.block, second)
+        while (done := tier.save(node, blocks)) is False:
+            victim = tier.victim(node, self.tracker)
+            if victim is None:
+                return False
+            if victim.block != NULL_BLOCK:
+                tier.forget(victim)
+            else:
+                self.drop(victim)
+        self._leave_device(node)
+        return done
 
     def _discard(self, first: int) -> None:
         """Free an idle group that is not registered; nothing otherwise."""

@@ -21,7 +21,8 @@ used up first:
 
 Block 0 is reserved: `NULL_BLOCK` pads block tables, is never handed out and never read.
 
-With prefix caching requests share groups, see `apt_jax.cache.group_pool`. Nobody writes into a group that is registered
+With prefix caching requests share groups, see `apt_jax.cache.group_pool`; with a second tier what is evicted goes to
+host memory, see `apt_jax.cache.host_tier`. Nobody writes into a group that is registered
 or held by two (`check_writable`): a request that needs all but the last position of one writes into a copy of it.
 
 Objects, from below: `BlockPool` counts blocks; `GroupPool` shares groups of them; `HybridCache` gives groups to
@@ -59,6 +60,7 @@ class HybridCache:
         slot_by_owner: the same the other way round.
         free_slots: the next one last.
         prefixes: registered groups; None: nothing is shared.
+        tier: groups in host memory; None: there is none.
     """
 
     def __init__(
@@ -70,8 +72,15 @@ class HybridCache:
         hidden_block_size: int | None = None,
         blocks_per_group: Sequence[int] = (2, 1),
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
     ) -> None:
-        self.groups = GroupPool(num_blocks=num_blocks, max_num_seqs=max_num_seqs, blocks_per_group=blocks_per_group)
+        self.groups = GroupPool(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            blocks_per_group=blocks_per_group,
+            num_host_blocks=num_host_blocks if prefix_caching else 0,
+        )
+        self.tier = self.groups.tier
         self.pool, self.num_private = self.groups.pool, self.groups.num_private
         self.num_refs, self.generation = self.groups.num_refs, self.groups.generation
         self.prefixes = self.groups.prefixes if prefix_caching else None
@@ -303,7 +312,7 @@ class HybridCache:
                 continue
             slot = self.slot_by_owner[owner]
             given_back.append(self.tables[slot, 0, : int(self.num_groups[slot])].copy())
-            self._empty(slot)
+            self._empty(slot, is_read=True)
             groups = ids.size // 2
             self._widen_tables(groups)
             self.tables[slot, :, :groups] = ids.reshape(2, groups)
@@ -327,11 +336,11 @@ class HybridCache:
         self.free_slots.append(slot)
         return num_blocks
 
-    def _empty(self, slot: int) -> int:
-        """Return all blocks of a slot, which stays taken; returns their number."""
+    def _empty(self, slot: int, *, is_read: bool = False) -> int:
+        """Return all blocks of a slot, which stays taken; returns their number. `is_read`: see `GroupPool.release`."""
         groups, kind = int(self.num_groups[slot]), int(self.kind[slot])
         ids = self.tables[slot, : self.blocks_per_group[kind], :groups]
-        self.groups.release(ids.copy(), slot, kind)
+        self.groups.release(ids.copy(), slot, kind, is_read=is_read)
         self.tables[slot, :, :groups] = NULL_BLOCK
         self.num_groups[slot] = 0
         self.num_private[slot] = 0
@@ -360,23 +369,49 @@ class HybridCache:
         """Begin with registered groups, the first ones of a path from the root; the owner holds nothing yet.
 
         Returns:
-            False when there is no slot; then nothing has changed.
+            False when there is no slot, or groups in host memory cannot be loaded; then nothing has changed.
         """
         require(owner not in self.slot_by_owner, f"owner {owner} holds cache")
         if not self.free_slots:
             return False
         num = len(nodes)
+        firsts = self.groups.share(nodes, self.free_slots[-1])
+        if firsts is None:
+            return False
         self._widen_tables(num)
         slot = self._take_slot(owner, kind)
-        firsts = self.groups.share(nodes, slot)
         self.tables[slot, 0, :num] = firsts
         self.tables[slot, 1, :num] = self.groups.second[firsts]
         self.num_groups[slot] = num
         self.num_tokens[slot] = num * self.block_sizes[kind]
         return True
 
-    def copy_source(self, node: Node) -> NDArray[np.int32]:
-        """Blocks of a registered group that is about to be copied, see `GroupPool.copy_source`."""
+    def drop_lost(self, nodes: Sequence[Node]) -> None:
+        """Drop groups whose copies in host memory are lost, and what builds on them."""
+        for node in nodes:
+            if self.groups.prefixes.find(node.kind, node.digest) is node:  # it is not below another
+                self.groups.drop(node)
+
+    def forget_saved(self, blocks: NDArray[np.int32]) -> None:
+        """Drop the groups in these blocks of host memory: the step that saves them was not dispatched."""
+        if self.tier is not None and blocks.size:
+            gone = set(blocks.tolist())
+            self.drop_lost([node for node in self.tier.only if gone.intersection(node.host)])
+
+    def cancel_saves(self) -> None:
+        """Drop the groups that were to be saved by a step that is not run."""
+        if self.tier is not None and (self.tier.saves or self.tier.pinned):
+            self.drop_lost(list(self.tier.saves))
+            self.tier.take_transfers()
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Evict these groups, of one path, after all others that are idle."""
+        for node in reversed(nodes):
+            if node.block in self.groups.prefixes.idle:
+                self.groups.prefixes.idle.move_to_end(node.block)
+
+    def copy_source(self, node: Node) -> NDArray[np.int32] | Node | None:
+        """Source of a copy of a registered group, see `GroupPool.copy_source`."""
         return self.groups.copy_source(node)
 
     def expect(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -423,6 +458,10 @@ class HybridCache:
             node = self.groups.prefixes.find(kind, digests[begin])
             if node is not None:
                 self.groups.drop(node)
+
+    def lose_device(self) -> None:
+        """The device has lost its contents; nothing is held. What is in host memory stays."""
+        self.groups.lose_device()
 
     def clear_prefixes(self) -> None:
         """Forget every registered or expected group: their contents are lost. Held groups stay held."""

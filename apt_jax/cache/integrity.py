@@ -120,7 +120,8 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     """Check idle and registered groups against the blocks in use, and the index of prefixes against their tree."""
     prefixes, refs = groups.prefixes, groups.num_refs
     idle = np.array(list(prefixes.idle), np.int32)
-    if not (idle.size or prefixes.node_of or prefixes.is_registered.any()):  # nothing can be found
+    nowhere = groups.tier is None or not groups.tier.pool.num_used
+    if not (idle.size or prefixes.node_of or prefixes.is_registered.any()) and nowhere:  # nothing can be found
         require(groups.num_idle_blocks == 0, "idle blocks are miscounted")
         require(
             not any(root.children or prefixes.num_nodes(root.kind) for root in prefixes.roots), "index and tree differ"
@@ -134,10 +135,16 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     registered = np.flatnonzero(prefixes.is_registered).tolist()
     require(registered == sorted(prefixes.node_of), "index and blocks differ")
     reached = [n for root in prefixes.roots for c in root.children for n in prefixes.subtree(c)]
-    require(len(reached) == len(registered) == sum(prefixes.num_nodes(k) for k in CacheKind), "index and tree differ")
+    resident = [node for node in reached if node.block != NULL_BLOCK]
+    require(len(resident) == len(registered), "blocks and tree differ")
+    require(len(reached) == sum(prefixes.num_nodes(k) for k in CacheKind), "index and tree differ")
+    if groups.tier is None:
+        require(len(resident) == len(reached), "a group is nowhere")
+    else:
+        groups.tier.check_integrity(reached, prefixes)
     require((prefixes.is_registered[idle] | groups.is_expected[idle]).all(), "a group is kept for nothing")
     require(not (prefixes.is_registered & groups.is_expected).any(), "a group is registered before its time")
-    for node in reached:
+    for node in resident:
         _check_node(groups, node)
 
 
@@ -156,6 +163,6 @@ def _check_node(groups: GroupPool, node: Node) -> None:
         "a registered group of another kind",
     )
     require(
-        parent is None or not parent.depth or refs[parent.block] >= refs[node.block],
+        parent is None or not parent.depth or refs[parent.block] >= refs[node.block],  # block 0 is never held
         "a group is held without those before it",
     )

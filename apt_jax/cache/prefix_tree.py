@@ -9,6 +9,10 @@ kind:
 
     digest of a node = blake2b-128(digest of its parent, tokens of the group); that of the root holds a salt
 
+A group may lie in blocks of the device (`Node.block`), in blocks of host memory (`Node.host`,
+`apt_jax.cache.host_tier`), or in both: what is registered never changes, so two copies are alike. A node that is in
+neither place is removed.
+
 The digest of a root is drawn by the engine and never leaves it, so nobody can name another's prefix. Each kind has its
 own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
 """
@@ -47,13 +51,16 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: NDArray[np.int32],
 class Node:
     """A registered group, or a root (depth 0, no block)."""
 
-    __slots__ = ("block", "children", "depth", "digest", "kind", "num_below", "parent", "rows")
+    __slots__ = ("block", "children", "depth", "digest", "host", "kind", "num_below", "parent", "rows")
 
     def __init__(self, kind: int, digest: bytes, parent: "Node | None", block: int) -> None:
         self.kind = kind
         self.digest = digest
         self.parent = parent
         self.block = block
+        """First block on the device; `NULL_BLOCK`: it is in host memory alone."""
+        self.host: tuple[int, ...] = ()
+        """Its blocks in host memory, as many as on the device; empty: it is on the device alone."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[Node] = set()
         self.rows: set[int] = set()
@@ -100,6 +107,18 @@ class PrefixTree:
         self.is_registered[block] = True
         return node
 
+    def place(self, node: Node, block: int) -> None:
+        """A group that was in host memory alone is on the device too, with this first block."""
+        node.block = block
+        self.node_of[block] = node
+        self.is_registered[block] = True
+
+    def displace(self, node: Node) -> None:
+        """A group that is in both places leaves the device; the caller frees its blocks there."""
+        del self.node_of[node.block]
+        self.is_registered[node.block] = False
+        node.block = NULL_BLOCK
+
     def subtree(self, node: Node) -> list[Node]:
         """The node and all below it, parents first."""
         nodes = [node]
@@ -114,8 +133,9 @@ class PrefixTree:
         top.parent.children.discard(top)
         for node in nodes:
             del self._by_digest[node.kind][node.digest]
-            del self.node_of[node.block]
-            self.is_registered[node.block] = False
+            if node.block != NULL_BLOCK:
+                del self.node_of[node.block]
+                self.is_registered[node.block] = False
 
     def num_nodes(self, kind: int) -> int:
         return len(self._by_digest[kind])

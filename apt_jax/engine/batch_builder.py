@@ -6,13 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
+from apt_jax.cache.prefix_tree import Node
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
+from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import StepLimits
 from apt_jax.engine.request_state import FilledBlocks, RequestState
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
-from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, PoolSpan, PromptTargets, StepBatch
+from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, HostMemory, PoolSpan, PromptTargets, StepBatch
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, NUM_KINDS
 from apt_jax.sched.view import Plan
 
@@ -141,6 +143,7 @@ class BatchBuilder:
         plans: filters the plans.
         counters: counts what happens to rows.
         recorder: receives rows that must wait.
+        host_memory: of the executor, where the cache has a second tier.
         lengths_only: leave token ids, block tables, sampling parameters and histories empty.
     """
 
@@ -151,17 +154,21 @@ class BatchBuilder:
         plans: PlanFilter,
         counters: EngineCounters,
         recorder: IterationRecorder,
+        host_memory: HostMemory | None,
         *,
         lengths_only: bool,
     ) -> None:
         self._states = states
         self._table = states.table
         self._cache = cache
+        self._host_memory = host_memory
         self._plans = plans
         self._counters = counters
         self._recorder = recorder
         self._lengths_only = lengths_only
         self._block_sizes = np.array(cache.block_sizes, np.int32)
+        self._from_host: dict[int, int] = {}
+        """By row, positions of the step being built that are copied from host memory."""
 
     # --- before dispatch -------------------------------------------------------------------------------------------
 
@@ -181,8 +188,13 @@ class BatchBuilder:
             return None, rows, []
 
         slots = states.slot[rows]
-        found, sources = self._attach(rows, slots, kind)
         convert = self._plans.converted_rows(plan, rows)
+        begins = self._states.prefixes.converted_rows(rows, kind)
+        found, sources = self._attach(rows, slots, kind, begins)
+        if begins is not None:  # they hold layer inputs for now
+            begins &= found > 0
+            kind = np.where(begins, np.int8(HIDDEN), kind)
+            convert |= begins
         inputs: dict[int, NDArray[np.int32]] = {}
         if not convert.any():
             ok = self._reserve(rows, slots, num_tokens, kind, found)
@@ -191,7 +203,7 @@ class BatchBuilder:
             their_slots = slots[others]
             ok[others] = self._reserve(rows[others], their_slots, num_tokens[others], kind[others], found[others])
             slots[others] = their_slots
-            inputs, ok[convert] = self._convert(rows[convert], num_tokens[convert])
+            inputs, ok[convert] = self._convert(rows[convert], num_tokens[convert], found[convert])
             kind = np.where(np.isin(rows, list(inputs)), np.int8(KV), kind)
         if not ok.all():
             self._counters.num_deferred_requests += int(np.count_nonzero(~ok))
@@ -200,9 +212,12 @@ class BatchBuilder:
             rows, num_tokens, kind, slots = rows[ok], num_tokens[ok], kind[ok], slots[ok]
             found = found[ok]
             if not rows.size:
+                self._cache.cancel_saves()
                 states.sync_charges()
                 return None, rows, []
         for i in np.flatnonzero(states.status[rows] == WAITING).tolist():
+            if self._cache.tier is not None:
+                self._count_restore(int(rows[i]), int(kind[i]), int(found[i]))
             states.start(int(rows[i]), int(slots[i]), int(kind[i]), int(found[i]))
         requests = states.states(rows)
         batch = self._make_batch(rows, num_tokens, kind, slots, requests)
@@ -210,6 +225,10 @@ class BatchBuilder:
         sources = {row: sources[row] for row in rows.tolist() if row in sources} if sources else {}
         if sources:
             batch = dataclasses.replace(batch, copies=self._copies(sources))
+        if self._cache.tier is not None:
+            saves, loads = self._cache.tier.take_transfers()
+            if len(saves) or len(loads):
+                batch = dataclasses.replace(batch, saves=saves, loads=loads)
         if inputs:
             batch = dataclasses.replace(batch, conversions=_conversions_of(rows, inputs))
         return batch, rows, requests
@@ -229,32 +248,92 @@ class BatchBuilder:
         return RecomputeCause.MEMORY if int(growth.sum()) > self._cache.num_free else RecomputeCause.POLICY
 
     def _attach(
-        self, rows: NDArray[np.int32], slots: NDArray[np.int32], kind: NDArray[np.int8]
-    ) -> tuple[NDArray[np.int32], dict[int, NDArray[np.int32]]]:
+        self,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        begins: NDArray[np.bool_] | None,
+    ) -> tuple[NDArray[np.int32], dict[int, NDArray[np.int32] | Node]]:
         """Give requests that begin their cached prefixes, all of them before any request gets new blocks.
 
         Args:
             rows, kind: of the plan.
             slots: changed in place where a row takes one.
+            begins: rows that begin with layer inputs, to be converted; None: there are none.
 
         Returns:
-            (n,) positions that need no computing, and by row the blocks (first, second) of groups to be copied.
+            (n,) positions that need no computing, and by row the blocks (first, second) of groups to be copied, or the
+            group where it is copied from host memory.
         """
         found = np.zeros(rows.size, np.int32)
-        sources: dict[int, NDArray[np.int32]] = {}
+        sources: dict[int, NDArray[np.int32] | Node] = {}
         hits, cache = self._states.prefixes.hits, self._cache
         if hits is None:
             return found, sources
+        loads = cache.tier is not None and bool(self._table.host_prefix_tokens[rows, kind].any())
+        self._from_host.clear()
+        if loads:
+            self._prepare_loads(rows, kind)
         found += self._table.cached_prefix_tokens[rows, kind]  # 0 where they run
         for i in np.flatnonzero(found).tolist():
             row, owner = int(rows[i]), int(self._table.rank[rows[i]])
-            num_groups, rest = divmod(int(found[i]), cache.block_sizes[kind[i]])
-            node = hits.node(row, int(kind[i]))
-            if num_groups and cache.attach(owner, node.path(num_groups), int(kind[i])):
+            of_kind, is_converted = int(kind[i]), begins is not None and bool(begins[i])
+            if loads:  # those of a request before it may have taken, or brought, what this one finds
+                found[i] = min(found[i], self._table.cached_prefix_tokens[row, of_kind])
+                self._from_host[row] = min(int(self._table.host_prefix_tokens[row, of_kind]), int(found[i]))
+            if hits.is_converted(row, of_kind) != is_converted:
+                found[i] = 0
+                continue
+            if is_converted:
+                if found[i] and cache.attach(owner, hits.found_nodes(row, of_kind), HIDDEN):
+                    slots[i] = cache.slot_of(owner)
+                else:
+                    found[i] = 0
+                continue
+            num_groups, rest = divmod(int(found[i]), cache.block_sizes[of_kind])
+            node = hits.node(row, of_kind)
+            if num_groups and cache.attach(owner, node.path(num_groups), of_kind):
                 slots[i] = cache.slot_of(owner)
+            elif num_groups:
+                found[i] = rest = 0
             if rest:
-                sources[row] = cache.copy_source(node)
+                source = cache.copy_source(node)
+                if source is None:
+                    found[i] -= rest
+                else:
+                    sources[row] = source
         return found, sources
+
+    def _count_restore(self, row: int, kind: int, found: int) -> None:
+        """Count how a request that begins goes on with what it has found."""
+        copied, hits = self._from_host.pop(row, 0), self._states.prefixes.hits
+        assert hits is not None
+        self._counters.host_hit_tokens += copied if found else 0
+        if hits.is_converted(row, kind) and found:
+            self._counters.restores["converted"] += 1
+        elif copied and found:
+            self._counters.restores[KIND_NAMES[kind]] += 1
+        elif hits.node(row, kind).depth > -(-found // self._cache.block_sizes[kind]):
+            self._counters.restores["recomputed"] += 1
+
+    def _prepare_loads(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> None:
+        """Check the copies in host memory that rows begin with; what is lost is not found any more."""
+        hits, cache, table = self._states.prefixes.hits, self._cache, self._table
+        assert hits is not None
+        assert cache.tier is not None
+        assert self._host_memory is not None
+        nodes: dict[Node, None] = {}
+        for i in np.flatnonzero(table.cached_prefix_tokens[rows, kind]).tolist():
+            path = hits.found_nodes(int(rows[i]), int(kind[i]))
+            cache.touch(path)
+            nodes.update(dict.fromkeys(node for node in path if node.block == NULL_BLOCK))
+        wanted = list(nodes)
+        ready = self._host_memory.ready_to_load(np.array([block for node in wanted for block in node.host], np.int32))
+        ends = np.cumsum([len(node.host) for node in wanted])
+        lost = [node for node, end in zip(wanted, ends, strict=True) if not ready[end - len(node.host) : end].all()]
+        self._counters.num_lost_groups += len(lost)
+        cache.drop_lost(lost)
+        cache.tier.pin([node for node in wanted if node.host])
 
     def _reserve(
         self,
@@ -288,20 +367,29 @@ class BatchBuilder:
         return ok
 
     def _convert(
-        self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]
+        self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32], found: NDArray[np.int32]
     ) -> tuple[dict[int, NDArray[np.int32]], list[bool]]:
-        """Convert running rows from layer inputs to keys and values, as far as there are blocks.
+        """Convert rows from layer inputs to keys and values, as far as there are blocks.
+
+        Args:
+            found: (n,) positions that those which begin have found.
 
         Returns:
             By row the blocks of its layer inputs, of those that change; and for each row, whether it can run.
         """
-        table = self._table
-        given_back, ok = self._cache.convert_rows(
-            table.rank[rows].tolist(), (table.num_cached[rows] + num_tokens).tolist()
-        )
+        table, states, cache = self._table, self._states, self._cache
+        owners = table.rank[rows].tolist()
+        given_back, ok = cache.convert_rows(owners, (table.num_cached[rows] + found + num_tokens).tolist())
         inputs = {row: b for row, b in zip(rows.tolist(), given_back, strict=True) if b is not None}
-        for row in inputs:
-            self._states.convert(row)
+        for row, owner, num, can_run in zip(rows.tolist(), owners, found.tolist(), ok, strict=True):
+            begins = states.status[row] == WAITING
+            if begins and not can_run:
+                cache.release(owner)
+            if row in inputs:
+                if begins:
+                    self._count_restore(row, KV, num)
+                    states.start(row, cache.slot_of(owner), HIDDEN, num)
+                states.convert(row)
         return inputs, ok
 
     def _make_batch(
@@ -363,12 +451,17 @@ class BatchBuilder:
             pool_spans=_pool_spans(requests, start, num_tokens),
         )
 
-    def _copies(self, sources: dict[int, NDArray[np.int32]]) -> NDArray[np.int32]:
+    def _copies(self, sources: dict[int, NDArray[np.int32] | Node]) -> NDArray[np.int32]:
         """(m, 2) source and destination blocks: the last group of each row is a copy."""
-        pairs = []
+        pairs = [np.zeros((0, 2), np.int32)]
         for row, source in sources.items():
             at = int(self._table.num_cached[row]) // self._cache.block_sizes[self._table.kind[row]]
-            pairs.append(np.stack([source, self._cache.tables[self._states.slot[row], :, at]], axis=1))
+            blocks = self._cache.tables[self._states.slot[row], :, at]
+            if isinstance(source, Node):
+                assert self._cache.tier is not None
+                self._cache.tier.load_copy(source, blocks.tolist())
+            else:
+                pairs.append(np.stack([source, blocks], axis=1))
         copies = np.concatenate(pairs)
         return copies[copies[:, 1] != NULL_BLOCK]
 

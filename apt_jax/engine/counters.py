@@ -62,6 +62,9 @@ class EngineCounters:
         """[cause] positions"""
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.host_hit_tokens = 0
+        self.restores: collections.Counter[str] = collections.Counter()
+        self.num_lost_groups = 0
         self.num_rejected = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0

@@ -76,9 +76,10 @@ from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import Recovery, StepLimits, break_stall
 from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput
 from apt_jax.engine.request_states import RUNNING, RequestPrefixes, RequestStates
+from apt_jax.engine.restore import RestoreChoice
 from apt_jax.engine.stats import EngineStats, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
-from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepResult
+from apt_jax.executor import Executor, HostMemory, MaskedStepHandle, StepBatch, StepResult
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.registry import is_bundled
@@ -108,6 +109,7 @@ class Engine:
         output_processor: the front end's hook for every token.
         fill_masks: fills the masks of a step; needs `vocab_size`.
         adapters: names of the LoRA adapters that requests may have, in the order of the executor's.
+        host_memory: of the executor, for cached groups that leave its pool; None: they are lost.
         debug: check everything after every step, and let contract violations and failures of the policy raise.
         check_plans: check each plan against the contract of `Plan` before anything is done, and give the policy a table
             that it cannot write to; None: unless the policy belongs to this package.
@@ -131,6 +133,7 @@ class Engine:
         output_processor: OutputProcessor | None = None,
         fill_masks: FillMasks = fill_one_by_one,
         adapters: Sequence[str] = (),
+        host_memory: HostMemory | None = None,
         debug: bool = False,
         check_plans: bool | None = None,
         lengths_only: bool = False,
@@ -146,8 +149,9 @@ class Engine:
             )
         self.executor = executor
         self.clock = clock
+        self._host_memory = host_memory
         self.kinds = tuple(kinds)
-        self.costs = costs
+        self._costs = costs
         self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
         self.last_plan: Plan | None = None
         """The last decision, as the policy made it."""
@@ -170,6 +174,7 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             blocks_per_group=[k.blocks_per_group for k in kinds],
             prefix_caching=cache_config.enable_prefix_caching,
+            num_host_blocks=0 if host_memory is None else host_memory.num_blocks,
         )
         # Cheapest first: a request that fits with a later one fits with every earlier one too.
         self._offered = sorted(
@@ -187,6 +192,12 @@ class Engine:
             scheduler_config.max_num_seqs,
             adapters,
         )
+        if cache.tier is not None and self.states.prefixes.hits is not None:
+            choice = self.states.prefixes.hits.restores = RestoreChoice(
+                lambda: self._costs, cache.block_sizes, cache.blocks_per_group, scheduler_config.max_num_batched_tokens
+            )
+            if self._can_convert:
+                self.states.prefixes.hits.converts = choice.converts
         self._limits = StepLimits(self.max_num_seqs, scheduler_config.max_num_batched_tokens)
         self._policies = PolicyRunner(
             policy,
@@ -197,7 +208,13 @@ class Engine:
         )
         plans = PlanFilter(self.states, self._limits, self._policies, is_offered, self._can_convert)
         self._builder = BatchBuilder(
-            self.states, cache, plans, self._counters, self._recorder, lengths_only=lengths_only
+            self.states,
+            cache,
+            plans,
+            self._counters,
+            self._recorder,
+            host_memory,
+            lengths_only=lengths_only,
         )
         self._masks = MaskFiller(self.states, self._counters, fill_masks, vocab_size, timer)
         self.admission = Admission(scheduler_config)
@@ -357,6 +374,7 @@ class Engine:
             handle = self.executor.execute(batch)
         except Exception as error:
             self._raise_in_debug(error)
+            self.cache.forget_saved(batch.saves[:, 1])
             # The step before it was dispatched in good order: what it sampled is good.
             oldest, self._pending = self._pending, None
             result = self._fetch(oldest) if oldest is not None else None
@@ -394,7 +412,8 @@ class Engine:
         if self._counters.iterations[plan.iteration] % _COST_ERROR_EVERY:
             return None
         step_s = self.costs.step_s(batch.num_tokens, batch.start, batch.kind)
-        return step_s + self.costs.conversion_s(batch.num_converted_tokens) or None
+        step_s += self.costs.conversion_s(batch.num_converted_tokens)
+        return max(step_s, self.costs.transfer_s(len(batch.saves), len(batch.loads))) or None
 
     def _sample_masked(self, step: InFlightStep | None) -> InFlightStep | None:
         """Fill the masks that a dispatched step waits for and dispatch its sampler; every token before is known.
@@ -443,6 +462,17 @@ class Engine:
             raise error
 
     # --- looking in ------------------------------------------------------------------------------------------------
+
+    @property
+    def costs(self) -> StepCosts:
+        """Iteration times for the policy."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: StepCosts) -> None:
+        self._costs = costs
+        if self.cache.tier is not None and self.states.prefixes.hits is not None:
+            self.states.prefixes.hits.refresh()
 
     @property
     def policy(self) -> Policy:
@@ -538,6 +568,7 @@ class Engine:
             num_slo_at_risk_admitted=self.admission.num_slo_at_risk_admitted,
             compilations=self.executor.compilations,
             expected_wait_s=self._controller.expected_wait_s(self.costs),
+            host_block_bytes=0 if self._host_memory is None else self._host_memory.block_bytes,
         )
 
     def check_integrity(self) -> None:

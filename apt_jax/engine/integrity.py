@@ -6,10 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind
+from apt_jax.cache.prefix_hits import Hit
 from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
-from apt_jax.sched.request_table import NO_KIND
+from apt_jax.executor import NULL_BLOCK
+from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND
 
 
 def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: InFlightStep | None) -> None:
@@ -108,14 +110,17 @@ def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: I
 def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArray[np.int32]) -> None:
     """Look up again what each waiting request would find, and compare."""
     table, cache = states.table, states.cache
-    cached_prefix_tokens, shared_prefix_blocks = (
+    hits = states.prefixes.hits
+    cached_prefix_tokens, host_prefix_tokens, shared_prefix_blocks = (
         np.zeros_like(table.cached_prefix_tokens),
+        np.zeros_like(table.host_prefix_tokens),
         np.zeros_like(table.shared_prefix_blocks),
     )
     waits = (states.status[rows] == WAITING) & (states.in_flight[rows] == 0)
     for row in rows[waits].tolist() if cache.prefixes is not None else ():
         assert cache.prefixes is not None
-        state = states.state(row)
+        assert hits is not None
+        state, found = states.state(row), dict[int, Hit]()
         for kind in offered:
             if states.pinned_kind[row] not in (NO_KIND, kind) or state.needs_all_states:
                 continue
@@ -126,12 +131,18 @@ def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArr
                 if node is None:
                     break
                 blocks.append(node.block)
-            tokens = min(len(blocks) * size, state.num_known - 1)
+            num_host = blocks.count(NULL_BLOCK)
+            resident = blocks.index(NULL_BLOCK) if num_host else len(blocks)
+            tokens, from_host = hits.usable(kind, len(blocks), resident, num_host, state.num_known - 1)
             taken = blocks[: tokens // size]
-            cached_prefix_tokens[row, kind] = tokens
-            shared_prefix_blocks[row, kind] = np.count_nonzero(cache.num_refs[taken]) * cache.blocks_per_group[kind]
+            shared = int(np.count_nonzero(cache.num_refs[taken])) * cache.blocks_per_group[kind]
+            found[kind] = Hit(tokens, from_host, shared)
+        converted = hits.by_conversion(found.get(KV), found.get(HIDDEN), state.num_known)
+        for kind, hit in (found | ({} if converted is None else {KV: converted})).items():
+            cached_prefix_tokens[row, kind], host_prefix_tokens[row, kind], shared_prefix_blocks[row, kind] = hit
     if not (
         np.array_equal(cached_prefix_tokens, table.cached_prefix_tokens)
+        and np.array_equal(host_prefix_tokens, table.host_prefix_tokens)
         and np.array_equal(shared_prefix_blocks, table.shared_prefix_blocks)
     ):
         raise CacheIntegrityError("what waiting requests would find is not what the table says")

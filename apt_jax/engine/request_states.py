@@ -80,6 +80,13 @@ class RequestPrefixes:
             self.digests(state, kind)
         self.hits.begin(state.row, state.digests, kinds)
 
+    def converted_rows(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> NDArray[np.bool_] | None:
+        """Return which rows begin with layer inputs that become keys and values in the same step; None: none does."""
+        if self.hits is None or not self.hits.any_converted:
+            return None
+        found = [self.hits.is_converted(row, k) for row, k in zip(rows.tolist(), kind.tolist(), strict=True)]
+        return np.array(found) if any(found) else None
+
     def untrack(self, row: int) -> None:
         """Stop tracking a row, which need not be tracked."""
         if self.hits is not None:
@@ -436,7 +443,7 @@ class RequestStates(ColumnTable):
             if (pooled := self.state(row).pooled) is not None:
                 pooled.forget_asked()
         if self.prefixes.hits is not None:
-            self.cache.clear_prefixes()
+            self.cache.lose_device()
             for row in self.rows(WAITING).tolist():
                 self.await_hits(self.state(row))
 

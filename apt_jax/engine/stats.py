@@ -48,6 +48,23 @@ class EngineStats:
     """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
     prefix_cache_hits: int
     """Tokens of `prefix_cache_queries` that were found cached."""
+    host_blocks: int
+    """Blocks of host memory for cached prefixes; 0 without `swap_space`."""
+    used_host_blocks: int
+    saved_blocks: int
+    """Blocks copied to host memory."""
+    loaded_blocks: int
+    """Blocks copied from host memory."""
+    saved_bytes: int
+    loaded_bytes: int
+    host_hit_tokens: int
+    """Positions, of new and of preempted requests, that were copied from host memory in place of being computed."""
+    restores: dict[str, int]
+    """Requests that found groups in host memory alone, by how they went on: "kv" and "hidden" were copied, "recomputed"
+    computed again because that took less time. "converted" are those that began with keys and values computed from cached
+    layer inputs, wherever these were."""
+    num_lost_groups: int
+    """Groups of blocks in host memory that were lost, by a failed transfer or a wrong checksum."""
     finished: dict[str, int]
     """Ended requests by reason."""
     num_rejected: int
@@ -104,9 +121,11 @@ def collect_stats(
     num_slo_at_risk_admitted: int,
     compilations: int,
     expected_wait_s: float | None,
+    host_block_bytes: int = 0,
 ) -> EngineStats:
     """Take a snapshot; a tenth of a millisecond."""
     table, cache = states.table, states.cache
+    tier = cache.tier
     waiting = states.status == WAITING
     kinds = table.kind[states.status == RUNNING]
     return EngineStats(
@@ -133,6 +152,15 @@ def collect_stats(
         recomputed_by_cause={cause.name.lower(): int(counters.recomputed[cause]) for cause in RecomputeCause},
         prefix_cache_queries=counters.prefix_cache_queries,
         prefix_cache_hits=counters.prefix_cache_hits,
+        host_blocks=0 if tier is None else tier.pool.num_blocks,
+        used_host_blocks=0 if tier is None else tier.pool.num_used,
+        saved_blocks=0 if tier is None else tier.num_saved_blocks,
+        loaded_blocks=0 if tier is None else tier.num_loaded_blocks,
+        saved_bytes=0 if tier is None else tier.num_saved_blocks * host_block_bytes,
+        loaded_bytes=0 if tier is None else tier.num_loaded_blocks * host_block_bytes,
+        host_hit_tokens=counters.host_hit_tokens,
+        restores=dict(counters.restores),
+        num_lost_groups=counters.num_lost_groups,
         finished=dict(counters.finished),
         num_rejected=counters.num_rejected,
         num_slo_at_risk_admitted=num_slo_at_risk_admitted,

@@ -93,11 +93,17 @@ class StepBatch:
     copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
     destinations. No destination occurs twice; m is at most 2 * max_num_seqs."""
+    saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    """(m, 2) blocks (device, host) that go to host memory as they are before the step writes anything, its copies and
+    loads among it. No host block occurs twice, nor is it loaded in the step."""
+    loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    """(m, 2) blocks (host, device) that come from host memory: written after the copies, and before conversions and the
+    step. No device block occurs twice; `HostMemory.ready_to_load` has said that all host blocks are good."""
     adapters: NDArray[np.int32] | None = None
     """(n,) LoRA adapter of the row's request: its place among `Executor.adapters` plus 1, 0: none; None: no row has
     one."""
     conversions: Conversions | None = None
-    """Done after the copies and before the step; None: there are none."""
+    """Done after the copies and loads, and before the step; None: there are none."""
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
     """By row, where the row's request asks for log probabilities of its prompt."""
     pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
@@ -114,7 +120,7 @@ class StepBatch:
         return 0 if self.conversions is None else int(self.start[self.conversions.rows].sum())
 
     def part(self, rows: NDArray[np.int64]) -> "StepBatch":
-        """A step of some rows, ascending, without masks, copies and conversions."""
+        """A step of some rows, ascending, without masks, copies, transfers and conversions."""
         starts = np.cumsum(self.num_tokens) - self.num_tokens
         lens = self.num_tokens[rows]
         within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
@@ -204,6 +210,28 @@ class MaskedStepHandle(StepHandle, Protocol):
         ...
 
 
+class HostMemory(Protocol):
+    """Blocks of host memory beside the pool of an executor, for `StepBatch.saves` and `loads`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks as large as the executor's, with ids in [1, num_blocks]."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers and devices."""
+        ...
+
+    def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Wait until these blocks have been saved, and check what is in them.
+
+        Returns:
+            (n,) False: the contents are lost, by a transfer that failed or a checksum that differs.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Runs steps over a pool of `num_blocks` usable blocks with ids in [1, num_blocks]."""
 
@@ -221,7 +249,8 @@ class Executor(Protocol):
         ...
 
     def reset(self) -> None:
-        """Recreate the pool, all cache lost (a failed step has destroyed the donated arrays)."""
+        """Recreate the pool, all cache on the device lost (a failed step has destroyed the donated arrays). Host memory
+        keeps what steps before had saved."""
         ...
 
     def check_integrity(self) -> None:

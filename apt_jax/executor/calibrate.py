@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from apt_jax.executor.base import Conversions, StepBatch
+from apt_jax.executor.host_memory import HostPool
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.ops.xla_decode import TOKENS_PER_TILE
 from apt_jax.ops.xla_prefill import PREFILL_KEY_TILE, PREFILL_QUERY_TILE
@@ -195,6 +196,46 @@ def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> Generator[
     return max(0.0, float(tokens @ extra_s / (tokens @ tokens)))
 
 
+_TRANSFERS = 8
+"""Transfers that are measured each way."""
+
+
+def _transfers_s(
+    executor: JaxExecutor, host: HostPool, rng: np.random.Generator
+) -> Generator[float, None, list[float]]:
+    """Seconds of transfers, as `StepCosts` has them: load_base_s, load_per_block_s, save_per_block_s.
+
+    A load is timed with the check of its blocks and the step that follows, beside the same step without. A save is timed
+    from its dispatch to its end in host memory. By non-negative least squares; yields after each.
+    """
+    from scipy.optimize import nnls  # heavy to import
+
+    plain = synthetic_batch(executor, [int(not executor.kinds_offered[KV])], [1], [1])
+    most = min(executor.num_blocks // 2, host.num_blocks, host.sizes[-1])
+    nums, load_s, save_s = np.zeros(_TRANSFERS), np.zeros(_TRANSFERS), np.zeros(_TRANSFERS)
+    for i in range(_TRANSFERS):
+        num = max(1, int(np.exp(rng.uniform(0, np.log(most)))))
+        device, ids = np.arange(num, dtype=np.int32) + 1, np.arange(num, dtype=np.int32) + 1
+        saves, loads = np.stack([device, ids], axis=1), np.stack([ids, device], axis=1)
+        times: list[tuple[float, float]] = []
+        for _ in range(_REPEATS + 1):
+            step_s = step_time_s(executor, plain)
+            started = time.perf_counter()
+            host.announce(saves)
+            host.save(saves)
+            host.ready_to_load(ids)  # waits for them
+            saved = time.perf_counter()
+            host.ready_to_load(ids)
+            step_time_s(executor, dataclasses.replace(plain, loads=loads))
+            ended = time.perf_counter()
+            times.append((saved - started, ended - saved - step_s))
+        nums[i] = num
+        save_s[i], load_s[i] = np.median(times[1:], axis=0)
+        yield 0.99
+    base_s, per_block_s = nnls(np.stack([np.ones(_TRANSFERS), nums], axis=1), np.maximum(load_s, 0.0))[0].tolist()
+    return [base_s, per_block_s, max(0.0, float(nums @ save_s / (nums @ nums)))]
+
+
 def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None, CostModel]:
     """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
 
@@ -234,6 +275,12 @@ def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None
         conversion_s = yield from _conversion_s(executor, rng)
         costs = dataclasses.replace(model.costs, convert_per_hidden_token_s=conversion_s)
         model = dataclasses.replace(model, costs=costs)
+    if executor.host is not None:
+        load_base_s, load_s, save_s = yield from _transfers_s(executor, executor.host, rng)
+        costs = dataclasses.replace(
+            model.costs, load_base_s=load_base_s, load_per_block_s=load_s, save_per_block_s=save_s
+        )
+        model = dataclasses.replace(model, costs=costs)
     return model
 
 
@@ -263,6 +310,7 @@ def _key(executor: JaxExecutor) -> str:
         "quantization": executor.quantization,
         "mode": executor.cache_config.mode,
         **({"converts": True} if executor.can_convert else {}),
+        **({"transfers": True} if executor.host is not None else {}),
         **({"adapters": executor.adapter_shapes} if executor.adapters else {}),
         "absorb": executor.absorbs,
         "attention": executor.attention_name,

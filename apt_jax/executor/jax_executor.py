@@ -41,6 +41,7 @@ from apt_jax.executor.base import (
 )
 from apt_jax.executor.buckets import SamplerVariant, bucket_for
 from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
+from apt_jax.executor.host_memory import HostPool
 from apt_jax.executor.packing import (
     Ints,
     pack_conversions,
@@ -165,6 +166,11 @@ class JaxExecutor:
         self.runner = self._sized_runner(mesh, specs)
         self.programs, self.step_format = self.runner.programs, self.runner.step_format
         self.num_blocks = self.step_format.num_blocks
+        self.host: HostPool | None = None
+        if cache.swap_space:
+            blocks = self._memory.host_blocks()
+            num_host_blocks = blocks.num_blocks(cache.swap_space)
+            self.host = HostPool(self.runner, blocks, num_host_blocks, self._memory.placed_rows)
         self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
         self.ready = ReadyPrograms(self.buckets)
         self._compiled_at_warm_up = 0
@@ -274,7 +280,7 @@ class JaxExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on padding that touches no block."""
-        self._warm_up(self._all_programs(), progress)
+        self._warm_up([*self._all_programs(), *self._transfers()], progress)
 
     def _warm_up(self, programs: list[Program], progress: Callable[[int, int], None] | None) -> None:
         prepare = functools.partial(
@@ -307,6 +313,9 @@ class JaxExecutor:
         copies = self.cache_config.enable_prefix_caching
         return all_programs(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert)
 
+    def _transfers(self) -> list[Program]:
+        return [] if self.host is None else self.host.programs()
+
     @property
     def can_start_early(self) -> bool:
         """True if `warm_up_first` may take the place of `warm_up`: each step has one program that serves it whatever is
@@ -321,7 +330,7 @@ class JaxExecutor:
             `add_program`.
         """
         first, others = first_and_others(self._all_programs(), self.ready)
-        self._warm_up(first, progress)
+        self._warm_up([*first, *self._transfers()], progress)
         self.ready.forget()
         for program in first:
             self.ready.add(program.name)
@@ -388,9 +397,15 @@ class JaxExecutor:
 
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
+        if self.host is not None and len(batch.saves):
+            self.host.announce(batch.saves)
         self.allocate()
+        if self.host is not None and len(batch.saves):
+            self.host.save(batch.saves)
         if len(batch.copies):
             self.runner.copy_call(batch.copies, bucket_for(self.ready.sizes.copies, len(batch.copies))).run()
+        if self.host is not None and len(batch.loads):
+            self.host.load(batch.loads)
         if batch.conversions is not None:
             self._run_conversions(batch, batch.conversions)
         single = batch.num_tokens == 1

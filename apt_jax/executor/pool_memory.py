@@ -1,5 +1,6 @@
 """Memory of the block pool: how many blocks there is room for, and where its arrays are placed."""
 
+import dataclasses
 import math
 import os
 from typing import Any
@@ -16,8 +17,36 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.loader import free_memory_bytes
 
+_GIB = 1 << 30
 MAX_CPU_POOL_BYTES = 4 << 30
 """Largest pool on a CPU whose size was not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBlocks:
+    """Blocks of host memory as an array."""
+
+    shape: tuple[int, ...]
+    """(layers, block_size, lane) of one block."""
+    dtype: Any
+
+    @property
+    def block_bytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+    def num_blocks(self, swap_space: float) -> int:
+        """Blocks that so many GiB hold.
+
+        Raises:
+            ConfigError: fewer than two, one of keys and one of values.
+        """
+        num_blocks = int(swap_space * _GIB) // self.block_bytes
+        if num_blocks < 2:
+            raise ConfigError(
+                f"swap_space={swap_space:g} GiB holds no two blocks of {self.block_bytes:,} bytes; give more, or 0 for "
+                "none (--swap-space)"
+            )
+        return num_blocks
 
 
 def pool_dtype(dtype: Any, platform: str) -> Any:
@@ -135,6 +164,14 @@ class PoolMemory:
         """Empty pools, with room for the reserved block."""
         shape, where = (num_blocks + 1, *self._block_shape), self.placed(parallel.POOL_SPEC)
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
+
+    def host_blocks(self) -> HostBlocks:
+        """One block over all layers and devices, as it is kept in host memory."""
+        return HostBlocks((self._config.num_layers, *self._block_shape), self._dtype)
+
+    def placed_rows(self, rows: np.ndarray) -> Array:
+        """Contents of blocks from host memory, on the devices."""
+        return jax.device_put(rows, self.placed(parallel.HOST_SPEC))
 
     def states_shape(self, rows: int) -> tuple[int, int]:
         """Shape of hidden states as a forward program returns them."""

@@ -18,6 +18,9 @@ and "change_counts", where a step brings more than it has room for.
 The block tables of all slots stay on the device, and for penalties how often each token was in a slot. A step changes what
 is new there, and gathers what belongs to its rows.
 
+With host memory for blocks that leave the pool, "save" reads some of them at a time and "load" writes them
+(`apt_jax.executor.host_memory`).
+
 Steps that return log probabilities of prompts run as "forward_all", whose rows are all chunks and which gives the hidden
 states of all tokens, and "score_prompts", which turns some of them at a time into log probabilities. Few sizes of them
 are compiled, when the first such request comes (`apt_jax.executor.prompt_logprobs`).
@@ -116,6 +119,8 @@ class Programs:
             "score_prompts": self._jit(self.score_prompts, donate=(), results=alike),
             "pool_prompts": self._jit(self.pool_prompts, donate=(), results=alike),
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
+            "save": self._jit(self.save, donate=(), results=(parallel.HOST_SPEC,)),
+            "load": self._jit(self.load, donate=("pools",), results=(pools,)),
         }
         self.executables: dict[tuple[Any, ...], Compiled] = {}
         self.store: ExecutableStore | None = None
@@ -133,7 +138,12 @@ class Programs:
             return jax.jit(
                 function, static_argnames=static, donate_argnames=donate, compiler_options=self._compiler_options
             )
-        cut = {"params": self._specs, "head": output_head(self._specs), "pools": parallel.POOL_SPEC}
+        cut = {
+            "params": self._specs,
+            "head": output_head(self._specs),
+            "pools": parallel.POOL_SPEC,
+            "rows": parallel.HOST_SPEC,
+        }
         in_specs = tuple(cut.get(name, P()) for name in names)
 
         def on_all(*args: Any, **fixed: Any) -> Any:
@@ -432,6 +442,14 @@ class Programs:
         """`pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes. The pools are donated."""
         source, destination = pairs[:, 0], pairs[:, 1]
         return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
+
+    def save(self, pools: Pools, blocks: Array) -> tuple[Array]:
+        """(n, L, block_size, lane) contents of n blocks over all layers."""
+        return (jnp.stack([pool[blocks] for pool in pools], axis=1),)
+
+    def load(self, pools: Pools, blocks: Array, rows: Array) -> tuple[Pools]:
+        """Write the contents that `save` gave into n blocks; the pools are donated. Blocks outside the pool are dropped."""
+        return (tuple(pool.at[blocks].set(rows[:, layer], mode="drop") for layer, pool in enumerate(pools)),)
 
 
 def _as_float(bits: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, SamplerVariant, bucket_for
 
-Kind = Literal["decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "tables", "counts"]
+Kind = Literal["decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts"]
 _SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
 """The field of `Buckets` that has the sizes of programs of a kind."""
 

@@ -26,7 +26,7 @@ from apt_jax.executor.programs import Pools, Programs
 from apt_jax.executor.token_counts import SentCounts
 from apt_jax.models.params import ModelParams, output_head
 
-_VARYING = {"copy": 1, "score_prompts": 1, "pool_prompts": 0}
+_VARYING = {"copy": 1, "save": 1, "load": 1, "score_prompts": 1, "pool_prompts": 0}
 """Arguments, by their place, of which a program takes several sizes that its static arguments do not tell."""
 
 
@@ -251,6 +251,14 @@ class ProgramRunner:
         """Gives nothing."""
         args, static = (self.params, self.pools, ints), {"num_blocks": num_blocks}
         return ProgramCall(self, "convert", args, static, replaces=("pools",))
+
+    def save_call(self, blocks: Ints) -> ProgramCall:
+        """Gives the contents of blocks."""
+        return ProgramCall(self, "save", (self.pools, blocks), {})
+
+    def load_call(self, blocks: Ints, rows: Any) -> ProgramCall:
+        """Gives nothing."""
+        return ProgramCall(self, "load", (self.pools, blocks, rows), {}, replaces=("pools",))
 
     def empty_forward_call(
         self, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None

@@ -30,6 +30,7 @@ from apt_jax.utils.allocator import use_huge_pages
 from apt_jax.utils.cache_dir import private_dir
 from apt_jax.utils.compile_cache import keep_programs
 from apt_jax.utils.device_memory import MEMORY_FRACTION, set_memory_fraction
+from apt_jax.utils.memory import spare_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def build_engine(
     from apt_jax.models.loading.auto_dtype import with_auto_dtype
 
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
+    check_swap_space(config.cache.swap_space)
     if params is not None and config.parallel.nnodes > 1:
         raise ConfigError("params=... serves weights of this process, not of several hosts (--nnodes)")
     started = time.monotonic()
@@ -144,6 +146,20 @@ def build_engine(
             warm_up_s=warm_s - loaded_s,
             calibration_s=time.monotonic() - warm_s,
             unprepared=unprepared,
+        )
+
+
+def check_swap_space(swap_space: float) -> None:
+    """Check that so many GiB of host memory are free.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    spare_gib = spare_memory_bytes() / (1 << 30)
+    if swap_space > spare_gib:
+        raise ConfigError(
+            f"swap_space={swap_space:g} GiB is more than the {spare_gib:.1f} GiB of host memory that are free; give less "
+            "(--swap-space)"
         )
 
 

@@ -182,6 +182,7 @@ def build_components(
         output_processor=assembler,
         fill_masks=MaskFiller(),
         adapters=tuple(config.lora_modules or ()),
+        host_memory=getattr(executor, "host", None) if config.cache.swap_space else None,
         debug=debug,
     )
     pool_tokens = max(

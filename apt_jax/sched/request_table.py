@@ -95,6 +95,7 @@ class RequestTable(ColumnTable):
     histograms = column(np.int32, width=len(BEGINNINGS))  # of output lengths, see `lengths`; 0: none
     # By kind, what a waiting request would find cached; 0 for all others.
     cached_prefix_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
+    host_prefix_tokens = column(np.int32, width=NUM_KINDS)  # those of them that are copied from host memory
     shared_prefix_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
 
     def __init__(self, capacity: int = 256) -> None:

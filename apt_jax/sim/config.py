@@ -74,6 +74,9 @@ class SimulationConfig:
     enable_prefix_caching: bool | None = option(None)
     """Share the cache of common prompt prefixes, by the column hash_ids of the trace (default: where the trace has
     one)."""
+    swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
+    """Host memory for cached blocks that leave the device, in GiB, as of `apt-jax serve`; prompts are then unlike each
+    other where the trace has no column hash_ids (default: 0, none)."""
     hash_block_tokens: int = option(512, metavar="N", positive=True, low=1)
     """Prompt tokens per entry of the trace's hash_ids, 512 in the traces of Mooncake."""
     tenants: int = option(1, metavar="N", positive=True, low=1)
@@ -86,6 +89,10 @@ class SimulationConfig:
                 raise ConfigError(message)
 
         check_options(self)
+        require(
+            not self.swap_space or self.enable_prefix_caching is not False,
+            f"swap_space={self.swap_space:g} keeps cached prefixes; leave out --no-enable-prefix-caching or --swap-space",
+        )
         rho_us = self.rho_us
         require(
             rho_us is None or 0 <= rho_us < 1e6,

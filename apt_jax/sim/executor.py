@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apt_jax.executor import NO_TOKEN, StepBatch, StepResult
 from apt_jax.utils.clock import VirtualClock
@@ -41,6 +42,8 @@ class SimulatedExecutor:
         max_num_seqs: slots of the batch.
         host_s: seconds of the host before every dispatch.
         can_convert: whether layer inputs may become keys and values within a step.
+        transfer_s: seconds that the transfers of a step take. They run beside the steps: one takes as long as the longer
+            of the two. None: no time.
 
     Attributes:
         num_steps: steps executed.
@@ -58,6 +61,7 @@ class SimulatedExecutor:
         hidden_block_size: int | None = None,
         host_s: float = 0.0,
         can_convert: bool = True,
+        transfer_s: Callable[[StepBatch], float] | None = None,
     ) -> None:
         self.clock = clock
         self.step_s = step_s
@@ -67,12 +71,15 @@ class SimulatedExecutor:
         self.max_num_seqs = max_num_seqs
         self.host_s = host_s
         self.can_convert = can_convert
+        self.transfer_s = transfer_s
         self.num_steps = 0
         self.busy_s = 0.0
         self._busy_until_s = 0.0
 
     def execute(self, batch: StepBatch) -> _Handle:
         duration_s = self.step_s(batch)
+        if self.transfer_s is not None and (len(batch.saves) or len(batch.loads)):
+            duration_s = max(duration_s, self.transfer_s(batch))
         self.num_steps += 1
         self.busy_s += duration_s
         if self.host_s:
@@ -96,3 +103,14 @@ class SimulatedExecutor:
     @property
     def compilations(self) -> int:
         return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedHostMemory:
+    """Host memory whose transfers never fail."""
+
+    num_blocks: int
+    block_bytes: int = 0
+
+    def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.ones(blocks.size, np.bool_)

@@ -37,8 +37,9 @@ from apt_jax.sched import Policy, make_policy
 from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.attainable import attainable_share
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.executor import SimulatedExecutor
+from apt_jax.sim.executor import SimulatedExecutor, SimulatedHostMemory
 from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
 from apt_jax.sim.replica import Replica, ReplicaCounts, TimedExecutor
 from apt_jax.sim.routing import ROUTING_POLICIES, Router
 from apt_jax.sim.trace import load_trace
@@ -49,6 +50,7 @@ from apt_jax.sim.workload import (
     engine_requests,
     longest_request,
     sample_workload,
+    with_distinct_prompts,
 )
 from apt_jax.utils.clock import VirtualClock
 
@@ -84,6 +86,12 @@ class SimulationResult:
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
+    saved_blocks: int
+    """Blocks copied to host memory; 0 without `swap_space`."""
+    loaded_blocks: int
+    """Blocks copied from host memory."""
+    restores: dict[str, int]
+    """See `EngineStats.restores`."""
     conversions: int
     """Times that a running request went from layer inputs to keys and values."""
     hidden_token_fraction: float
@@ -149,6 +157,9 @@ class SimulationResult:
             "slo_attainment_bound": self.slo_attainment_bound,
             "kind_switches": self.kind_switches,
             "prefix_hit_fraction": self.prefix_hit_fraction,
+            "saved_blocks": self.saved_blocks,
+            "loaded_blocks": self.loaded_blocks,
+            "restores": self.restores,
             "conversions": self.conversions,
             "hidden_token_fraction": self.hidden_token_fraction,
             "iterations": self.iterations,
@@ -222,6 +233,12 @@ def simulate(
         overlap=overlap,
     )
     prefixes = config.enable_prefix_caching
+    host_memory = None
+    if config.swap_space:
+        prefixes, costs = True, with_transfers(costs, hardware)
+        host_memory = SimulatedHostMemory(num_host_blocks(hardware, config.swap_space), block_bytes(hardware))
+        if workload.prompts is None:
+            workload = with_distinct_prompts(workload, config.seed)
     if prefixes is None:
         prefixes = workload.prompts is not None
     if prefixes and workload.prompts is None:
@@ -247,6 +264,9 @@ def simulate(
         step_s = timing.step_s(batch.num_tokens, batch.start, batch.kind)
         return step_s + costs.conversion_s(batch.num_converted_tokens)
 
+    def transfer_s(batch: StepBatch) -> float:
+        return costs.transfer_s(len(batch.saves), len(batch.loads))
+
     def replica() -> "Replica":
         clock = VirtualClock()
         timed: TimedExecutor = (
@@ -261,6 +281,7 @@ def simulate(
                 max_num_seqs=max_num_seqs,
                 host_s=config.host_s,
                 can_convert=can_convert,
+                transfer_s=None if host_memory is None else transfer_s,
             )
         )
         engine = Engine(
@@ -273,6 +294,7 @@ def simulate(
             CacheConfig(block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes),
             costs=costs,
             output_processor=None if config.max_tokens is None else TraceEnds(workload.output_tokens),
+            host_memory=host_memory if executor is None else None,
             debug=debug,
             lengths_only=executor is None and step_s is None,
         )
@@ -310,6 +332,9 @@ def simulate(
         kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
         prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
         / max(sum(one.prefix_cache_queries for one in stats), 1),
+        saved_blocks=sum(one.saved_blocks for one in stats),
+        loaded_blocks=sum(one.loaded_blocks for one in stats),
+        restores=dict(sum((collections.Counter(one.restores) for one in stats), collections.Counter())),
         conversions=sum(one.num_conversions for one in stats),
         hidden_token_fraction=sum(replica.hidden_tokens for replica in replicas)
         / max(sum(one.generation_tokens for one in stats), 1),

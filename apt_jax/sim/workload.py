@@ -130,6 +130,13 @@ def _draw_tenants(num_requests: int, config: SimulationConfig) -> NDArray[np.int
     return rng.choice(config.tenants, num_requests, p=shares / shares.sum()).astype(np.int32)
 
 
+def with_distinct_prompts(workload: Workload, seed: int) -> Workload:
+    """The workload with a text for each prompt, unlike all others: a request that is preempted finds its own cache."""
+    rng = np.random.default_rng([seed, 0x50A])
+    prompts = [rng.integers(0, 1 << 30, length, dtype=np.int32) for length in workload.prompt_tokens.tolist()]
+    return dataclasses.replace(workload, prompts=prompts)
+
+
 def engine_requests(workload: Workload, config: SimulationConfig, longest: int = 2**31) -> list[EngineRequest]:
     """The workload as the engine takes it, in order of arrival; the id is the index.
 

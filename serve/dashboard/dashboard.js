@@ -218,6 +218,8 @@ function showTiles() {
   $("pool").textContent = `${(100 * metric("vllm:kv_cache_usage_perc")).toFixed(0)} %`;
   const queries = metric("vllm:prefix_cache_queries_total"), hits = metric("vllm:prefix_cache_hits_total");
   $("note-pool").textContent = queries ? `prefix hits ${((100 * hits) / queries).toFixed(0)} %` : `of ${count(metric("aptjax:blocks"))} blocks`;
+  const host = metric("aptjax:host_blocks"); // 0: there is no host memory
+  if (host) $("note-pool").textContent += `, host ${((100 * metric("aptjax:host_blocks", ["used"])) / host).toFixed(0)} %`;
   const others = { aborted: metric("vllm:request_success_total", ["abort"]), failed: metric("vllm:request_success_total", ["error"]), refused: metric("aptjax:requests_refused_total") };
   const some = Object.entries(others).filter(([, n]) => n).map(([name, n]) => `${count(n)} ${name}`);
   $("note-completed").textContent = $("note-completed").title = some.join(", ") || "requests";

@@ -23,6 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from apt_jax.engine import EngineStats
+from apt_jax.engine.restore import RESTORES
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
@@ -272,6 +273,13 @@ class _Scrape(Collector):
             [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)],
             ("kind",),
         )
+        if stats.host_blocks:
+            yield self._gauge(
+                "aptjax:host_blocks",
+                "Blocks of host memory for cached prefixes: in use, and free.",
+                [(("used",), stats.used_host_blocks), (("free",), stats.host_blocks - stats.used_host_blocks)],
+                ("state",),
+            )
         if stats.expected_wait_s is not None:
             yield self._gauge(
                 "aptjax:expected_wait_seconds",
@@ -349,6 +357,8 @@ class _Scrape(Collector):
             [((cause,), value) for cause, value in stats.recomputed_by_cause.items()],
             ("cause",),
         )
+        if stats.host_blocks:
+            yield from self._host_memory()
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
         yield self._counter("vllm:request_success", "Ended requests.", ends, ("finished_reason",))
         pairs = [(o, c) for o in _OBJECTIVES for c in _CLASSES]
@@ -381,6 +391,29 @@ class _Scrape(Collector):
             "Programs compiled after warm-up; anything but 0 is a fault.",
             [(("serving",), stats.compilations)],
             ("phase",),
+        )
+
+    def _host_memory(self) -> Iterable[Metric]:
+        stats = self._stats
+        moved = [(("save",), stats.saved_bytes), (("load",), stats.loaded_bytes)]
+        yield self._counter("aptjax:host_bytes", "Bytes copied to host memory and back.", moved, ("direction",))
+        yield self._counter(
+            "aptjax:host_hit_tokens",
+            "Positions copied from host memory in place of being computed.",
+            [((), stats.host_hit_tokens)],
+        )
+        ways = [((way,), stats.restores.get(way, 0)) for way in RESTORES]
+        yield self._counter(
+            "aptjax:restores",
+            "Requests that found cache in host memory alone: copied as keys and values or as layer inputs, or computed again "
+            "because that took less time.",
+            ways,
+            ("way",),
+        )
+        yield self._counter(
+            "aptjax:host_lost_groups",
+            "Groups of blocks lost in host memory, by a failed copy or a wrong checksum.",
+            [((), stats.num_lost_groups)],
         )
 
     def _histograms(self) -> Iterable[Metric]:

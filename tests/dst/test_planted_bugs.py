@@ -16,7 +16,7 @@ from apt_jax.sched.request_table import KV, NO_KIND
 from tests.support.seeds import seed_base
 from tests.support.simulation_harness import SimulationError, simulate
 
-SEEDS = [3, 5, 56, 79, 194, 278, 32, 33, 1, 383, 0, 14, 16, 20, 37, 42]
+SEEDS = [3, 5, 56, 79, 194, 278, 32, 33, 1, 383, 0, 14, 16, 20, 37, 42, 96]
 SEEDS += [seed for seed in range(60) if seed not in SEEDS]
 """First those that tripped over the bugs below when this was written, short histories before long ones: most of the
 time goes into seeds that find nothing."""
@@ -344,7 +344,79 @@ class KeptAfterFailure(_Caching):
     """A failed step destroys the pool, and its prefixes are still found."""
 
     def tamper(self, tree):
-        self.cache.clear_prefixes = lambda: None
+        self.cache.lose_device = lambda: None
+
+
+class _Swapping(Engine):
+    """An engine whose tier of host memory can be tampered with; `tamper` is called where there is one."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.cache.tier is not None:
+            self.tamper(self.cache.tier)
+
+    def tamper(self, tier):
+        raise NotImplementedError
+
+
+class StaleSave(_Swapping):
+    """A group is found in host memory whose blocks there hold what was saved before."""
+
+    def tamper(self, tier):
+        host: Any = self._host_memory
+        take = tier.take_transfers
+
+        def take_without_last_save():
+            saves, loads = take()
+            host.good[saves[-1:, 1]] = True
+            return saves[:-1], loads
+
+        host.ready_to_load = lambda blocks: np.ones(blocks.size, np.bool_)
+        tier.take_transfers = take_without_last_save
+
+
+class NeighboursBlock(_Swapping):
+    """Two groups of a step are saved to each other's blocks."""
+
+    def tamper(self, tier):
+        def exchanged(take):
+            def take_exchanged():
+                saves, loads = take()
+                saves[:, 1] = np.roll(saves[:, 1], 2)
+                return saves, loads
+
+            return take_exchanged
+
+        _wrap(tier, "take_transfers", exchanged)
+
+
+class LostLoad(_Swapping):
+    """The last block of a step is not loaded."""
+
+    def tamper(self, tier):
+        def without_last(take):
+            def take_without_last():
+                saves, loads = take()
+                return saves, loads[:-1]
+
+            return take_without_last
+
+        _wrap(tier, "take_transfers", without_last)
+
+
+class LossUnnoticed(_Swapping):
+    """A failed transfer is believed to be good."""
+
+    def tamper(self, tier):
+        host: Any = self._host_memory
+        host.ready_to_load = lambda blocks: np.ones(blocks.size, np.bool_)
+
+
+class LostHostBlock(_Swapping):
+    """Host memory of what is dropped there is not free again."""
+
+    def tamper(self, tier):
+        _wrap(tier.pool, "free", lambda free: lambda ids: free(ids[1:]))
 
 
 class ForgottenReference(_Caching):
@@ -415,7 +487,7 @@ class StaleTokensSincePreemption(_Tampered):
         return lose_and_keep
 
 
-COUNTS = [StaleComputedOnce, StaleTokensSincePreemption]
+COUNTS = [StaleComputedOnce, StaleTokensSincePreemption, LostHostBlock]
 ENGINES = [
     LeakedBlock,
     DoubleFree,
@@ -436,6 +508,10 @@ ENGINES = [
     InputsCountedAsKeys,
     RegisteredThoughBad,
     KeptAfterFailure,
+    StaleSave,
+    NeighboursBlock,
+    LostLoad,
+    LossUnnoticed,
     ForgottenReference,
     ConvertedFromForeign,
     NotConverted,

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import (
     _episodes,
+    _transfers_s,
     calibrate,
     calibration_path,
     describe,
@@ -233,6 +235,37 @@ def test_conversions_are_measured_where_they_can_be_asked_for(monkeypatch) -> No
     monkeypatch.setattr(executor, "_run_conversions", slow)
     found = calibrate(executor, 0.2).costs.convert_per_hidden_token_s
     assert found == pytest.approx(1e-3, rel=0.5)
+
+
+def test_transfers_are_measured_where_there_is_host_memory(monkeypatch) -> None:
+    executor = make_executor(swap_space=1 / 1024)
+    assert calibration_path(executor) != calibration_path(make_executor())
+    few_programs(executor)
+    host = executor.host
+    assert host is not None
+    host.sizes = [16]
+    real_load, real_store = host.load, host._store
+
+    def slow_load(loads: np.ndarray) -> None:
+        real_load(loads)
+        time.sleep(0.01 + 1e-3 * len(loads))
+
+    def slow_store(array: Any, blocks: np.ndarray, generations: np.ndarray) -> None:
+        time.sleep(2e-3 * len(blocks))
+        real_store(array, blocks, generations)
+
+    monkeypatch.setattr(host, "load", slow_load)
+    monkeypatch.setattr(host, "_store", slow_store)
+    found: list[list[float]] = []
+
+    def measure():
+        found.append((yield from _transfers_s(executor, host, np.random.default_rng(0))))
+
+    assert len(list(measure())) > 0
+    [(load_base_s, load_s, save_s)] = found
+    assert save_s == pytest.approx(2e-3, rel=0.6)
+    assert load_base_s + 10 * load_s == pytest.approx(0.02, rel=0.6)
+    assert make_executor().host is None
 
 
 def bounded_executor(

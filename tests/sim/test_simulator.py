@@ -13,6 +13,7 @@ from apt_jax.sched import HIDDEN, POLICIES, Plan, SchedulerView, make_policy
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
+from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
 from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.trace import (
     SYNTHETIC,
@@ -517,3 +518,53 @@ def test_reservation_prevents_preemptions(policy):
         assert result.as_dict()["recomputed_by_cause"] == result.recomputed_by_cause
     assert results[0].recomputed_by_cause["memory"] == results[0].recomputed_tokens
     assert [m.finished_s is not None for m in results[1].requests if m is not None].count(True) == config.num_requests
+
+
+class TestHostMemory:
+    """Preempted requests come back by copying, in the time that copies take."""
+
+    def run(self, swap_space: float, **fields) -> SimulationResult:
+        config = SimulationConfig(
+            rate=6.0, num_requests=30, policy="fcfs", cache="kv", num_blocks=400, swap_space=swap_space, **fields
+        )
+        return simulate(config)
+
+    def test_less_is_computed_again_and_the_requests_end_sooner(self):
+        without, swapped = self.run(0.0), self.run(16.0)
+        assert without.preemptions > 10
+        assert (without.saved_blocks, without.loaded_blocks, without.restores) == (0, 0, {})
+        assert swapped.saved_blocks > 0
+        assert swapped.loaded_blocks > 0
+        assert swapped.restores["kv"] > 10
+        assert swapped.recomputed_tokens < 0.2 * without.recomputed_tokens
+        assert swapped.duration_s < without.duration_s
+
+    def test_steps_take_as_long_as_their_transfers(self):
+        hardware = load_hardware("opt-13b", "a100-40gb")
+        slow = {
+            mode: dataclasses.replace(costs, load_per_block_s=1e-9, save_per_block_s=0.5)
+            for mode, costs in hardware.costs.items()
+        }
+        config = SimulationConfig(rate=6.0, num_requests=20, policy="fcfs", cache="kv", num_blocks=600, swap_space=16.0)
+        fast = simulate(config)
+        slower = simulate(config, hardware=dataclasses.replace(hardware, costs=slow))
+        assert slower.saved_blocks > 0
+        assert slower.duration_s > fast.duration_s + 0.4 * slower.saved_blocks
+
+    def test_a_block_takes_the_time_of_its_bytes_on_the_link(self):
+        hardware = load_hardware("opt-13b", "a100-40gb")
+        assert block_bytes(hardware) == 40 * 16 * 5120 * 2
+        costs = with_transfers(hardware.step_costs(), hardware)
+        assert costs.load_per_block_s == costs.save_per_block_s == block_bytes(hardware) / 25.6e9
+        two = load_hardware("opt-13b", "a100-40gb", 2)
+        assert with_transfers(two.step_costs(), two).load_per_block_s == costs.load_per_block_s / 2
+        assert num_host_blocks(hardware, 1.0) == 2**30 // block_bytes(hardware)
+
+    def test_what_is_not_known_is_refused(self):
+        hardware = dataclasses.replace(load_hardware("opt-13b", "a100-40gb"), name="abacus")
+        with pytest.raises(ConfigError, match="nothing is known of copies between host and abacus"):
+            with_transfers(hardware.step_costs(), hardware)
+        with pytest.raises(ConfigError, match="size of blocks of 'other'"):
+            block_bytes(dataclasses.replace(hardware, model="other"))
+        with pytest.raises(ConfigError, match="--no-enable-prefix-caching or --swap-space"):
+            SimulationConfig(swap_space=1.0, enable_prefix_caching=False)

@@ -227,6 +227,54 @@ class _MaskedHandle:
         return self.handle.result()
 
 
+@dataclasses.dataclass
+class FakeHostMemory:
+    """Host memory of a `FakeExecutor`, a `HostMemory` for the engine.
+
+    Attributes:
+        memory: (3, num_blocks + 1, C) tokens, positions and tags.
+        good: (num_blocks + 1,) False: nothing was saved here, or it is lost.
+        lost: asked for each block that is saved whether the transfer fails; None: none does.
+    """
+
+    memory: NDArray[np.int64]
+    good: NDArray[np.bool_]
+    lost: Callable[[], bool] | None
+    num_saved: int = 0
+    num_loaded: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.good.size - 1
+
+    @property
+    def block_bytes(self) -> int:
+        return 100
+
+    def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return self.good[blocks]
+
+    def spoil(self, blocks: NDArray[np.integer]) -> None:
+        """Change what is in these blocks: their checksums differ from now on."""
+        self.memory[:, blocks] = _STALE_TOKEN
+        self.good[blocks] = False
+
+    def save(self, pairs: NDArray[np.int32], memories: Sequence[NDArray]) -> None:
+        device, host = pairs.T
+        for own, memory in zip(self.memory, memories, strict=True):
+            own[host] = memory[device]
+        self.good[host] = True
+        self.num_saved += host.size
+        if self.lost is not None:
+            self.spoil(np.array([block for block in host.tolist() if self.lost()], np.int32))
+
+    def load(self, pairs: NDArray[np.int32], memories: Sequence[NDArray]) -> None:
+        host, device = pairs.T
+        for own, memory in zip(self.memory, memories, strict=True):
+            memory[device] = own[host]
+        self.num_loaded += host.size
+
+
 class FakeExecutor:
     """An `Executor` for tests.
 
@@ -239,6 +287,8 @@ class FakeExecutor:
         clock: moved forward to the end of a step by `StepHandle.result`; None: time stands still.
         duration_s: seconds that a step takes; steps queue behind each other.
         fault: asked before each step; None: none.
+        num_host_blocks: blocks of host memory.
+        lost: asked for each block that is saved whether the transfer fails; None: none does.
 
     Attributes:
         num_steps: steps executed.
@@ -256,6 +306,8 @@ class FakeExecutor:
         clock: VirtualClock | None = None,
         duration_s: Callable[[StepBatch], float] | None = None,
         fault: Callable[[StepBatch], Fault | None] | None = None,
+        num_host_blocks: int = 0,
+        lost: Callable[[], bool] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -268,6 +320,8 @@ class FakeExecutor:
         self.fault = fault
         self.num_steps = 0
         self.num_resets = 0
+        shape = (3, num_host_blocks + 1, max(self.block_size, self.hidden_block_size))
+        self.host = FakeHostMemory(np.full(shape, _STALE_TOKEN, np.int64), np.zeros(shape[1], np.bool_), lost)
         self._busy_until_s = 0.0
         self._make_pool()
 
@@ -290,6 +344,7 @@ class FakeExecutor:
         self._make_pool()
 
     def execute(self, batch: StepBatch) -> "_Handle | _MaskedHandle":
+        self.host.good[batch.saves[:, 1]] = False  # until they are saved, whatever happens
         if self._broken:
             raise RuntimeError("the pool is gone: a step failed and reset was not called")
         if self._waiting:
@@ -345,9 +400,12 @@ class FakeExecutor:
     def _write(self, batch: StepBatch) -> NDArray[np.int64]:
         """Copy blocks, convert rows, resolve tokens on the device and write the step's positions; returns the tokens,
         (T,)."""
+        memories = (self._token, self._position, self._tag)
+        self.host.save(batch.saves, memories)
         source, destination = batch.copies.T
-        for memory in (self._token, self._position, self._tag):
+        for memory in memories:
             memory[destination] = memory[source]
+        self.host.load(batch.loads, memories)
         self._convert(batch)
         n = batch.num_tokens.size
         row = np.repeat(np.arange(n), batch.num_tokens)
@@ -572,3 +630,15 @@ class FakeExecutor:
             np.unique(copies[:, 1]).size == copies.shape[0] and np.isin(copies[:, 1], tables[both]).all(),
             "a copy to a block that no row writes",
         )
+        saves, loads = batch.saves, batch.loads
+        for pairs, device, host in ((saves, saves[:, 0], saves[:, 1]), (loads, loads[:, 1], loads[:, 0])):
+            require(pairs.ndim == 2 and pairs.dtype == np.int32, "transfers")
+            require((device > NULL_BLOCK).all() and (device <= self.num_blocks).all(), "a transfer of no block")
+            require((host > NULL_BLOCK).all() and (host <= self.host.num_blocks).all(), "a transfer of no host block")
+        require(np.unique(saves[:, 1]).size == len(saves), "a host block is saved to twice")
+        require(not np.isin(loads[:, 0], saves[:, 1]).any(), "a host block is loaded in the step that saves it")
+        written = np.concatenate([loads[:, 1], copies[:, 1]])
+        require(np.unique(written).size == written.size, "a block is loaded or copied to twice")
+        held = tables if conversions is None else np.concatenate([tables.reshape(-1), conversions.inputs.reshape(-1)])
+        require(np.isin(loads[:, 1], held).all(), "a block is loaded that no row holds")
+        require(self.host.good[loads[:, 0]].all(), "a host block is loaded that is not good")

@@ -1,5 +1,6 @@
 """An engine over a `FakeExecutor` in virtual time, for tests that feed it by hand."""
 
+import dataclasses
 import itertools
 from collections.abc import Collection
 from typing import Literal
@@ -34,6 +35,21 @@ class Checked:
         return plan
 
 
+class OneKind:
+    """`fcfs` with one of the two kinds."""
+
+    name = "one kind"
+
+    def __init__(self, kind: int) -> None:
+        self._inner, self._kind = make_policy("fcfs"), kind
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        kinds = [dataclasses.replace(k, offered=i == self._kind) for i, k in enumerate(view.kinds)]
+        plan = self._inner.schedule(dataclasses.replace(view, kinds=kinds))
+        check_plan(view, plan)
+        return plan
+
+
 class Served:
     """An engine over a `FakeExecutor`, its steps, and what came out of it."""
 
@@ -53,6 +69,8 @@ class Served:
         fault=None,
         engine_class: type[Engine] = Engine,
         adapters: tuple[str, ...] = (),
+        num_host_blocks: int = 0,
+        lost=None,
     ) -> None:
         self.adapters = adapters
         self.clock = VirtualClock()
@@ -65,6 +83,8 @@ class Served:
             clock=self.clock,
             duration_s=lambda batch: COSTS.step_s(batch.num_tokens, batch.start, batch.kind),
             fault=fault,
+            num_host_blocks=num_host_blocks,
+            lost=lost,
         )
         self.batches: list[StepBatch] = []
         execute = self.executor.execute
@@ -88,6 +108,7 @@ class Served:
             costs=COSTS,
             vocab_size=VOCAB_SIZE,
             adapters=adapters,
+            host_memory=self.executor.host if num_host_blocks else None,
             debug=debug,
         )
         self.requests: dict[str, EngineRequest] = {}
@@ -180,18 +201,19 @@ def prompt(num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([7, seed]).integers(0, VOCAB_SIZE, num).astype(np.int32)
 
 
-def unsteady(rng: np.random.Generator, seed: int, *, fails: Collection[int], overlap: bool) -> Served:
+def unsteady(rng: np.random.Generator, seed: int, *, fails: Collection[int], overlap: bool, **others) -> Served:
     """An engine with random plans: preempted, skipped, cut, of another kind, converted.
 
     Args:
         fails: numbers of the steps that fail.
+        others: of `Served`.
     """
     steps = itertools.count()
 
     def fault(_batch: StepBatch) -> Fault | None:
         return Fault(kind=FaultKind.RAISE_IN_RESULT) if next(steps) in fails else None
 
-    served = Served(budget=int(rng.integers(8, 40)), overlap=overlap, debug=True, fault=fault)
+    served = Served(budget=int(rng.integers(8, 40)), overlap=overlap, debug=True, fault=fault, **others)
     whims = RandomPlanPolicy(preempt=0.15, skip=0.1, chunk=0.4, flip=0.3, convert=0.3)
     served.engine.policy = RandomPolicy(seed, whims)
     return served

@@ -6,6 +6,7 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
 from apt_jax.engine import Engine
+from apt_jax.executor import HostMemory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
@@ -33,6 +34,7 @@ def greedy(
     kind: str,
     condition: str,
     policy: str | Policy = "apt",
+    host_memory: HostMemory | None = None,
 ) -> list[list[int]]:
     """The output tokens of each prompt, the end-of-sequence token left out. Checks integrity, and that all blocks are
     free at the end."""
@@ -46,7 +48,8 @@ def greedy(
     )
     engine = Engine(
         executor, policy, WallClock(), kinds, scheduler,
-        dataclasses.replace(executor.cache_config), vocab_size=executor.config.vocab_size, debug=True,
+        dataclasses.replace(executor.cache_config), vocab_size=executor.config.vocab_size,
+        host_memory=host_memory, debug=True,
     )  # fmt: skip
     eos = executor.config.eos_token_id
     params = SamplingParams(

@@ -41,6 +41,7 @@ def make_executor(
         num_blocks_override=kwargs.pop("num_blocks", 400),
         mode=mode,
         hidden_attention=attention,
+        swap_space=kwargs.pop("swap_space", 0.0),
     )
     return JaxExecutor(
         kwargs.pop("params", PARAMS),

@@ -117,7 +117,13 @@ CASES: dict[str, tuple[str, str, Any]] = {
 
 
 def make_executor(
-    model: str, kind: str, attention: Any, size: int, quantization: Quantization, ops: str
+    model: str,
+    kind: str,
+    attention: Any,
+    size: int,
+    quantization: Quantization,
+    ops: str,
+    swap_space: float = 0.0,
 ) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     if ops != "xla":  # rows few and short, of which some steps still have little
@@ -130,10 +136,11 @@ def make_executor(
     params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
     cache = CacheConfig(
         block_size=4,
-        num_blocks_override=120,
+        num_blocks_override=44 if swap_space else 120,
         mode="hybrid" if kind == "hybrid" else kind,  # type: ignore[arg-type]
         hidden_attention=attention,
-        enable_prefix_caching=False,
+        enable_prefix_caching=bool(swap_space),
+        swap_space=swap_space,
     )
     executor = JaxExecutor(
         params,
@@ -155,7 +162,21 @@ def make_executor(
 
 
 @functools.cache
+def run_with_host_memory(kind: str, size: int) -> dict[str, Any]:
+    """Prompts that the pool has no room for, twice."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, 97, n).tolist() for n in (31, 45, 53, 38)]
+    executor, _ = make_executor("opt", kind, "absorb", size, None, "xla", swap_space=1 / 1024)
+    assert executor.host is not None
+    executor.host.sizes = [16]
+    tokens = greedy(executor, prompts * 2, 12, kind, "forced preemptions", "fcfs", executor.host)
+    return {"tokens": tokens, "loaded": executor.host.loaded_bytes, "saved": executor.host.saved_bytes}
+
+
+@functools.cache
 def run(case: str, size: int) -> dict[str, Any]:
+    if case.startswith("host memory, "):
+        return run_with_host_memory(case.removeprefix("host memory, "), size)
     model, kind, attention = CASES[case]
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]

@@ -96,6 +96,9 @@ class Scenario:
     prefix_caching: bool
     p_continue: float
     """A request's prompt begins with tokens of an earlier request."""
+    num_host_blocks: int
+    p_lost_copy: float
+    """A transfer to host memory fails."""
 
 
 def scenario_rng(seed: int) -> np.random.Generator:
@@ -112,7 +115,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     # Layer inputs may have another width than keys, but are smaller than keys and values.
-    sizes, conversions = rng.spawn(2)
+    sizes, conversions, tiers = rng.spawn(3)
     is_odd = sizes.random() < 0.4
     inputs = int(sizes.integers(block_size // 2 + 1, 2 * block_size + 2))
     hidden_block_size = inputs if is_odd else block_size
@@ -152,6 +155,8 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         second_failure=second_failure,
         prefix_caching=bool(rng.random() < 0.85),
         p_continue=rate(0.9, 0.7),
+        num_host_blocks=int(tiers.choice([2, 5, 20, 200])) if tiers.random() < 0.6 else 0,
+        p_lost_copy=float(tiers.uniform(0, 0.3)) if tiers.random() < 0.4 else 0.0,
     )
 
 
@@ -261,6 +266,8 @@ class Simulation:
             clock=self.clock,
             duration_s=lambda batch: 0.01 + 0.0001 * batch.token_ids.size,
             fault=self._fault,
+            num_host_blocks=scenario.num_host_blocks,
+            lost=lambda: self.faults_on and self._fault_rng.random() < self.scenario.p_lost_copy,
         )
         if not full_checks:
             self.executor._check = lambda batch: None  # type: ignore[method-assign]
@@ -298,6 +305,7 @@ class Simulation:
             ),
             vocab_size=VOCAB_SIZE,
             output_processor=self,
+            host_memory=self.executor.host if scenario.num_host_blocks else None,
             debug=scenario.debug and full_checks,
         )
         self._instrument()
@@ -388,6 +396,8 @@ class Simulation:
 
         def noting_execute(batch: StepBatch):
             note["block copied"] += bool(len(batch.copies))
+            note["block saved"] += bool(len(batch.saves))
+            note["block loaded"] += bool(len(batch.loads))
             if batch.conversions is not None:
                 rows = batch.conversions.rows
                 note["conversion"] += rows.size
@@ -628,7 +638,7 @@ class Simulation:
             "conversions are miscounted",
         )
         if self.full_checks:
-            put_off = self.note["conversion planned"] - stats.num_conversions
+            put_off = self.note["conversion planned"] + stats.restores.get("converted", 0) - stats.num_conversions
             expect(put_off >= 0, "a conversion that was not asked for")
             self.note["conversion put off"] += put_off
         self.note["a kind switch kv to hidden"] += stats.kind_switches["kv", "hidden"]

@@ -13,7 +13,7 @@ from apt_jax.sched.view import CacheKindSpec
 MODES = ("kv", "reproject", "absorb")
 COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")
 HIDDEN_COEFFICIENTS = tuple(name for name in COEFFICIENTS if "hidden" in name)
-OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s",)
+OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s", "load_base_s", "load_per_block_s", "save_per_block_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,12 @@ class StepCosts:
     convert_per_hidden_token_s: float = 0.0
     """Per cached token whose keys and values are computed from its layer input (`Plan.convert`), once; the step itself
     then counts the row as a KV one. 0: not known."""
+    load_base_s: float = 0.0
+    """Per step that loads blocks from host memory."""
+    load_per_block_s: float = 0.0
+    """Per block loaded, over all layers. 0: not known."""
+    save_per_block_s: float = 0.0
+    """Per block saved to host memory, over all layers. 0: not known."""
     one_program: bool = True
     """A mixed step is one program; else its decodes and its chunks are two."""
 
@@ -98,6 +104,23 @@ class StepCosts:
             return linear_s + prefill_s + self.prefill_per_token_s * tokens + read_s
         prefill_s += self.prefill_per_token_s * (tokens + num_decode)
         return max(linear_s, prefill_s) + read_s
+
+    def chunk_s(self, num_tokens: int, start: int, kind: int) -> float:
+        """Time that one more prefill chunk adds to a step, seconds: without the step's base."""
+        prefix_s = self.prefill_per_hidden_prefix_s if kind == HIDDEN else self.prefill_per_kv_prefix_s
+        pairs = num_tokens * (num_tokens + 2 * start)
+        return self.prefill_per_token_s * num_tokens + self.prefill_per_pair_s * pairs + prefix_s * start
+
+    def decode_row_s(self, start: int, kind: int) -> float:
+        """Time that one more decode row adds to a step, seconds: without the step's base."""
+        if kind == HIDDEN:
+            return self.decode_per_hidden_request_s + self.decode_per_hidden_token_s * (start + 1)
+        return self.decode_per_request_s + self.decode_per_token_s * (start + 1)
+
+    def transfer_s(self, num_saved: int, num_loaded: int) -> float:
+        """Time of the transfers of a step, whose two ways go on side by side, seconds."""
+        load_s = self.load_base_s + self.load_per_block_s * num_loaded if num_loaded else 0.0
+        return max(load_s, self.save_per_block_s * num_saved)
 
     def conversion_s(self, num_tokens: int) -> float:
         """Extra time of a step for `Plan.convert` of rows with so many cached tokens together, seconds."""

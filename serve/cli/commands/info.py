@@ -219,6 +219,9 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
             facts["CPU kernels"] = build.instructions()
         if engine.kinds[1].offered:
             facts["hidden attention"] = executor.hidden_mode or "reproject"
+    if isinstance(executor, JaxExecutor) and executor.host is not None:
+        facts["host memory (MiB)"] = round(executor.host.num_blocks * executor.block_bytes / 2**20, 1)
+        facts["host memory (blocks)"] = executor.host.num_blocks
     facts["scheduling policy"] = parts.policy.name
     model = parts.cost_model
     facts["calibration"] = (

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     default = SimulationConfig().policy
     add("policy", "cache", "hidden_attention", "rho_us", "overlap", "violation_decay", "max_num_seqs",
-        "max_num_batched_tokens", "num_blocks",
+        "max_num_batched_tokens", "num_blocks", "swap_space",
         policy={"type": _list_of(str), "default": [default],
                 "help": f"one or several of {options.POLICY_HELP} (default: {default})"})  # fmt: skip
     group.add_argument(

@@ -1,6 +1,7 @@
 """The metrics at /metrics equal what was served."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import re
@@ -294,6 +295,27 @@ def test_how_well_steps_are_predicted_while_serving_is_told():
             await served.ask(max_tokens=1)
         now = await scrape(served)
         assert now.value(name, phase="prefill") == pytest.approx(1.0, abs=0.01)
+
+    run(scenario)
+
+
+def test_host_memory_is_told_where_there_is_some():
+    async def scenario(served):
+        assert not any(name.startswith("aptjax:host") for name in (await scrape(served)).kinds)
+        engine = served.parts.engine
+        stats = engine.stats
+        engine.stats = lambda: dataclasses.replace(
+            stats(), host_blocks=10, used_host_blocks=4, saved_bytes=300, loaded_bytes=200, host_hit_tokens=7,
+            restores={"kv": 2, "recomputed": 1}, num_lost_groups=1,
+        )  # fmt: skip
+        found = await scrape(served)
+        assert [found.value("aptjax:host_blocks", state=state) for state in ("used", "free")] == [4, 6]
+        assert [found.value("aptjax:host_bytes_total", direction=way) for way in ("save", "load")] == [300, 200]
+        ways = ("kv", "hidden", "converted", "recomputed")
+        assert [found.value("aptjax:restores_total", way=way) for way in ways] == [2, 0, 0, 1]
+        assert found.value("aptjax:host_hit_tokens_total") == 7
+        assert found.value("aptjax:host_lost_groups_total") == 1
+        engine.stats = stats
 
     run(scenario)
 

@@ -1,0 +1,188 @@
+"""The second tier of the cache: which registered groups have a copy in host memory, and which blocks a step moves.
+
+Groups that nobody holds stay on the device until somebody needs their blocks. Only then do they travel: `GroupPool`
+*saves* a group as it is evicted, and its node stays in the tree. A request that finds it gets new blocks, into which the
+group is *loaded*; the copy in host memory stays as long as there is room, so that the same group is not saved twice.
+Preempted requests come back in this way, and prefixes outlive the pool of the device.
+
+    held ── last release ──► idle ── evicted: saved ──► host memory alone
+      ▲                                                    │
+      └───────── found: loaded into new blocks ◄───────────┘          dropped from there: removed from the tree
+
+Nothing is copied here. The transfers of a step are collected while it is built, and its `StepBatch` takes them.
+
+Where host memory is full, these go first, one group at a time:
+
+1. second copies of what is on the device;
+2. what no waiting request would find, least recently used first, the end of a prefix before its beginning;
+3. what best-effort requests wait for, then what real-time requests do, those with the most time left first.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache.block_pool import BlockPool, require
+from apt_jax.cache.prefix_tree import Node, PrefixTree
+from apt_jax.executor import NULL_BLOCK
+
+_LOOKED_AT = 64
+"""Groups that requests wait for and that are passed over, at most, in the search for one to drop."""
+
+
+class _Waiting(Protocol):
+    """The requests that wait for groups: `PrefixHitTracker`."""
+
+    def least_urgent(self, skip: set[Node]) -> Node | None: ...
+
+
+class HostTier:
+    """Groups in host memory, and the transfers of the step that is being built.
+
+    Args:
+        num_blocks: of host memory, as large as those of the device.
+        blocks_per_group: by kind.
+
+    Attributes:
+        pool: the blocks, with ids in [1, num_blocks].
+        only: groups that are in host memory alone, least recently used first.
+        copies: groups that are on the device too, in the same order.
+        pinned: groups that the step may load; they are not dropped before `take_transfers`.
+        saves: device blocks of the groups that the step saves.
+        loads: device blocks of the groups that the step loads.
+        kept: those of them that the step reads although nobody holds them.
+        num_saved_blocks, num_loaded_blocks: of all steps.
+    """
+
+    def __init__(self, num_blocks: int, blocks_per_group: Sequence[int]) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.only: collections.OrderedDict[Node, None] = collections.OrderedDict()
+        self.copies: collections.OrderedDict[Node, None] = collections.OrderedDict()
+        self.pinned: set[Node] = set()
+        self.saves: dict[Node, tuple[int, ...]] = {}
+        self.loads: dict[Node, list[int]] = {}
+        self.kept: set[Node] = set()
+        self.num_saved_blocks = self.num_loaded_blocks = 0
+        self._blocks_per_group = tuple(blocks_per_group)
+        self._copied: list[tuple[int, int]] = []
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def save(self, node: Node, blocks: tuple[int, ...]) -> bool:
+        """Have the step save a group that is about to leave the device, unless it has a copy; False: there is no room.
+
+        Args:
+            blocks: its blocks on the device.
+        """
+        if not node.host:
+            ids = self.pool.allocate(len(blocks))
+            if ids is None:
+                return False
+            node.host = tuple(ids.tolist())
+            self.copies[node] = None  # until it leaves
+            self.saves[node] = blocks
+        return True
+
+    def load(self, node: Node, blocks: list[int]) -> None:
+        """Have the step load a group into these blocks of the device, which are its own from now on."""
+        self.loads[node] = blocks
+        self.note_place(node)
+
+    def load_copy(self, node: Node, blocks: Sequence[int]) -> None:
+        """Have the step load a group into blocks that a request will write to."""
+        self._copied += zip(node.host, blocks, strict=False)
+
+    def note_place(self, node: Node) -> None:
+        """Note that a group has come to the device, or left it; counts as its use."""
+        if node.host:
+            here, there = (self.only, self.copies) if node.block == NULL_BLOCK else (self.copies, self.only)
+            there.pop(node, None)
+            here[node] = None
+            here.move_to_end(node)
+
+    def forget(self, node: Node) -> None:
+        """Free the copy of a group, if it has one."""
+        if node.host:
+            self.pool.free(np.array(node.host, np.int32))
+            node.host = ()
+            self.only.pop(node, None)
+            self.copies.pop(node, None)
+            self.saves.pop(node, None)
+            self.pinned.discard(node)
+
+    def victim(self, node: Node, waiting: _Waiting | None) -> Node | None:
+        """The group to drop so that `node` can be saved; None: all others are worth more, or are needed for it."""
+        for copy in self.copies:
+            if copy not in self.pinned and copy not in self.saves:
+                return copy
+        for _ in range(min(len(self.only), _LOOKED_AT)):
+            found = next(iter(self.only))
+            if found in self.pinned or found.num_below or _is_above(found, node):
+                self.only.move_to_end(found)
+                continue
+            return found
+        if waiting is None or not node.num_below:
+            return None
+        found = waiting.least_urgent(self.pinned)
+        return None if found is None or _is_above(found, node) else found
+
+    # --- transfers of a step ---------------------------------------------------------------------------------------
+
+    def pin(self, nodes: Sequence[Node]) -> None:
+        """Keep these groups, whose copies are good, until the step has been built."""
+        self.pinned.update(nodes)
+
+    def take_transfers(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The transfers of the step that has been built, as `StepBatch.saves` and `StepBatch.loads`."""
+        saves = [(b, h) for node, blocks in self.saves.items() for b, h in zip(blocks, node.host, strict=True)]
+        loads = [(h, b) for node, blocks in self.loads.items() for h, b in zip(node.host, blocks, strict=True)]
+        loads += self._copied
+        self.saves.clear()
+        self.loads.clear()
+        self._copied.clear()
+        self.kept.clear()
+        self.pinned.clear()
+        self.num_saved_blocks += len(saves)
+        self.num_loaded_blocks += len(loads)
+        return _pairs(saves), _pairs(loads)
+
+    # --- integrity -------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, nodes: Sequence[Node], prefixes: PrefixTree) -> None:
+        """Recount the blocks of host memory.
+
+        Args:
+            nodes: all registered groups.
+            prefixes: their tree.
+
+        Raises:
+            CacheIntegrityError: something does not add up.
+        """
+        self.pool.check_integrity()
+        hosted = [node for node in nodes if node.host]
+        require(all(prefixes.find(node.kind, node.digest) is node for node in hosted), "host memory of a removed group")
+        require({node for node in hosted if node.block == NULL_BLOCK} == set(self.only), "groups in host memory alone")
+        require({node for node in hosted if node.block != NULL_BLOCK} == set(self.copies), "groups in both memories")
+        require(
+            all(len(node.host) == self._blocks_per_group[node.kind] for node in hosted),
+            "a group of another kind's size",
+        )
+        used = np.array([block for node in hosted for block in node.host], np.int32)
+        require(np.unique(used).size == used.size, "a host block is owned twice")
+        require(not self.pool.is_free(used).any(), "a host block is both owned and free")
+        require(used.size == self.pool.num_used, f"{self.pool.num_used - used.size} host blocks are lost")
+        require(not (self.saves or self.loads or self.pinned or self._copied), "transfers that no step has taken")
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
+    return np.array(pairs, np.int32).reshape(-1, 2)
+
+
+def _is_above(ancestor: Node, node: Node) -> bool:
+    at: Node | None = node
+    while at is not None and at.depth > ancestor.depth:
+        at = at.parent
+    return at is ancestor

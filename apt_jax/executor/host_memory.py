@@ -1,0 +1,180 @@
+"""Host memory for blocks that leave the pool of the device, and their transfers.
+
+The pool is one array of the host, allocated and touched at start, a row a block over all layers and devices:
+
+    saves   gather program ── copy to the host ── thread: row of the pool, checksum
+    loads   check ── rows of the pool as one array ── scatter program
+
+A save never stalls the step that it belongs to: the program reads the blocks before the step writes them, and a thread
+of its own does the rest. A load waits for the save of its blocks, if that is still under way, and for nothing else. All
+blocks of a step travel together, in programs of fixed sizes; nothing is compiled while serving.
+
+A block is good once it has been saved whole, and as long as its checksum is that of its contents. One whose transfer
+failed is not, and never is what was in it before: it stops to be good when the save is announced.
+"""
+
+import collections
+import concurrent.futures
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.errors import ConfigError
+from apt_jax.executor.buckets import bucket_for, power_of_two_buckets
+from apt_jax.executor.packing import Ints
+from apt_jax.executor.pool_memory import HostBlocks
+from apt_jax.executor.ready_programs import ProgramName
+from apt_jax.executor.runner import ProgramRunner
+from apt_jax.executor.warm_up import Program
+
+logger = logging.getLogger("apt_jax.executor")
+
+_TRANSFER_BYTES = 64 << 20
+"""Most bytes that one program moves."""
+_MAX_TRANSFER_BLOCKS = 256
+_MAX_SAVES = 4
+"""Programs whose results wait on the device to be copied, at most."""
+
+
+class HostPool:
+    """Implements `apt_jax.executor.HostMemory` for the pools of a `ProgramRunner`.
+
+    Args:
+        runner: calls the programs.
+        blocks: what one block looks like.
+        num_blocks: of host memory, with ids in [1, num_blocks].
+        place: puts an array of the host to where the load program takes it from.
+
+    Attributes:
+        sizes: numbers of blocks that programs move, ascending.
+        saved_bytes, loaded_bytes: moved so far, without padding.
+
+    Raises:
+        ConfigError: there is no memory.
+    """
+
+    def __init__(
+        self, runner: ProgramRunner, blocks: HostBlocks, num_blocks: int, place: Callable[[np.ndarray], Any]
+    ) -> None:
+        self.runner, self._blocks, self._place = runner, blocks, place
+        self._num_blocks = num_blocks
+        most = max(1, min(_MAX_TRANSFER_BLOCKS, _TRANSFER_BYTES // blocks.block_bytes))
+        self.sizes = power_of_two_buckets(1, most)
+        self.saved_bytes = self.loaded_bytes = 0
+        try:
+            self._memory = np.empty((num_blocks, *blocks.shape), blocks.dtype)
+            self._memory.reshape(-1).view(np.uint8)[:: os.sysconf("SC_PAGE_SIZE")] = 0  # touched: it is there
+        except MemoryError as error:
+            raise ConfigError(
+                f"no memory for swap_space, {num_blocks * blocks.block_bytes:,} bytes; give less (--swap-space)"
+            ) from error
+        self._checksum = np.zeros(num_blocks + 1, np.uint32)
+        # A block is good if what it holds is what was announced last; a thread writes the one, the engine's the other.
+        self._held = np.full(num_blocks + 1, -1, np.int64)
+        self._announced = np.zeros(num_blocks + 1, np.int64)
+        self._saving: dict[int, concurrent.futures.Future[None]] = {}
+        self._under_way: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        self._saver = concurrent.futures.ThreadPoolExecutor(1, "apt-jax-saves")
+        self._checkers = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "apt-jax-checks")
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._blocks.block_bytes
+
+    # --- programs --------------------------------------------------------------------------------------------------
+
+    def programs(self) -> list[Program]:
+        """Programs of all sizes, called on padding."""
+        found = []
+        for size in self.sizes:
+            found.append(Program(ProgramName("save", size), lambda size=size: self._save_call(_NO_BLOCKS, size)))
+            found.append(Program(ProgramName("load", size), lambda size=size: self._load_call(_NO_PAIRS, size)))
+        return found
+
+    def _save_call(self, blocks: Ints, size: int) -> Any:
+        ids = np.zeros(size, np.int32)
+        ids[: len(blocks)] = blocks
+        return self.runner.save_call(ids)
+
+    def _load_call(self, pairs: Ints, size: int) -> Any:
+        ids = np.full(size, self.runner.step_format.num_blocks + 1, np.int32)
+        ids[: len(pairs)] = pairs[:, 1]
+        rows = np.zeros((size, *self._blocks.shape), self._blocks.dtype)  # the device may read it later: never reused
+        for row, block in zip(rows, pairs[:, 0].tolist(), strict=False):
+            row[:] = self._memory[block - 1]
+        return self.runner.load_call(ids, self._place(rows))
+
+    def _parts(self, pairs: Ints) -> Iterator[tuple[Ints, int]]:
+        for at in range(0, len(pairs), self.sizes[-1]):
+            part = pairs[at : at + self.sizes[-1]]
+            yield part, bucket_for(self.sizes, len(part))
+
+    # --- transfers of a step ---------------------------------------------------------------------------------------
+
+    def announce(self, saves: Ints) -> None:
+        """These host blocks (second column) will be saved: what is in them is good no more."""
+        for block in saves[:, 1].tolist():
+            self._announced[block] += 1
+            self._saving.pop(block, None)
+
+    def save(self, saves: Ints) -> None:
+        """Dispatch the saves of a step, as `StepBatch.saves`; they have been announced."""
+        for part, size in self._parts(saves):
+            while len(self._under_way) >= _MAX_SAVES:
+                concurrent.futures.wait([self._under_way.popleft()])
+            array = self._save_call(part[:, 0], size).run()
+            array.copy_to_host_async()
+            blocks = part[:, 1].copy()
+            future = self._saver.submit(self._store, array, blocks, self._announced[blocks])
+            self._under_way.append(future)
+            self._saving.update(dict.fromkeys(blocks.tolist(), future))
+            self.saved_bytes += len(part) * self._blocks.block_bytes
+
+    def _store(self, array: Any, blocks: Ints, generations: NDArray[np.int64]) -> None:
+        """Put the rows of an array of the device into host blocks, in the thread of the saves."""
+        try:
+            rows = np.asarray(array)
+            for row, block, generation in zip(rows, blocks.tolist(), generations.tolist(), strict=False):
+                if self._announced[block] == generation:  # else it has been dropped, and is another's
+                    self._memory[block - 1] = row
+                    self._checksum[block] = self._sum(block)
+                    self._held[block] = generation
+        except Exception as error:
+            logger.error("%d cached blocks could not be copied to host memory, and are lost: %s", len(blocks), error)
+
+    def load(self, loads: Ints) -> None:
+        """Dispatch the loads of a step, as `StepBatch.loads`."""
+        for part, size in self._parts(loads):
+            self._load_call(part, size).run()
+            self.loaded_bytes += len(part) * self._blocks.block_bytes
+
+    def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """See `apt_jax.executor.HostMemory`."""
+        ids = blocks.tolist()
+        for block in ids:
+            future = self._saving.pop(block, None)
+            if future is not None:
+                future.result()
+        good = np.fromiter(self._checkers.map(self._is_good, ids), np.bool_, len(ids))
+        if not good.all():
+            logger.error("%d cached blocks in host memory are lost: they are computed again", np.count_nonzero(~good))
+        return good
+
+    def _is_good(self, block: int) -> bool:
+        return bool(self._held[block] == self._announced[block]) and self._sum(block) == self._checksum[block]
+
+    def _sum(self, block: int) -> int:
+        return zlib.crc32(self._memory[block - 1].reshape(-1).view(np.uint8))
+
+
+_NO_BLOCKS = np.zeros(0, np.int32)
+_NO_PAIRS = np.zeros((0, 2), np.int32)

@@ -1,0 +1,52 @@
+"""The link between host and device of simulated hardware: how long blocks travel that leave the pool or come back."""
+
+import dataclasses
+
+from apt_jax.errors import ConfigError
+from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sched.costs.model import StepCosts
+
+_PCIE_BYTES_PER_S = {"a100": 32e9, "h100": 64e9, "h200": 64e9}
+"""Each way, of one device: half of the 64 GB/s (PCIe 4.0 x16; A100) and 128 GB/s (PCIe 5.0 x16; H100, H200) of NVIDIA's
+data sheets, which count both."""
+_EFFICIENCY = 0.8
+"""Share of it that large copies reach. An assumption."""
+_GIB = 1 << 30
+
+
+def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
+    """Bytes of one block over all layers and devices, with keys and values of 16 bits.
+
+    Raises:
+        ConfigError: the size of the model is not known.
+    """
+    from apt_jax.models.families.registry import PRESETS
+    from apt_jax.models.loading.resolve import read_model_config
+
+    fields = PRESETS.get(hardware.model)
+    if fields is None:
+        raise ConfigError(f"nothing is known of the size of blocks of {hardware.model!r}; leave out --swap-space")
+    config = read_model_config(fields)[1]
+    return config.num_layers * hardware.block_size * config.lane * dtype_bytes
+
+
+def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
+    """Blocks that so many GiB of host memory hold."""
+    return int(swap_space * _GIB) // block_bytes(hardware)
+
+
+def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:
+    """Costs with the time of transfers, where they have none: each device has a link, over which its share of a block goes.
+
+    Raises:
+        ConfigError: nothing is known of the link.
+    """
+    if costs.load_per_block_s:
+        return costs
+    card = hardware.name.split("-")[0]
+    if card not in _PCIE_BYTES_PER_S:
+        raise ConfigError(
+            f"nothing is known of copies between host and {hardware.name}; calibrate with --swap-space, or leave it out"
+        )
+    per_block_s = block_bytes(hardware) / hardware.num_devices / (_EFFICIENCY * _PCIE_BYTES_PER_S[card])
+    return dataclasses.replace(costs, load_per_block_s=per_block_s, save_per_block_s=per_block_s)
