@@ -102,7 +102,12 @@ def build_engine(
         template = None if tokenizer is None else _find_template(config, tokenizer)
         early = early and warm_up and hosts is None
         executor = make_executor(
-            config, loaded, mesh, conversion=converts(policy), huge_pages=not early, keep_params=params is not None
+            config,
+            loaded,
+            mesh,
+            conversion=converts(policy) or config.cache.swap_space > 0,
+            huge_pages=not early,
+            keep_params=params is not None,
         )
         loaded_s = time.monotonic()
         unprepared = None
