@@ -50,7 +50,7 @@ _NAMES_OF_JAX = frozenset({
     "UnloadedMeshExecutable", "UnspecifiedValue", "_unpickle_gspmd_sharding", "_unpickle_named_sharding",
     "_unpickle_single_device_sharding", "default_registry", "tracing_registry",
 })  # fmt: skip
-"""What an entry may name of JAX: descriptions of arguments, registries of trees, functions that make shardings."""
+"""Names of JAX that an entry may have: descriptions of arguments, registries of trees, functions that make shardings."""
 _NAMES_OF_NUMPY = frozenset({"dtype", "ndarray", "_reconstruct"})
 _TREES = ("apt_jax.models.", "apt_jax.ops.")
 """Where this package's trees of arrays are defined."""
