@@ -77,6 +77,14 @@ class CacheConfig:
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB: preempted requests and prefixes come back by copying
     (docs/design/host_tier.md; default: 0, none)."""
+    share_blocks: bool = option(True)
+    """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space
+    (default: on)."""
+
+    @property
+    def shares_blocks(self) -> bool:
+        """True if requests share blocks where the policy has them do so."""
+        return self.share_blocks and self.swap_space > 0
 
     def __post_init__(self) -> None:
         check_options(self)

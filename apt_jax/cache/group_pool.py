@@ -20,6 +20,7 @@ Without prefix caching nothing is ever registered or idle.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,14 @@ from apt_jax.cache.host_tier import HostTier
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.executor import NULL_BLOCK
+
+
+class GroupDirections(Protocol):
+    """Knows from which end a group is used: `BlockSharing`."""
+
+    is_downward: NDArray[np.bool_]
+
+    def note_new(self, firsts: int | NDArray[np.int32], slots: int | NDArray[np.int32]) -> None: ...
 
 
 class GroupPool:
@@ -48,6 +57,7 @@ class GroupPool:
         num_private: by slot, groups that it alone holds.
         ownership_changed: `num_private` of a slot has changed otherwise than by its own allocations.
         in_use: by kind, groups with a holder.
+        sharing: told of new groups; None: nobody is.
         num_idle_blocks: blocks of groups without a holder that may be found again.
     """
 
@@ -68,6 +78,7 @@ class GroupPool:
         self.ownership_changed = False
         self.in_use = [0] * len(self.blocks_per_group)
         self.num_idle_blocks = 0
+        self.sharing: GroupDirections | None = None
 
     # --- allocation ------------------------------------------------------------------------------------------------
 
@@ -96,6 +107,8 @@ class GroupPool:
         self.generation[firsts] += 1
         self.slot_sum[firsts] = slots
         self.second[firsts] = seconds
+        if self.sharing is not None:
+            self.sharing.note_new(firsts, slots)
 
     def release(self, ids: NDArray[np.int32], slot: int, kind: int, *, is_read: bool = False) -> None:
         """Drop a slot's references; groups that are registered or expected stay idle when nobody is left.
@@ -170,6 +183,8 @@ class GroupPool:
         for node, own in zip(missing, blocks.T.tolist(), strict=True):
             self.prefixes.place(node, own[0])
             tier.load(node, own)
+            if self.sharing is not None:
+                self.sharing.is_downward[own[0]] = node.host_is_downward
         if self.tracker is not None:
             self.tracker.used(missing[0])
         return np.array([node.block for node in nodes], np.int32)
@@ -383,6 +398,8 @@ class GroupPool:
         """Move an idle group to host memory; False: there is no room for it."""
         second = int(self.second[node.block])
         blocks = (node.block,) if second == NULL_BLOCK else (node.block, second)
+        if self.sharing is not None and not node.host:
+            node.host_is_downward = bool(self.sharing.is_downward[node.block])
         while (done := tier.save(node, blocks)) is False:
             victim = tier.victim(node, self.tracker)
             if victim is None:
@@ -393,6 +410,21 @@ class GroupPool:
                 self.drop(victim)
         self._leave_device(node)
         return done
+
+    def lend_host(self, num: int) -> NDArray[np.int32] | None:
+        """Take blocks of host memory for other things than groups, and drop groups for them; None: there are too few."""
+        tier = self.tier
+        assert tier is not None
+        while (ids := tier.pool.allocate(num)) is None:
+            victim = tier.victim(self.prefixes.roots[0], self.tracker)
+            if victim is None:
+                return None
+            if victim.block != NULL_BLOCK:
+                tier.forget(victim)
+            else:
+                self.drop(victim)
+        tier.num_lent += num
+        return ids
 
     def _discard(self, first: int) -> None:
         """Free an idle group that is not registered; nothing otherwise."""

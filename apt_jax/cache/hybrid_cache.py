@@ -30,13 +30,14 @@ requests and keeps their block tables, one row per slot. A slot is a request's p
 max_num_seqs). An owner is the number by which the engine knows a request during its whole life.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import integrity
 from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, CacheIntegrityError, CacheKind, require
+from apt_jax.cache.block_sharing import BlockSharing, HostBlocks
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
@@ -61,6 +62,7 @@ class HybridCache:
         free_slots: the next one last.
         prefixes: registered groups; None: nothing is shared.
         tier: groups in host memory; None: there is none.
+        sharing: groups that two requests grow into from both ends; None: there are none.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class HybridCache:
         self.owner = np.full(max_num_seqs, NO_OWNER, np.int64)
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.slot_by_owner: dict[int, int] = {}
+        self.sharing: BlockSharing | None = None
         self._cost = np.asarray(self.blocks_per_group, np.int32)
         self._size = np.asarray(self.block_sizes, np.int32)
 
@@ -104,6 +107,16 @@ class HybridCache:
             groups.prefixes, table, groups.num_refs, self.block_sizes, self.blocks_per_group
         )
         return groups.tracker
+
+    def share_blocks(self, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> BlockSharing:
+        """Let real-time and best-effort requests share blocks.
+
+        Args:
+            host: blocks of host memory.
+            is_best_effort: by owner.
+        """
+        self.sharing = self.groups.sharing = BlockSharing(self, host, is_best_effort)
+        return self.sharing
 
     @property
     def ownership_changed(self) -> bool:
@@ -144,7 +157,10 @@ class HybridCache:
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Blocks held by taken slots."""
-        return self.num_groups[slots] * self._cost[self.kind[slots]]
+        held = self.num_groups[slots]
+        if self.sharing is not None:
+            held = held - self.sharing.num_holes[slots]
+        return held * self._cost[self.kind[slots]]
 
     def num_private_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Blocks that taken slots hold alone."""
@@ -184,8 +200,8 @@ class HybridCache:
             if ids is None:
                 return False
             if slot == NO_SLOT:
-                slot = self._take_slot(owner, kind)
-            self._widen_tables(groups)
+                slot = self.take_slot(owner, kind)
+            self.widen_tables(groups)
             self.tables[slot, :halves, held:groups] = ids.reshape(halves, new)
             self.num_groups[slot] = groups
             firsts = int(ids[0]) if new == 1 else ids[:new]  # single numbers are faster
@@ -268,7 +284,7 @@ class HybridCache:
         if ids is None:
             return False
         width = int(held.max()) + 1
-        self._widen_tables(width)
+        self.widen_tables(width)
         firsts, seconds = ids[ends - halves], np.where(halves == 2, ids[ends - 1], NULL_BLOCK)
         self.tables[slots, 0, held] = firsts
         self.tables[slots, 1, held] = seconds
@@ -314,7 +330,7 @@ class HybridCache:
             given_back.append(self.tables[slot, 0, : int(self.num_groups[slot])].copy())
             self._empty(slot, is_read=True)
             groups = ids.size // 2
-            self._widen_tables(groups)
+            self.widen_tables(groups)
             self.tables[slot, :, :groups] = ids.reshape(2, groups)
             self.groups.hold_new(ids[:groups], ids[groups:], slot)
             self.num_groups[slot] = self.num_private[slot] = groups
@@ -339,7 +355,11 @@ class HybridCache:
     def _empty(self, slot: int, *, is_read: bool = False) -> int:
         """Return all blocks of a slot, which stays taken; returns their number. `is_read`: see `GroupPool.release`."""
         groups, kind = int(self.num_groups[slot]), int(self.kind[slot])
+        if self.sharing is not None:
+            self.sharing.release(slot)
         ids = self.tables[slot, : self.blocks_per_group[kind], :groups]
+        if self.sharing is not None:
+            ids = ids[:, ids[0] != NULL_BLOCK]
         self.groups.release(ids.copy(), slot, kind, is_read=is_read)
         self.tables[slot, :, :groups] = NULL_BLOCK
         self.num_groups[slot] = 0
@@ -347,14 +367,17 @@ class HybridCache:
         self.num_tokens[slot] = 0
         return ids.size
 
-    def _take_slot(self, owner: int, kind: int) -> int:
+    def take_slot(self, owner: int, kind: int) -> int:
+        """Give an owner a free slot, without blocks."""
         slot = self.free_slots.pop()
         self.slot_by_owner[owner] = slot
         self.owner[slot] = owner
         self.kind[slot] = kind
+        if self.sharing is not None:
+            self.sharing.begin(slot, owner)
         return slot
 
-    def _widen_tables(self, groups: int) -> None:
+    def widen_tables(self, groups: int) -> None:
         """Make room for so many groups in a row of `tables`."""
         old = self.tables
         if groups <= old.shape[2]:
@@ -378,8 +401,8 @@ class HybridCache:
         firsts = self.groups.share(nodes, self.free_slots[-1])
         if firsts is None:
             return False
-        self._widen_tables(num)
-        slot = self._take_slot(owner, kind)
+        self.widen_tables(num)
+        slot = self.take_slot(owner, kind)
         self.tables[slot, 0, :num] = firsts
         self.tables[slot, 1, :num] = self.groups.second[firsts]
         self.num_groups[slot] = num
@@ -490,6 +513,13 @@ class HybridCache:
         )
         return tables
 
+    def directed_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`block_tables`, negative where a request has the block from its right end (`StepBatch.block_tables`)."""
+        tables = self.block_tables(slots)
+        if self.sharing is None:
+            return tables
+        return np.where(self.sharing.downwards(slots, tables.shape[2])[:, None], -tables, tables)
+
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
         """Check that nobody else reads the groups that positions from `start` on are written to.
 
@@ -506,8 +536,11 @@ class HybridCache:
             row = np.repeat(np.arange(slots.size), num)
             offset = np.arange(row.size) - np.repeat(np.cumsum(num) - num, num)
             firsts = self.tables[slots[row], 0, begin[row] + offset]
+        alone = self.num_refs[firsts] == 1
+        if self.sharing is not None:
+            alone |= self.sharing.are_shared(firsts)
         require(
-            (self.num_refs[firsts] == 1).all() and not self.prefixes.is_registered[firsts].any(),
+            alone.all() and not self.prefixes.is_registered[firsts].any(),
             "a step would write into a block that others may read",
         )
 

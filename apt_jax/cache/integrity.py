@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import NO_OWNER, CacheKind, require
+from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.executor import NULL_BLOCK
@@ -27,6 +28,7 @@ class CheckedCache(Protocol):
     max_num_seqs: int
     block_sizes: tuple[int, int]
     prefixes: PrefixTree | None
+    sharing: BlockSharing | None
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]: ...
 
@@ -58,12 +60,16 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
     expected_groups = -(-cache.num_tokens // sizes[cache.kind])  # a free slot has no tokens
     require((cache.num_groups == expected_groups).all(), "a block table is not ceil(tokens / block size) long")
     require((cache.num_groups[taken] > 0).all(), "a slot is held without a block")
-    if taken.size:
-        cache.block_tables(taken)
+    whole = taken if cache.sharing is None else taken[cache.sharing.num_holes[taken] == 0]
+    if whole.size:
+        cache.block_tables(whole)
+    if cache.sharing is not None:
+        cache.sharing.check_integrity()
     listed = cache.tables[cache.tables != NULL_BLOCK]
     require(listed.size == int(cache.num_blocks_of(taken).sum()), "table entries beyond what is held")
     owned = _check_holders(cache, taken)
-    require(cache.prefixes is not None or (groups.num_refs <= 1).all(), "a block is owned twice")
+    most = 1 if cache.sharing is None else 2
+    require(cache.prefixes is not None or (groups.num_refs <= most).all(), "a block is owned twice")
     _check_prefixes(groups, owned)
     require(not groups.pool.is_free(owned).any(), "a block is both owned and free")
     lost = groups.pool.num_blocks - owned.size - groups.num_free
@@ -77,9 +83,9 @@ def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.
     """Recount who holds which group; returns all blocks in use."""
     groups = cache.groups
     num_groups = cache.num_groups[taken]
-    within = np.arange(cache.tables.shape[2]) < num_groups[:, None]
+    within = (np.arange(cache.tables.shape[2]) < num_groups[:, None]) & (cache.tables[taken, 0] != NULL_BLOCK)
     firsts, seconds = cache.tables[taken, 0][within], cache.tables[taken, 1][within]
-    slots = np.repeat(taken, num_groups)
+    slots = np.repeat(taken, np.count_nonzero(within, axis=1))
     refs = np.bincount(firsts, minlength=groups.num_refs.size)
     require((refs == groups.num_refs).all(), "references are miscounted")
     held = np.flatnonzero(refs)

@@ -51,7 +51,18 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: NDArray[np.int32],
 class Node:
     """A registered group, or a root (depth 0, no block)."""
 
-    __slots__ = ("block", "children", "depth", "digest", "host", "kind", "num_below", "parent", "rows")
+    __slots__ = (
+        "block",
+        "children",
+        "depth",
+        "digest",
+        "host",
+        "host_is_downward",
+        "kind",
+        "num_below",
+        "parent",
+        "rows",
+    )
 
     def __init__(self, kind: int, digest: bytes, parent: "Node | None", block: int) -> None:
         self.kind = kind
@@ -61,6 +72,8 @@ class Node:
         """First block on the device; `NULL_BLOCK`: it is in host memory alone."""
         self.host: tuple[int, ...] = ()
         """Its blocks in host memory, as many as on the device; empty: it is on the device alone."""
+        self.host_is_downward = False
+        """Positions lie from the right end of these (`BlockSharing`)."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[Node] = set()
         self.rows: set[int] = set()

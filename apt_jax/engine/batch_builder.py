@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
+from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.events import KIND_NAMES
@@ -197,11 +198,15 @@ class BatchBuilder:
             convert |= begins
         inputs: dict[int, NDArray[np.int32]] = {}
         if not convert.any():
-            ok = self._reserve(rows, slots, num_tokens, kind, found)
+            copied = np.isin(rows, list(sources))
+            ok = self._reserve(rows, slots, num_tokens, kind, found, copied)
         else:  # after the others: the blocks that conversions give back are for the next step
             ok, others = np.zeros(rows.size, np.bool_), np.flatnonzero(~convert)
             their_slots = slots[others]
-            ok[others] = self._reserve(rows[others], their_slots, num_tokens[others], kind[others], found[others])
+            copied = np.isin(rows[others], list(sources))
+            ok[others] = self._reserve(
+                rows[others], their_slots, num_tokens[others], kind[others], found[others], copied
+            )
             slots[others] = their_slots
             inputs, ok[convert] = self._convert(rows[convert], num_tokens[convert], found[convert])
             kind = np.where(np.isin(rows, list(inputs)), np.int8(KV), kind)
@@ -220,6 +225,7 @@ class BatchBuilder:
                 self._count_restore(int(rows[i]), int(kind[i]), int(found[i]))
             states.start(int(rows[i]), int(slots[i]), int(kind[i]), int(found[i]))
         requests = states.states(rows)
+        self._turn_copies(rows, sources)
         batch = self._make_batch(rows, num_tokens, kind, slots, requests)
         self._cache.check_writable(slots, batch.start)
         sources = {row: sources[row] for row in rows.tolist() if row in sources} if sources else {}
@@ -229,6 +235,9 @@ class BatchBuilder:
             saves, loads = self._cache.tier.take_transfers()
             if len(saves) or len(loads):
                 batch = dataclasses.replace(batch, saves=saves, loads=loads)
+        if self._cache.sharing is not None:
+            batch = _with_slot_transfers(batch, self._cache.sharing.take_transfers())
+            states.sync_checkpoints()
         if inputs:
             batch = dataclasses.replace(batch, conversions=_conversions_of(rows, inputs))
         return batch, rows, requests
@@ -342,13 +351,16 @@ class BatchBuilder:
         num_tokens: NDArray[np.int32],
         kind: NDArray[np.int8],
         found: NDArray[np.int32],
+        copied: NDArray[np.bool_],
     ) -> NDArray[np.bool_]:
         """Reserve blocks for rows, in order; `slots` changes in place where a row takes one. (n,) False: the row must
-        wait.
+        wait. `copied`: the first new group of the row begins as a copy.
 
         Rows that must wait give back the prefix that they have found, which may help others.
         """
         cache, owners = self._cache, self._table.rank[rows]
+        if cache.sharing is not None:
+            return self._reserve_shared(cache.sharing, rows, slots, num_tokens, kind, found, copied)
         ok = cache.reserve_rows(owners, slots, self._table.num_cached[rows] + found + num_tokens, kind)
         if ok.all():
             return ok
@@ -365,6 +377,44 @@ class BatchBuilder:
             ok[again] = cache.reserve_rows(owners[again], their_slots, num_positions, kind[again])
             slots[again] = their_slots
         return ok
+
+    def _reserve_shared(
+        self,
+        sharing: BlockSharing,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kind: NDArray[np.int8],
+        found: NDArray[np.int32],
+        copied: NDArray[np.bool_],
+    ) -> NDArray[np.bool_]:
+        """`_reserve` where requests share blocks: what they lack of their own is restored."""
+        lost = self._lost_slots(sharing, slots)
+        ok = ~lost
+        their_slots = slots[ok]
+        positions = self._table.num_cached[rows[ok]] + found[ok] + num_tokens[ok]
+        reserved = sharing.reserve_rows(self._table.rank[rows[ok]], their_slots, positions, kind[ok], copied[ok])
+        slots[ok] = their_slots
+        ok[ok] = reserved
+        for i in np.flatnonzero(~ok & (found > 0)).tolist():
+            if self._cache.slot_of(int(self._table.rank[rows[i]])) != NO_SLOT:
+                self._cache.release(int(self._table.rank[rows[i]]))
+        for row in rows[lost].tolist():
+            self._states.preempt(row, RecomputeCause.PREFIX_LOST)
+        for owner in sharing.transfers.lost:
+            row = int(np.flatnonzero((self._table.rank == owner) & self._table.live)[0])
+            self._states.preempt(row, RecomputeCause.MEMORY)
+        return ok
+
+    def _lost_slots(self, sharing: BlockSharing, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """(n,) whether what a request has in host memory is lost."""
+        if not sharing.preempted:
+            return np.zeros(slots.size, np.bool_)
+        spans, owners = sharing.lacking(slots)
+        if not len(spans):
+            return np.zeros(slots.size, np.bool_)
+        assert self._host_memory is not None
+        return np.isin(slots, owners[~self._host_memory.slots_ready(spans)])
 
     def _convert(
         self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32], found: NDArray[np.int32]
@@ -439,7 +489,7 @@ class BatchBuilder:
             start=start,
             kind=kind,
             token_ids=token_ids,
-            block_tables=self._cache.block_tables(slots),
+            block_tables=self._cache.directed_tables(slots),
             samples=samples,
             position=table.num_outputs[rows],
             params=[state.params for state in requests],
@@ -450,6 +500,18 @@ class BatchBuilder:
             adapters=states.adapter[rows] if states.adapters else None,
             pool_spans=_pool_spans(requests, start, num_tokens),
         )
+
+    def _turn_copies(self, rows: NDArray[np.int32], sources: dict[int, NDArray[np.int32] | Node]) -> None:
+        """Note from which end positions lie in groups that begin as copies."""
+        sharing = self._cache.sharing
+        if sharing is None:
+            return
+        for row in rows.tolist() if sources else ():
+            if row in sources:
+                source, size = sources[row], self._cache.block_sizes[self._table.kind[row]]
+                first = self._cache.tables[self._states.slot[row], 0, int(self._table.num_cached[row]) // size]
+                down = source.host_is_downward if isinstance(source, Node) else bool(sharing.is_downward[source[0]])
+                sharing.turn(int(first), is_downward=down)
 
     def _copies(self, sources: dict[int, NDArray[np.int32] | Node]) -> NDArray[np.int32]:
         """(m, 2) source and destination blocks: the last group of each row is a copy."""
@@ -521,6 +583,18 @@ class BatchBuilder:
             )
         num_filled[rows[more]] = groups[more]
         return filled
+
+
+def _with_slot_transfers(batch: StepBatch, transfers: SlotTransfers) -> StepBatch:
+    if not (transfers.saves or transfers.copies or transfers.loads):
+        return batch
+    copies = np.array(transfers.copies, np.int32).reshape(-1, 2)
+    return dataclasses.replace(
+        batch,
+        slot_saves=np.array(transfers.saves, np.int32).reshape(-1, 5),
+        slot_loads=np.array(transfers.loads, np.int32).reshape(-1, 5),
+        copies=np.concatenate([batch.copies, copies]),
+    )
 
 
 def _masked_rows(requests: list[RequestState], samples: NDArray[np.bool_]) -> NDArray[np.int64] | None:

@@ -64,6 +64,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache.block_sharing import LentBlocks
 from apt_jax.config import CacheConfig, SchedulerConfig
 from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapshot
 from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
@@ -110,6 +111,8 @@ class Engine:
         fill_masks: fills the masks of a step; needs `vocab_size`.
         adapters: names of the LoRA adapters that requests may have, in the order of the executor's.
         host_memory: of the executor, for cached groups that leave its pool; None: they are lost.
+        share_blocks: let real-time and best-effort requests share blocks (`apt_jax.cache.block_sharing`); needs
+            `host_memory`.
         debug: check everything after every step, and let contract violations and failures of the policy raise.
         check_plans: check each plan against the contract of `Plan` before anything is done, and give the policy a table
             that it cannot write to; None: unless the policy belongs to this package.
@@ -134,6 +137,7 @@ class Engine:
         fill_masks: FillMasks = fill_one_by_one,
         adapters: Sequence[str] = (),
         host_memory: HostMemory | None = None,
+        share_blocks: bool = False,
         debug: bool = False,
         check_plans: bool | None = None,
         lengths_only: bool = False,
@@ -165,7 +169,8 @@ class Engine:
         self._last_result_s = 0.0
 
         is_offered = np.array([k.offered for k in kinds])
-        self._can_convert = executor.can_convert and bool(is_offered.all())
+        # Blocks that are used from their right end are not converted.
+        self._can_convert = executor.can_convert and bool(is_offered.all()) and not share_blocks
         self.table = RequestTable()
         self.cache = cache = HybridCache(
             num_blocks=executor.num_blocks,
@@ -176,6 +181,8 @@ class Engine:
             prefix_caching=cache_config.enable_prefix_caching,
             num_host_blocks=0 if host_memory is None else host_memory.num_blocks,
         )
+        if share_blocks:
+            cache.share_blocks(LentBlocks(cache.groups), self._is_best_effort)
         # Cheapest first: a request that fits with a later one fits with every earlier one too.
         self._offered = sorted(
             (k for k in CacheKind if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group / cache.block_sizes[k]
@@ -232,6 +239,10 @@ class Engine:
         self._controller = AdmissionController(
             self.admission, scheduler_config, self.states, cache, clock, self._offered, can_mask=vocab_size is not None
         )
+
+    def _is_best_effort(self, owner: int) -> bool:
+        rows = np.flatnonzero((self.table.rank == owner) & self.table.live)
+        return bool(self.table.best_effort[rows[0]])
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -413,7 +424,7 @@ class Engine:
             return None
         step_s = self.costs.step_s(batch.num_tokens, batch.start, batch.kind)
         step_s += self.costs.conversion_s(batch.num_converted_tokens)
-        return max(step_s, self.costs.transfer_s(len(batch.saves), len(batch.loads))) or None
+        return max(step_s, self.costs.transfer_s(*batch.moved_blocks(self.cache.block_sizes))) or None
 
     def _sample_masked(self, step: InFlightStep | None) -> InFlightStep | None:
         """Fill the masks that a dispatched step waits for and dispatch its sampler; every token before is known.

@@ -21,7 +21,7 @@ from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics, TokenConstraint
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
-from apt_jax.sched.view import CacheKindSpec, SchedulerView
+from apt_jax.sched.view import CacheKindSpec, SchedulerView, SharedBlocks
 from apt_jax.structured.token_rules import start_constraint
 from apt_jax.utils.clock import Clock
 
@@ -241,6 +241,12 @@ class RequestStates(ColumnTable):
         shared_blocks = 0
         if cache.prefixes is not None:
             shared_blocks = cache.pool.num_blocks - cache.num_free - int(table.num_blocks[running].sum())
+        sharing = None
+        if cache.sharing is not None:
+            row_of = np.zeros(cache.owner.size, np.int32)
+            row_of[self.slot[running]] = running
+            groups = [cache.sharing.lone_groups(kind, down=True)[0] for kind in range(len(kinds))]
+            sharing = SharedBlocks(takeable=[row_of[slots] for slots in groups])
         return SchedulerView(
             now_s=self._clock.now_s(),
             table=table,
@@ -256,6 +262,7 @@ class RequestStates(ColumnTable):
             max_num_batched_tokens=max_num_batched_tokens,
             costs=costs,
             can_convert=can_convert,
+            sharing=sharing,
         )
 
     # --- transitions -----------------------------------------------------------------------------------------------
@@ -421,6 +428,12 @@ class RequestStates(ColumnTable):
         self.table.num_blocks[rows] = private
         self.table.num_shared[rows] = self.cache.num_blocks_of(slots) - private
         self.cache.ownership_changed = False
+
+    def sync_checkpoints(self) -> None:
+        """Update what running rows have checkpointed."""
+        if self.cache.sharing is not None:
+            rows = self.rows(RUNNING)
+            self.table.checkpointed_blocks[rows] = self.cache.sharing.checkpointed_blocks(self.slot[rows])
 
     def lose_cache(self) -> None:
         """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never

@@ -76,7 +76,8 @@ class StepBatch:
     token_ids: NDArray[np.int32]
     """(T,) row after row. `TOKEN_ON_DEVICE` only in rows with `num_tokens == 1`, or as the last token of a row."""
     block_tables: NDArray[np.int32]
-    """(n, 2, J): [:, 0] the K or X blocks, [:, 1] the V blocks (`NULL_BLOCK` for hidden rows)."""
+    """(n, 2, J): [:, 0] the K or X blocks, [:, 1] the V blocks (`NULL_BLOCK` for hidden rows). Negative, where the
+    executor shares blocks: the row has positions in the block from its right end (`cache.block_sharing`)."""
     samples: NDArray[np.bool_]
     """(n,)"""
     position: NDArray[np.int32]
@@ -99,6 +100,11 @@ class StepBatch:
     loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (host, device) that come from host memory: written after the copies, and before conversions and the
     step. No device block occurs twice; `HostMemory.ready_to_load` has said that all host blocks are good."""
+    slot_saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 5), np.int32))
+    """(m, 5) block on the device, host block, first slot, number of slots, and kind of the request: slots that go to the
+    same place of a host block, when `saves` do."""
+    slot_loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 5), np.int32))
+    """(m, 5) host block, block on the device, first slot, number of slots, and kind: they come back when `loads` do."""
     adapters: NDArray[np.int32] | None = None
     """(n,) LoRA adapter of the row's request: its place among `Executor.adapters` plus 1, 0: none; None: no row has
     one."""
@@ -118,6 +124,16 @@ class StepBatch:
     def num_converted_tokens(self) -> int:
         """Positions whose layer inputs are converted to keys and values."""
         return 0 if self.conversions is None else int(self.start[self.conversions.rows].sum())
+
+    def moved_blocks(self, block_sizes: Sequence[int]) -> tuple[float, float]:
+        """Blocks that go to host memory and that come from there; slots count as parts of blocks.
+
+        Args:
+            block_sizes: positions that a block holds, by kind.
+        """
+        sizes = np.asarray(block_sizes)
+        slots = [float((spans[:, 3] / sizes[spans[:, 4]]).sum()) for spans in (self.slot_saves, self.slot_loads)]
+        return len(self.saves) + slots[0], len(self.loads) + slots[1]
 
     def part(self, rows: NDArray[np.int64]) -> "StepBatch":
         """A step of some rows, ascending, without masks, copies, transfers and conversions."""
@@ -221,6 +237,10 @@ class HostMemory(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, over all layers and devices."""
+        ...
+
+    def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """The same of slots: (n, 4) host block, first slot, number of slots, and kind."""
         ...
 
     def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:

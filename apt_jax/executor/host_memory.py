@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
 from apt_jax.executor.buckets import bucket_for, power_of_two_buckets
+from apt_jax.executor.host_slots import HostSlots
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.pool_memory import HostBlocks
 from apt_jax.executor.ready_programs import ProgramName
@@ -53,6 +54,7 @@ class HostPool:
     Attributes:
         sizes: numbers of blocks that programs move, ascending.
         saved_bytes, loaded_bytes: moved so far, without padding.
+        slots: saves and loads single slots; None: nothing does.
 
     Raises:
         ConfigError: there is no memory.
@@ -66,6 +68,7 @@ class HostPool:
         most = max(1, min(_MAX_TRANSFER_BLOCKS, _TRANSFER_BYTES // blocks.block_bytes))
         self.sizes = power_of_two_buckets(1, most)
         self.saved_bytes = self.loaded_bytes = 0
+        self.slots: HostSlots | None = None
         try:
             self._memory = np.empty((num_blocks, *blocks.shape), blocks.dtype)
             self._memory.reshape(-1).view(np.uint8)[:: os.sysconf("SC_PAGE_SIZE")] = 0  # touched: it is there
@@ -86,6 +89,15 @@ class HostPool:
     def num_blocks(self) -> int:
         return self._num_blocks
 
+    def share_slots(self, widths: tuple[int | None, int | None], place: Callable[[np.ndarray], Any]) -> None:
+        """Let single slots be saved, too: see `HostSlots`."""
+        self.slots = HostSlots(self.runner, self._memory, widths, place)
+
+    def slots_ready(self, spans: Ints) -> NDArray[np.bool_]:
+        """See `apt_jax.executor.HostMemory`."""
+        assert self.slots is not None
+        return self.slots.are_ready(spans)
+
     @property
     def block_bytes(self) -> int:
         return self._blocks.block_bytes
@@ -98,7 +110,7 @@ class HostPool:
         for size in self.sizes:
             found.append(Program(ProgramName("save", size), lambda size=size: self._save_call(_NO_BLOCKS, size)))
             found.append(Program(ProgramName("load", size), lambda size=size: self._load_call(_NO_PAIRS, size)))
-        return found
+        return found if self.slots is None else [*found, *self.slots.programs()]
 
     def _save_call(self, blocks: Ints, size: int) -> Any:
         ids = np.zeros(size, np.int32)

@@ -94,6 +94,8 @@ class JaxExecutor:
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
             where both kinds are offered. Without it `can_convert` is False.
         adapters: LoRA adapters that rows may have, all of them at once; on one device.
+        shares_blocks: rows may have blocks from their right end, beside others (`StepBatch.block_tables`). Such blocks are
+            not converted.
         huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
         load_executables: load programs that an earlier start has compiled, where it kept them (`executables`).
         keep_params: the caller goes on using `params`. Without it, arrays that several devices hold whole and do not need
@@ -119,6 +121,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         conversion: bool = False,
         adapters: Sequence[LoraAdapter] = (),
+        shares_blocks: bool = False,
         huge_pages: bool = True,
         load_executables: bool = False,
         keep_params: bool = False,
@@ -144,6 +147,7 @@ class JaxExecutor:
             attention=attention,
             mixed=mixed,
             adapt_keys=adapt_keys(adapters) if adapters else None,
+            shares_blocks=shares_blocks,
         )
         self.config, self.cache_config, self.quantization = plan.config, cache, quantization
         self.adapters = tuple(adapter.name for adapter in adapters)
@@ -151,7 +155,7 @@ class JaxExecutor:
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         self.kinds_offered, self.hidden_block_size = plan.kinds_offered, plan.hidden_block_size
         self.hidden_mode, self.mixed, self.buckets = plan.hidden_mode, plan.mixed, plan.buckets
-        self.can_convert = conversion and all(self.kinds_offered)
+        self.can_convert = conversion and all(self.kinds_offered) and not shares_blocks
         self.attention_name, self.rows_per_tile = plan.ops.name, plan.ops.rows_per_tile
         params = self._prepared(params, plan.ops, keep=keep_params)
         specs = None
@@ -171,6 +175,10 @@ class JaxExecutor:
             blocks = self._memory.host_blocks()
             num_host_blocks = blocks.num_blocks(cache.swap_space)
             self.host = HostPool(self.runner, blocks, num_host_blocks, self._memory.placed_rows)
+            if shares_blocks:
+                kv, hidden = self.kinds_offered
+                widths = (self.config.lane if kv else None, self.config.hidden_size if hidden else None)
+                self.host.share_slots(widths, self._memory.placed_slots)
         self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
         self.ready = ReadyPrograms(self.buckets)
         self._compiled_at_warm_up = 0
@@ -402,10 +410,18 @@ class JaxExecutor:
         self.allocate()
         if self.host is not None and len(batch.saves):
             self.host.save(batch.saves)
-        if len(batch.copies):
-            self.runner.copy_call(batch.copies, bucket_for(self.ready.sizes.copies, len(batch.copies))).run()
+        slots = None if self.host is None else self.host.slots
+        if slots is not None and len(batch.slot_saves):
+            slots.announce(batch.slot_saves)
+            slots.save(batch.slot_saves)
+        most = self.ready.sizes.copies[-1] if len(batch.copies) else 1
+        for at in range(0, len(batch.copies), most):  # no destination is a source
+            part = batch.copies[at : at + most]
+            self.runner.copy_call(part, bucket_for(self.ready.sizes.copies, len(part))).run()
         if self.host is not None and len(batch.loads):
             self.host.load(batch.loads)
+        if slots is not None and len(batch.slot_loads):
+            slots.load(batch.slot_loads)
         if batch.conversions is not None:
             self._run_conversions(batch, batch.conversions)
         single = batch.num_tokens == 1

@@ -61,6 +61,8 @@ class StepFormat:
     buckets: Buckets
     has_adapters: bool = False
     """Programs take the adapter of each token."""
+    shares_blocks: bool = False
+    """Block tables may have blocks that rows use from their right end: negative ones (`StepBatch.block_tables`)."""
 
     @property
     def dropped_slot(self) -> int:
@@ -191,7 +193,8 @@ def pack_forward(
 
         slot = block_tables[owner, half, t // C] * C + t % C
 
-    in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows. `sample_rows` are the places
+    in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows; from the right end of a block
+    that is negative in the table: - block * C + C - 1 - t % C. `sample_rows` are the places
     of the last tokens of the rows that sample.
 
     Args:
@@ -235,8 +238,12 @@ def pack_forward(
     views["token_ids"][place] = batch.token_ids[token_start[owner] + offset]
     views["token_slots"][place] = batch.slots[owner]
     views["positions"][place] = position
-    views["first_slots"][place] = batch.block_tables[owner, 0, block] * per_block + rest
-    second = batch.block_tables[owner, 1, block] * step_format.block_size + rest
+    first_blocks, second_blocks = (batch.block_tables[owner, half, block] for half in range(2))
+    if step_format.shares_blocks:
+        rest = np.where(first_blocks < 0, per_block - 1 - rest, rest)
+        first_blocks, second_blocks = np.abs(first_blocks), np.abs(second_blocks)
+    views["first_slots"][place] = first_blocks * per_block + rest
+    second = second_blocks * step_format.block_size + rest
     views["second_slots"][place] = np.where(hidden, step_format.dropped_slot, second)
     views["token_hidden"][place] = hidden
     if step_format.has_adapters and batch.adapters is not None:

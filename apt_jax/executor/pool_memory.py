@@ -173,6 +173,10 @@ class PoolMemory:
         """Contents of blocks from host memory, on the devices."""
         return jax.device_put(rows, self.placed(parallel.HOST_SPEC))
 
+    def placed_slots(self, slots: np.ndarray) -> Array:
+        """Contents of slots from host memory, on the devices."""
+        return jax.device_put(slots, self.placed(parallel.HOST_SLOTS_SPEC))
+
     def states_shape(self, rows: int) -> tuple[int, int]:
         """Shape of hidden states as a forward program returns them."""
         return rows, self._config.hidden_size

@@ -51,7 +51,7 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.models.decoder import convert_inputs, decoder_step, greedy_tokens, logits
 from apt_jax.models.params import ModelParams, output_head
-from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions
+from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions, slot_ranges
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_common import ROOM_STEP
@@ -121,6 +121,8 @@ class Programs:
             "convert": self._jit(self.convert, donate=("pools",), results=(pools,)),
             "save": self._jit(self.save, donate=(), results=(parallel.HOST_SPEC,)),
             "load": self._jit(self.load, donate=("pools",), results=(pools,)),
+            "save_slots": self._jit(self.save_slots, donate=(), results=(parallel.HOST_SLOTS_SPEC,)),
+            "load_slots": self._jit(self.load_slots, donate=("pools",), results=(pools,)),
         }
         self.executables: dict[tuple[Any, ...], Compiled] = {}
         self.store: ExecutableStore | None = None
@@ -143,6 +145,7 @@ class Programs:
             "head": output_head(self._specs),
             "pools": parallel.POOL_SPEC,
             "rows": parallel.HOST_SPEC,
+            "slots": parallel.HOST_SLOTS_SPEC,
         }
         in_specs = tuple(cut.get(name, P()) for name in names)
 
@@ -282,10 +285,17 @@ class Programs:
             parts["prefix_lens"] + parts["prefill_lens"],
             parts["prefill_hidden"],
         )
+        decode_ranges = prefill_ranges = None
+        if self.step_format.shares_blocks:
+            decode_ranges = self._slot_ranges(decode_tables, parts["decode_lens"], parts["token_hidden"][:num_decode])
+            prefill_ranges = self._slot_ranges(prefill_tables, parts["prefix_lens"], parts["prefill_hidden"])
+            decode_tables, prefill_tables = jnp.abs(decode_tables), jnp.abs(prefill_tables)
         batch = DecoderBatch(
             **parts,
             decode_tables=decode_tables,
+            decode_ranges=decode_ranges,
             prefill_tables=prefill_tables,
+            prefill_ranges=prefill_ranges,
             num_kv_rows=counts[0],
             num_decode_rows=counts[1],
             num_prefill_rows=counts[2],
@@ -301,6 +311,11 @@ class Programs:
         used = jnp.arange(self.step_format.table_len, dtype=jnp.int32)[None, None, :] < halves[:, :, None]
         # Slots of padding are out of range, and no block of theirs is used.
         return jnp.where(used, tables.at[slots].get(mode="clip"), NULL_BLOCK)
+
+    def _slot_ranges(self, tables: Array, lens: Array, hidden: Array) -> Array:
+        """Slots that rows have of their blocks: `DecoderBatch.decode_ranges`."""
+        sizes = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
+        return slot_ranges(tables[:, 0] < 0, lens, sizes)
 
     def pool_prompts(self, states: Array, segments: Array) -> Array:
         """Sums of hidden states by row of a step.
@@ -450,6 +465,28 @@ class Programs:
     def load(self, pools: Pools, blocks: Array, rows: Array) -> tuple[Pools]:
         """Write the contents that `save` gave into n blocks; the pools are donated. Blocks outside the pool are dropped."""
         return (tuple(pool.at[blocks].set(rows[:, layer], mode="drop") for layer, pool in enumerate(pools)),)
+
+    def save_slots(self, pools: Pools, places: Array, *, width: int) -> tuple[Array]:
+        """(n, L, `width`) contents of n slots over all layers; `places` (n, 2): blocks and slots of so many values."""
+        columns = self._columns(places, width)
+        by_layer = [pool.reshape(pool.shape[0], -1)[places[:, :1], columns] for pool in pools]
+        return (jnp.stack(by_layer, axis=1),)
+
+    def load_slots(self, pools: Pools, places: Array, slots: Array, *, width: int) -> tuple[Pools]:
+        """Write the contents that `save_slots` gave into n slots; the pools are donated. Blocks outside the pool are
+        dropped."""
+        columns = self._columns(places, width)
+
+        def loaded(pool: Array, rows: Array) -> Array:
+            by_block = pool.reshape(pool.shape[0], -1)
+            return by_block.at[places[:, :1], columns].set(rows, mode="drop").reshape(pool.shape)
+
+        return (tuple(loaded(pool, slots[:, layer]) for layer, pool in enumerate(pools)),)
+
+    def _columns(self, places: Array, width: int) -> Array:
+        """(n, values on this device) places in a block of slots of `width` values over all devices."""
+        own = width if self._tensor is None else width // self._tensor.size
+        return places[:, 1:] * own + jnp.arange(own, dtype=jnp.int32)[None]
 
 
 def _as_float(bits: Array) -> Array:

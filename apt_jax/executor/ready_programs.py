@@ -10,7 +10,10 @@ from typing import Literal, NamedTuple
 
 from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, SamplerVariant, bucket_for
 
-Kind = Literal["decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts"]
+Kind = Literal[
+    "decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts",
+    "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
+]  # fmt: skip
 _SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
 """The field of `Buckets` that has the sizes of programs of a kind."""
 

@@ -26,7 +26,7 @@ from apt_jax.executor.programs import Pools, Programs
 from apt_jax.executor.token_counts import SentCounts
 from apt_jax.models.params import ModelParams, output_head
 
-_VARYING = {"copy": 1, "save": 1, "load": 1, "score_prompts": 1, "pool_prompts": 0}
+_VARYING = {"copy": 1, "save": 1, "load": 1, "save_slots": 1, "load_slots": 1, "score_prompts": 1, "pool_prompts": 0}
 """Arguments, by their place, of which a program takes several sizes that its static arguments do not tell."""
 
 
@@ -259,6 +259,15 @@ class ProgramRunner:
     def load_call(self, blocks: Ints, rows: Any) -> ProgramCall:
         """Gives nothing."""
         return ProgramCall(self, "load", (self.pools, blocks, rows), {}, replaces=("pools",))
+
+    def save_slots_call(self, places: Ints, width: int) -> ProgramCall:
+        """Gives the contents of slots of so many values."""
+        return ProgramCall(self, "save_slots", (self.pools, places), {"width": width})
+
+    def load_slots_call(self, places: Ints, slots: Any, width: int) -> ProgramCall:
+        """Gives nothing."""
+        args = (self.pools, places, slots)
+        return ProgramCall(self, "load_slots", args, {"width": width}, replaces=("pools",))
 
     def empty_forward_call(
         self, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None

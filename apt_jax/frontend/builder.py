@@ -22,7 +22,7 @@ from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.early_start import Unprepared
 from apt_jax.frontend.progress import Progress, of_stage
 from apt_jax.sched import CacheKindSpec, make_policy
-from apt_jax.sched.view import converts
+from apt_jax.sched.view import converts, shares_blocks
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.utils.activity import activity
@@ -106,6 +106,7 @@ def build_engine(
             loaded,
             mesh,
             conversion=converts(policy) or config.cache.swap_space > 0,
+            share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
             huge_pages=not early,
             keep_params=params is not None,
         )
@@ -276,6 +277,7 @@ def make_executor(
     mesh: "Mesh | None",
     *,
     conversion: bool = False,
+    share_blocks: bool = False,
     huge_pages: bool = True,
     keep_params: bool = False,
 ) -> "JaxExecutor":
@@ -297,6 +299,7 @@ def make_executor(
             adapters=load_adapters(config, loaded),
             huge_pages=huge_pages,
             load_executables=config.load_executables and config.parallel.nnodes == 1,
+            shares_blocks=share_blocks,
             keep_params=keep_params,
         )
 

@@ -14,6 +14,7 @@ from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
 from apt_jax.sched import CacheKindSpec, Policy, StepCosts, make_policy
+from apt_jax.sched.view import shares_blocks
 from apt_jax.structured.compiler import GrammarCompiler, MaskFiller, PendingGrammars
 from apt_jax.text.chat import ChatTemplate, Message, Tool, text_of
 from apt_jax.text.tokenizer import Tokenizer
@@ -183,6 +184,7 @@ def build_components(
         fill_masks=MaskFiller(),
         adapters=tuple(config.lora_modules or ()),
         host_memory=getattr(executor, "host", None) if config.cache.swap_space else None,
+        share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
         debug=debug,
     )
     pool_tokens = max(

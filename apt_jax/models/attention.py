@@ -274,7 +274,7 @@ def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Flo
         batch.decode_lens,
         block_size=options.block_size,
         rows=(jnp.int32(0), batch.num_kv_rows),
-        **_given(rules=a.rules),
+        **_given(rules=a.rules, slot_ranges=batch.decode_ranges),
     )
 
 
@@ -289,7 +289,7 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
     common = {
         "block_size": options.hidden_block_size,
         "rows": (batch.num_kv_rows, batch.num_decode_rows),
-    } | _given(rules=a.rules, tensor=options.tensor)
+    } | _given(rules=a.rules, tensor=options.tensor, slot_ranges=batch.decode_ranges)
     if options.hidden_mode is None:
         of_keys = _given(angles=a.all_angles, key_norm=a.key_norm, adapters=_key_adapters(a, of_decode))
         return options.ops.decode_reprojected(q, pool, tables, lens, p.wk, p.bk, p.wv, p.bv, **common, **of_keys)
@@ -333,7 +333,7 @@ def _attend_absorbed_shards(
         rows=(batch.num_kv_rows, batch.num_decode_rows),
         rules=a.rules_of_all_heads,
         tensor=tensor,
-        **_given(room=a.options.hidden_room),
+        **_given(room=a.options.hidden_room, slot_ranges=batch.decode_ranges),
     )
     return _add_value_bias(a, tensor.scatter_sum(_head_products(a, z, p.wv, onto_inputs=False), 1))
 
@@ -377,7 +377,7 @@ def _attend_prefill(
         *((p.wk, p.bk, p.wv, p.bv) if has_hidden else (None,) * 4),
         block_size=options.block_size,
         with_hidden=has_hidden,
-        **_given(rules=a.rules),
+        **_given(rules=a.rules, slot_ranges=batch.prefill_ranges),
         **of_inputs,
     )
 

@@ -42,6 +42,8 @@ POOL_SPEC = P(None, None, AXIS)
 """How a pool (P, C, E) is cut: by lanes."""
 HOST_SPEC = P(None, None, None, AXIS)
 """How contents of blocks (n, L, C, E) are cut."""
+HOST_SLOTS_SPEC = P(None, None, AXIS)
+"""How contents of slots (n, L, values) are cut."""
 
 _CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 """Logical axes of parameters that are sharded; the others are replicated."""

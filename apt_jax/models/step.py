@@ -43,8 +43,29 @@ class DecoderBatch:
     prefix_lens: Int32[Array, " R"]
     prefill_hidden: Bool[Array, " R"]
     num_prefill_rows: Int32[Array, ""]
+    decode_ranges: Int32[Array, "B J 2"] | None = None
+    """`slot_ranges` of the decode rows (`ops.reference`), where requests share blocks; None: every block is its row's."""
+    prefill_ranges: Int32[Array, "R J 2"] | None = None
+    """The same of the cached prefixes of the prefill rows."""
     adapters: Int32[Array, " T"] | None = None
     """Adapter of each token, 0: none; None: the model has none."""
+
+
+def slot_ranges(
+    downwards: Bool[Array, "R J"], lens: Int32[Array, " R"], sizes: Int32[Array, " R"]
+) -> Int32[Array, "R J 2"]:
+    """Slots that rows have of each of their blocks, as `ops.reference` has them.
+
+    Args:
+        downwards: whether the row has the block from its right end (`apt_jax.cache.block_sharing`).
+        lens: positions of each row.
+        sizes: slots of its blocks.
+    """
+    entry = jnp.arange(downwards.shape[1], dtype=jnp.int32)[None]
+    size = sizes[:, None]
+    used = jnp.clip(lens[:, None] - entry * size, 0, size)
+    first = jnp.where(downwards, size, 0)
+    return jnp.stack([first, jnp.where(downwards, size - used, used)], axis=2)
 
 
 @jax.tree_util.register_dataclass

@@ -109,6 +109,11 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
         kind, held = np.where(converted, KV, kind), np.where(converted, 0, held)
     need = int((view.blocks_for(cached + found + num_tokens, kind) - held).sum())
     have = view.free_blocks + int(table.num_blocks[preempt].sum())
+    if view.sharing is not None:
+        real_time = ~table.best_effort[rows]
+        for k, takeable in enumerate(view.sharing.takeable):
+            wanted = int((view.blocks_for(cached + found + num_tokens, kind) - held)[real_time & (kind == k)].sum())
+            have += min(wanted, takeable.size * view.kinds[k].blocks_per_group)
     if need > have:
         raise PlanError(f"{need} blocks needed, {have} at hand")
 

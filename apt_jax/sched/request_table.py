@@ -88,6 +88,7 @@ class RequestTable(ColumnTable):
     num_preemptions = column(np.int32)
     num_kind_switches = column(np.int32)
     tokens_since_preemption = column(np.int32)
+    checkpointed_blocks = column(np.int32)  # blocks of which something was saved for another's sake (BROS, M^cpu)
     best_effort = column(np.bool_)  # class "be", without objectives of its own (BROS §2)
     tenant = column(np.int32)  # number of the tenant; 0: none
     live = column(np.bool_)

@@ -47,6 +47,17 @@ class CacheKindSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedBlocks:
+    """Blocks that a real-time and a best-effort request may share (BROS §5; `apt_jax.cache.block_sharing`)."""
+
+    takeable: Sequence[NDArray[np.int32]]
+    """By kind, (g,) rows of best-effort requests: one for each group of blocks that real-time requests of that kind may
+    take beside the free ones, in the order in which they are taken (`FindPreemptBlock`). What was there and is overwritten
+    has been saved: its request gets it back, in new blocks, when it next runs (`RequestTable.checkpointed_blocks`). Groups
+    of requests that come earlier in `Plan.rows` stay as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerView:
     """Everything one scheduling decision may depend on."""
 
@@ -74,6 +85,8 @@ class SchedulerView:
     """Layer inputs that a block holds; None: `block_size`."""
     can_convert: bool = False
     """True if `Plan.convert` may be used: both kinds are on offer, and the executor can do it."""
+    sharing: SharedBlocks | None = None
+    """None: no two requests share blocks but those of cached prefixes."""
 
     @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
@@ -131,7 +144,8 @@ class Plan:
       * a row that holds cache keeps its kind (to change it: `convert`, or preempt now and run it in a later iteration);
       * rows in `convert` are unique, among `rows`, hold the hidden kind (which `kind` says), and could be held by the
         whole pool as keys and values at their greatest length; there are none unless `SchedulerView.can_convert`;
-      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`. A row in `convert` needs the KV
+      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`, and, where blocks are shared, plus
+        the groups in `SharedBlocks.takeable` that real-time rows take. A row in `convert` needs the KV
         blocks of all its positions, the new one among them, beside its hidden blocks: those are free for the next step.
         Where they do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
         engine defers the rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
@@ -167,7 +181,7 @@ class Policy(Protocol):
 
     One from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was written
     for. One that uses `Plan.convert` has an attribute ``converts = True``: without it servers compile no programs for
-    that, and `SchedulerView.can_convert` is False.
+    that, and `SchedulerView.can_convert` is False. One that reads `SchedulerView.sharing` has ``shares_blocks = True``.
     """
 
     name: str
@@ -181,6 +195,11 @@ class Policy(Protocol):
 def has_classes(policy: Policy) -> bool:
     """Return True if a policy tells real-time requests from best-effort ones (`RequestTable.best_effort`)."""
     return bool(getattr(policy, "has_classes", False))
+
+
+def shares_blocks(policy: Policy) -> bool:
+    """Return True if a policy reads `SchedulerView.sharing`."""
+    return bool(getattr(policy, "shares_blocks", False))
 
 
 def converts(policy: Policy) -> bool:

@@ -77,6 +77,9 @@ class SimulationConfig:
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB, as of `apt-jax serve`; prompts are then unlike each
     other where the trace has no column hash_ids (default: 0, none)."""
+    share_blocks: bool = option(True)
+    """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space
+    (default: on)."""
     hash_block_tokens: int = option(512, metavar="N", positive=True, low=1)
     """Prompt tokens per entry of the trace's hash_ids, 512 in the traces of Mooncake."""
     tenants: int = option(1, metavar="N", positive=True, low=1)

@@ -78,7 +78,7 @@ class SimulatedExecutor:
 
     def execute(self, batch: StepBatch) -> _Handle:
         duration_s = self.step_s(batch)
-        if self.transfer_s is not None and (len(batch.saves) or len(batch.loads)):
+        if self.transfer_s is not None:
             duration_s = max(duration_s, self.transfer_s(batch))
         self.num_steps += 1
         self.busy_s += duration_s
@@ -111,6 +111,9 @@ class SimulatedHostMemory:
 
     num_blocks: int
     block_bytes: int = 0
+
+    def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.ones(len(spans), np.bool_)
 
     def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.ones(blocks.size, np.bool_)

@@ -35,6 +35,7 @@ from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched import Policy, make_policy
 from apt_jax.sched.costs.hardware import Hardware
+from apt_jax.sched.view import shares_blocks
 from apt_jax.sim.attainable import attainable_share
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor, SimulatedHostMemory
@@ -233,6 +234,8 @@ def simulate(
         overlap=overlap,
     )
     prefixes = config.enable_prefix_caching
+    of_policy = make_policy(config=scheduler, seed=config.seed) if policy is None else policy
+    shares = config.swap_space > 0 and config.share_blocks and shares_blocks(of_policy)
     host_memory = None
     if config.swap_space:
         prefixes, costs = True, with_transfers(costs, hardware)
@@ -265,7 +268,8 @@ def simulate(
         return step_s + costs.conversion_s(batch.num_converted_tokens)
 
     def transfer_s(batch: StepBatch) -> float:
-        return costs.transfer_s(len(batch.saves), len(batch.loads))
+        hidden = hardware.hidden_block_size or hardware.block_size
+        return costs.transfer_s(*batch.moved_blocks((hardware.block_size, hidden)))
 
     def replica() -> "Replica":
         clock = VirtualClock()
@@ -295,6 +299,7 @@ def simulate(
             costs=costs,
             output_processor=None if config.max_tokens is None else TraceEnds(workload.output_tokens),
             host_memory=host_memory if executor is None else None,
+            share_blocks=shares and executor is None,
             debug=debug,
             lengths_only=executor is None and step_s is None,
         )

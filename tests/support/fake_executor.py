@@ -60,6 +60,13 @@ class Fault:
     row: int = 0
 
 
+def _at(
+    entries: NDArray[np.int32], slots: NDArray[np.integer], sizes: NDArray[np.integer] | int
+) -> tuple[NDArray[np.int32], NDArray[np.integer]]:
+    """Block and slot of positions that are the `slots`-th of their group, by entries of block tables."""
+    return np.abs(entries), np.where(entries < 0, sizes - 1 - slots, slots)
+
+
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64: a bijection that spreads every bit; arrays only, they wrap without a warning."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -242,6 +249,11 @@ class FakeHostMemory:
     lost: Callable[[], bool] | None
     num_saved: int = 0
     num_loaded: int = 0
+    num_saved_slots: int = 0
+    num_loaded_slots: int = 0
+
+    def __post_init__(self) -> None:
+        self.good_slots = np.zeros(self.memory.shape[1:], np.bool_)
 
     @property
     def num_blocks(self) -> int:
@@ -267,6 +279,26 @@ class FakeHostMemory:
         self.num_saved += host.size
         if self.lost is not None:
             self.spoil(np.array([block for block in host.tolist() if self.lost()], np.int32))
+
+    def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.array([self.good_slots[block, first : first + n].all() for block, first, n, _ in spans.tolist()])
+
+    def save_slots(self, spans: NDArray[np.int32], memories: Sequence[NDArray]) -> None:
+        for block, host, first, n, _ in spans.tolist():
+            span = slice(first, first + n)
+            for own, memory in zip(self.memory, memories, strict=True):
+                own[host, span] = memory[block, span]
+            self.good_slots[host, span] = self.lost is None or not self.lost()
+            if not self.good_slots[host, span].all():
+                self.memory[:, host, span] = _STALE_TOKEN
+            self.num_saved_slots += n
+
+    def load_slots(self, spans: NDArray[np.int32], memories: Sequence[NDArray]) -> None:
+        for host, block, first, n, _ in spans.tolist():
+            span = slice(first, first + n)
+            for own, memory in zip(self.memory, memories, strict=True):
+                memory[block, span] = own[host, span]
+            self.num_loaded_slots += n
 
     def load(self, pairs: NDArray[np.int32], memories: Sequence[NDArray]) -> None:
         host, device = pairs.T
@@ -402,10 +434,12 @@ class FakeExecutor:
         (T,)."""
         memories = (self._token, self._position, self._tag)
         self.host.save(batch.saves, memories)
+        self.host.save_slots(batch.slot_saves, memories)
         source, destination = batch.copies.T
         for memory in memories:
             memory[destination] = memory[source]
         self.host.load(batch.loads, memories)
+        self.host.load_slots(batch.slot_loads, memories)
         self._convert(batch)
         n = batch.num_tokens.size
         row = np.repeat(np.arange(n), batch.num_tokens)
@@ -418,13 +452,14 @@ class FakeExecutor:
         hidden = batch.kind[row] == HIDDEN
         for half, tag in ((0, np.where(hidden, _TAG_X, _TAG_K)), (1, _TAG_V)):
             where = slice(None) if half == 0 else ~hidden
-            block = batch.block_tables[row, half, group][where]
-            if (block == NULL_BLOCK).any():
+            sizes = self._sizes(batch.kind[row])[where]
+            at = _at(batch.block_tables[row, half, group][where], slot[where], sizes)
+            if (at[0] == NULL_BLOCK).any():
                 raise BatchContractError("a write to the reserved block")
             marks = 0 if batch.adapters is None else batch.adapters[row].astype(np.int64) * _ADAPTER
-            self._token[block, slot[where]] = (tokens + marks)[where]
-            self._position[block, slot[where]] = position[where]
-            self._tag[block, slot[where]] = tag[where] if isinstance(tag, np.ndarray) else tag
+            self._token[at] = (tokens + marks)[where]
+            self._position[at] = position[where]
+            self._tag[at] = tag[where] if isinstance(tag, np.ndarray) else tag
         return tokens
 
     def _convert(self, batch: StepBatch) -> None:
@@ -449,8 +484,10 @@ class FakeExecutor:
     def _spoil(self, batch: StepBatch, row: int) -> None:
         """Corrupt what a row wrote in this step, like its logits: nobody may read it."""
         position = batch.start[row] + np.arange(batch.num_tokens[row])
-        group, slot = np.divmod(position, self._sizes(batch.kind)[row])
-        self._token[batch.block_tables[row][:, group], slot] = _STALE_TOKEN
+        size = self._sizes(batch.kind)[row]
+        group, slot = np.divmod(position, size)
+        for half in range(2):
+            self._token[_at(batch.block_tables[row, half, group], slot, size)] = _STALE_TOKEN
 
     def _sums(self, batch: StepBatch) -> NDArray[np.uint64]:
         """Hash of what each row reads back through its block table, (n,)."""
@@ -462,9 +499,10 @@ class FakeExecutor:
         hidden = (batch.kind == HIDDEN)[:, None]
 
         def half_sum(half: int, tag: NDArray | int) -> NDArray[np.uint64]:
-            block = np.take_along_axis(batch.block_tables[:, half], group, axis=1)
-            pairs = _pairs(self._token[block, slot], self._position[block, slot])
-            wrong = (self._tag[block, slot] != tag) | (self._position[block, slot] != position)
+            entry = np.take_along_axis(batch.block_tables[:, half], group, axis=1)
+            at = _at(entry, slot, self._sizes(batch.kind)[:, None])
+            pairs = _pairs(self._token[at], self._position[at])
+            wrong = (self._tag[at] != tag) | (self._position[at] != position)
             pairs = np.where(wrong, _mix(pairs + np.uint64(0xBAD)), pairs)
             return np.where(read, pairs, np.uint64(0)).sum(axis=1, dtype=np.uint64)
 
@@ -487,17 +525,17 @@ class FakeExecutor:
         """Sum of the states of positions, from what the row reads back."""
         size = self.hidden_block_size if batch.kind[row] == HIDDEN else self.block_size
         position = np.arange(span.position, span.position + span.num_tokens)
-        block, slot = batch.block_tables[row, 0, position // size], position % size
-        return _states(self._token[block, slot]).sum(axis=0)
+        at = _at(batch.block_tables[row, 0, position // size], position % size, size)
+        return _states(self._token[at]).sum(axis=0)
 
     def _score(self, batch: StepBatch, row: int, targets: PromptTargets) -> PromptLogprobs:
         """Log probabilities from what the row reads back, position by position."""
         hidden = batch.kind[row] == HIDDEN
         size = self.hidden_block_size if hidden else self.block_size
         position = np.arange(targets.position + targets.token_ids.size)
-        block, slot = batch.block_tables[row, 0, position // size], position % size
-        pairs = _pairs(self._token[block, slot], self._position[block, slot])
-        wrong = (self._tag[block, slot] != (_TAG_X if hidden else _TAG_K)) | (self._position[block, slot] != position)
+        at = _at(batch.block_tables[row, 0, position // size], position % size, size)
+        pairs = _pairs(self._token[at], self._position[at])
+        wrong = (self._tag[at] != (_TAG_X if hidden else _TAG_K)) | (self._position[at] != position)
         sums = np.cumsum(np.where(wrong, _mix(pairs + np.uint64(0xBAD)), pairs), dtype=np.uint64)
         return _scored(sums[targets.position :], targets.token_ids)
 
@@ -529,6 +567,20 @@ class FakeExecutor:
             top_ids=top,
             top_logprobs=top_logprobs,
         )
+
+    def _check_shared(self, batch: StepBatch, groups: NDArray[np.integer]) -> None:
+        """Two rows in one block have it from different ends, and together no more slots than there are."""
+        if not (batch.block_tables < 0).any():
+            return
+        used: dict[tuple[int, bool], int] = {}
+        sizes = self._sizes(batch.kind)
+        for row, size in enumerate(sizes.tolist()):
+            end = int(batch.start[row] + batch.num_tokens[row])
+            for group, entry in enumerate(batch.block_tables[row, 0, : int(groups[row])].tolist()):
+                used[abs(entry), entry < 0] = min(end - group * size, size)
+        for (block, down), num in used.items():
+            if num + used.get((block, not down), 0) > max(self.block_size, self.hidden_block_size):
+                raise BatchContractError("a slot of two rows")
 
     def _check(self, batch: StepBatch) -> None:
         """Check the guarantees of `StepBatch` that are visible here."""
@@ -580,7 +632,8 @@ class FakeExecutor:
         groups = -(-(batch.start + batch.num_tokens) // sizes)
         require(groups.max() <= batch.block_tables.shape[2], "a block table too short")
         used = np.arange(batch.block_tables.shape[2]) < groups[:, None]
-        tables, hidden = batch.block_tables, (batch.kind == HIDDEN)[:, None]
+        tables, hidden = np.abs(batch.block_tables), (batch.kind == HIDDEN)[:, None]
+        self._check_shared(batch, groups)
         require(tables.min() >= 0 and tables.max() <= self.num_blocks, "a block that is not there")
         require(
             ((tables[:, 0] != NULL_BLOCK) == used).all() and ((tables[:, 1] != NULL_BLOCK) == (used & ~hidden)).all(),
@@ -610,7 +663,9 @@ class FakeExecutor:
             written_from[rows] = 0
         writes = (group >= written_from[:, None]) & used
         both = np.broadcast_to(writes[:, None], tables.shape) & (tables != NULL_BLOCK)
-        holders = np.bincount(tables[tables != NULL_BLOCK], minlength=self.num_blocks + 1)
+        # Two may share a block from both ends.
+        ends = (batch.block_tables > 0, batch.block_tables < 0)
+        holders = np.max([np.bincount(tables[end], minlength=self.num_blocks + 1) for end in ends], axis=0)
         require((holders[tables[both]] == 1).all(), "a row writes into a block of another row")
         if conversions is not None:
             require(
@@ -627,7 +682,8 @@ class FakeExecutor:
             "a copy of or to a block that is not there",
         )
         require(
-            np.unique(copies[:, 1]).size == copies.shape[0] and np.isin(copies[:, 1], tables[both]).all(),
+            np.unique(copies[:, 1]).size == copies.shape[0]
+            and np.isin(copies[:, 1], tables if (batch.block_tables < 0).any() else tables[both]).all(),
             "a copy to a block that no row writes",
         )
         saves, loads = batch.saves, batch.loads

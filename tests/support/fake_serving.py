@@ -71,6 +71,7 @@ class Served:
         adapters: tuple[str, ...] = (),
         num_host_blocks: int = 0,
         lost=None,
+        share_blocks: bool = False,
     ) -> None:
         self.adapters = adapters
         self.clock = VirtualClock()
@@ -109,6 +110,7 @@ class Served:
             vocab_size=VOCAB_SIZE,
             adapters=adapters,
             host_memory=self.executor.host if num_host_blocks else None,
+            share_blocks=share_blocks,
             debug=debug,
         )
         self.requests: dict[str, EngineRequest] = {}

@@ -54,6 +54,7 @@ def make_executor(
         attention=ops,
         conversion=kwargs.pop("conversion", False),
         adapters=kwargs.pop("adapters", ()),
+        shares_blocks=kwargs.pop("shares_blocks", False),
     )
 
 

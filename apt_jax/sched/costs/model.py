@@ -117,7 +117,7 @@ class StepCosts:
             return self.decode_per_hidden_request_s + self.decode_per_hidden_token_s * (start + 1)
         return self.decode_per_request_s + self.decode_per_token_s * (start + 1)
 
-    def transfer_s(self, num_saved: int, num_loaded: int) -> float:
+    def transfer_s(self, num_saved: float, num_loaded: float) -> float:
         """Time of the transfers of a step, whose two ways go on side by side, seconds."""
         load_s = self.load_base_s + self.load_per_block_s * num_loaded if num_loaded else 0.0
         return max(load_s, self.save_per_block_s * num_saved)

@@ -1,7 +1,7 @@
 """BROS: real-time requests by remaining time, best-effort ones into what is left (BROS §4, Algorithm 1).
 
-The paper's bidirectional blocks, shared between a real-time and a best-effort request, are not part of this: here a
-request that must make room is preempted and recomputed.
+Where blocks are shared (`SchedulerView.sharing`; BROS §5), real-time requests take slots of best-effort ones, which are
+checkpointed; else, and where there are no more of them, a request that must make room is preempted as a whole.
 """
 
 import dataclasses
@@ -80,7 +80,9 @@ class _Candidates:
     holds: NDArray[np.bool_]
     """True if it holds cache."""
     need: NDArray[np.int32]
-    """Blocks that it must be given: for its next positions, or for the whole prompt if it waits."""
+    """Blocks that it must be given: for its next positions, for what it lacks, or for the whole prompt if it waits."""
+    load: NDArray[np.int32]
+    """Blocks that are copied from host memory before it runs: M^cpu."""
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "_Candidates":
         return _Candidates(
@@ -91,6 +93,7 @@ class _Candidates:
             self.slack_s[index],
             self.holds[index],
             self.need[index],
+            self.load[index],
         )
 
     def join(self, other: "_Candidates") -> "_Candidates":
@@ -102,6 +105,7 @@ class _Candidates:
             np.concatenate([self.slack_s, other.slack_s]),
             np.concatenate([self.holds, other.holds]),
             np.concatenate([self.need, other.need]),
+            np.concatenate([self.load, other.load]),
         )
 
     @property
@@ -160,8 +164,8 @@ class BrosPolicy:
     one, at G times the TBT objective after the G-th before it, and k_i counts the tokens up to it. G = 1 is a deadline
     a token.
 
-    *Best-effort requests* follow: those with cache, then waiting ones by the tokens that must be recomputed (which
-    stand for the paper's swapped blocks), less `aging_tokens_per_s` a second, so that none waits for ever. When the
+    *Best-effort requests* follow: those with cache, by their checkpointed blocks M^cpu, then waiting ones by the tokens
+    that must be recomputed, less `aging_tokens_per_s` a second, so that none waits for ever. When the
     step has no time or place for the next one, real-time requests of the most remaining time are replaced, if they can
     wait for the next step and still be in time. Where no real-time request sets a deadline, time is no limit.
 
@@ -169,7 +173,8 @@ class BrosPolicy:
     remaining time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the
     waiting queue is sorted only where its order is another one.
 
-    *Blocks.* Real-time requests take those of best-effort ones, the latest arrived first. Where running ones outgrow
+    *Blocks.* Real-time requests take free ones, then groups that best-effort requests have alone (`SharedBlocks`), then
+    all blocks of best-effort requests, the latest arrived first. Where running ones outgrow
     the pool even so, those with the most remaining time are preempted, but prompts under way last. A waiting request
     takes no block from a real-time one: its recomputation would be late. A best-effort request takes free blocks only.
 
@@ -188,6 +193,7 @@ class BrosPolicy:
 
     name = "bros"
     has_classes = True
+    shares_blocks = True
 
     def __init__(
         self,
@@ -233,7 +239,7 @@ class BrosPolicy:
             self._batch_size = min(2 * self._batch_size, max(BASE_BATCH, view.max_num_seqs))
         if not step.rows.size:
             return Plan.idle(victims)
-        step_s = view.costs.step_s(step.num_tokens, step.start, step.kind)
+        step_s = _step_s(view.costs, step)
         self._average_s += (step_s - self._average_s) * (AVERAGE_WEIGHT if self._average_s else 1.0)
         prompts = step.prompts
         return Plan(
@@ -253,9 +259,11 @@ class BrosPolicy:
         start = table.num_cached.take(rows)
         if holds:
             tokens = start + num_tokens
-            need = held_blocks_for(view, rows, tokens) - table.num_blocks.take(rows)
+            load = table.checkpointed_blocks.take(rows)
+            need = np.maximum(held_blocks_for(view, rows, tokens) - table.num_blocks.take(rows), load)
         else:
             start = start + table.cached_prefix_tokens[rows, kind]
+            load = np.zeros(rows.size, np.int32)
             need = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
         return _Candidates(
             rows,
@@ -265,6 +273,7 @@ class BrosPolicy:
             self._slack_s(view, rows, -(-remaining // budget)),
             np.full(rows.size, holds),
             np.maximum(need, 0),
+            load,
         )
 
     def _slack_s(self, view: SchedulerView, rows: Rows, steps: NDArray[np.int32]) -> NDArray[np.float64]:
@@ -340,6 +349,8 @@ class BrosPolicy:
         step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
+        if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
+            short = 0
         new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
         new_slots = max(new_slots - victims.size, 0)
         taken = theirs[::-1]  # the latest first
@@ -365,12 +376,21 @@ class BrosPolicy:
         no_victims = victims[:0]
         if not asked.rows.size:
             return step, no_victims, False
-        need, holds = asked.need, asked.holds
         left = view.free_blocks + int(table.num_blocks[preempted].sum())
         left -= int(step.need.sum())
+        has_taken = left < 0
+        if has_taken:
+            asked = _without_groups(view, asked, _shared_groups(view, step, -left)[0])
+            left = 0
+        if view.sharing is not None:
+            asked = self._by_checkpoints(view, asked)
+        need, holds = asked.need, asked.holds
         more: Rows = no_victims
         spare = left - int(need[holds].sum())
-        if spare < 0:
+        waits = holds & (np.cumsum(np.where(holds, need, 0)) > left)
+        if spare < 0 and view.sharing is not None and (step.rows.size or not waits[holds].all()):
+            asked = asked.take(holds & ~waits)  # the others keep what they have, and are restored later
+        elif spare < 0:
             kept, more = _outgrown(view, asked.take(holds), left)
             asked = asked.take(_among(view, asked.rows, kept))
         else:
@@ -381,7 +401,7 @@ class BrosPolicy:
             slots = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
             fresh = np.flatnonzero(~holds)
             fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= slots)
-            if preempted.size:
+            if preempted.size or has_taken:
                 fits[:] = False  # what real-time requests have just taken is not given away
             asked = asked.take(np.concatenate([np.flatnonzero(holds), fresh[fits]]))
         if not asked.rows.size:
@@ -392,6 +412,16 @@ class BrosPolicy:
             out = asked.take(~_among(view, asked.rows, packed.rows))
             packed = self._replace(view, packed, num_real_time, out, limit_s)
         return packed, more, cut
+
+    def _by_checkpoints(self, view: SchedulerView, asked: _Candidates) -> _Candidates:
+        """Best-effort candidates by their checkpointed blocks, less what they have waited (Algorithm 1, line 17)."""
+        if not asked.load.any():
+            return asked
+        waited_s = view.now_s - view.table.last_token_s.take(asked.rows)
+        tokens = asked.load * (view.block_sizes / view.blocks_per_group)[asked.kind]
+        key = np.where(asked.holds, tokens - self.aging_tokens_per_s * waited_s, np.inf)
+        key[asked.holds & (asked.load == 0)] = -np.inf
+        return asked.take(key.argsort(kind="stable"))
 
     def _replace(
         self,
@@ -407,14 +437,14 @@ class BrosPolicy:
             last = num_real_time - 1 - i
             if self.replacement == "in-time":
                 one = step.take(np.array([last]))
-                step_s = view.costs.step_s(step.num_tokens, step.start, step.kind)
+                step_s = _step_s(view.costs, step)
                 if one.slack_s[0] - step_s < _alone_s(view.costs, one)[0] + step_s:
                     break
             other = step.take(np.arange(step.rows.size) != last).join(out.take(np.array([i])))
             if (
                 other.rows.size > self._batch_size
                 or int(other.num_tokens.sum()) > view.max_num_batched_tokens
-                or view.costs.step_s(other.num_tokens, other.start, other.kind) > limit_s
+                or _step_s(view.costs, other) > limit_s
             ):
                 break
             step = other
@@ -446,6 +476,34 @@ def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) 
     order[at] = first
     order[free] = second + first.size
     return order
+
+
+def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[Rows, int]:
+    """Groups of best-effort requests that real-time requests of a step take where `short` blocks are lacking.
+
+    Returns:
+        Their rows, one for each group; and the blocks that are lacking even so.
+    """
+    taken = [step.rows[:0]]
+    for kind, takeable in enumerate(view.sharing.takeable if view.sharing is not None else ()):
+        halves = int(view.blocks_per_group[kind])
+        wanted = min(max(short, 0), int(step.need[step.kind == kind].sum()))
+        taken.append(takeable[: -(-wanted // halves)])
+        short -= halves * taken[-1].size
+    return np.concatenate(taken), max(short, 0)
+
+
+def _without_groups(view: SchedulerView, asked: _Candidates, lost: Rows) -> _Candidates:
+    """Candidates that must be given again what others take from them: a group for each of the rows `lost`."""
+    again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
+    blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
+    return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
+
+
+def _step_s(costs: StepCosts, step: _Candidates) -> float:
+    """Time of an iteration: of execution or of the copies from host memory, whichever is longer (BROS §4.1)."""
+    step_s = costs.step_s(step.num_tokens, step.start, step.kind)
+    return max(step_s, costs.transfer_s(0, int(step.load.sum()))) if step.load.any() else step_s
 
 
 def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
@@ -514,12 +572,16 @@ def _fit(
     if (
         asked.rows.size <= batch_size
         and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
-        and view.costs.step_s(asked.num_tokens, asked.start, asked.kind) <= limit_s
+        and _step_s(view.costs, asked) <= limit_s
     ):
         return asked, False, False
     cut = shrunk = False
     for behind in (True, False):
         step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
+        if asked.load.any():
+            loaded = asked.load.cumsum()
+            load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
+            step_s = np.maximum(step_s, load_s)
         ends = np.cumsum(asked.num_tokens)
         index = np.arange(asked.rows.size)
         slow = step_s > limit_s

@@ -1,0 +1,582 @@
+"""Blocks that a real-time and a best-effort request share, growing towards each other (BROS §5).
+
+A group of C slots may have two users. A real-time request takes its slots from the left, a best-effort one from the
+right; positions of a group stay in order from the user's own end:
+
+    slot          0    1    2    3    4    5    6    7
+    real-time     p0   p1   p2                          ->
+    best-effort                      <- p3   p2   p1   p0
+
+While both together need no more than C slots, each has the group as if it were alone. Where the one that runs needs a
+slot of the other, which does not run, that slot alone goes to host memory first (*lazy checkpointing*): always the
+latest positions of the other in that group. The other is then incomplete, and what it lacks is written down in the
+*preemption table*. Before it runs again its checkpointed slots are loaded, in place where the group is its own again,
+else in a new group, which starts as a copy of the shared one.
+
+Where a request gets blocks:
+
+* `FindBlock`: a best-effort request takes free groups, those with the most empty slots. Where they are one short, the
+  last of its groups, which it does not fill, goes to the right end of a real-time request's group that has room.
+* `FindPreemptBlock`: a real-time request takes free groups, and where there are too few, groups of best-effort requests
+  that do not run, those with the most empty slots first.
+
+A shared group has two holders, so it is charged to neither (`GroupPool`). A request that has lost all of its slots in a
+group leaves it: its block table has a hole there until it is restored.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, require
+from apt_jax.cache.group_pool import GroupPool
+from apt_jax.executor import NULL_BLOCK
+
+Place = tuple[int, int]
+"""A request's slot (its place among those that hold cache) and an entry of its block table."""
+
+
+class HostBlocks(Protocol):
+    """Blocks of host memory."""
+
+    def allocate(self, num: int) -> NDArray[np.int32] | None: ...
+
+    def free(self, ids: NDArray[np.int32]) -> None: ...
+
+    def is_free(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]: ...
+
+
+class LentBlocks:
+    """`HostBlocks` of the cache's second tier, which drops groups for them."""
+
+    def __init__(self, groups: GroupPool) -> None:
+        assert groups.tier is not None
+        self._groups, self._tier = groups, groups.tier
+
+    def allocate(self, num: int) -> NDArray[np.int32] | None:
+        return self._groups.lend_host(num)
+
+    def free(self, ids: NDArray[np.int32]) -> None:
+        self._tier.pool.free(ids)
+        self._tier.num_lent -= ids.size
+
+    def is_free(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return self._tier.pool.is_free(ids)
+
+
+class SharedCache(Protocol):
+    """The part of a `HybridCache` that is used here; see there."""
+
+    groups: GroupPool
+    tables: NDArray[np.int32]
+    num_groups: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    kind: NDArray[np.int8]
+    owner: NDArray[np.int64]
+    free_slots: list[int]
+    block_sizes: tuple[int, int]
+    blocks_per_group: tuple[int, ...]
+
+    def slot_of(self, owner: int) -> int: ...
+
+    def take_slot(self, owner: int, kind: int) -> int: ...
+
+    def widen_tables(self, groups: int) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Checkpoint:
+    """An entry of the preemption table: what a request lacks of one of its groups."""
+
+    kept: int
+    """Its first positions of the group are on the device; the rest, as many as it has there, in host memory."""
+    host: NDArray[np.int32]
+    """(blocks of a group,) where they are: in the slots that they had on the device."""
+    step: int = -1
+    """Step that is being built when the last of them are saved,"""
+    kept_before: int = 0
+    """how many were on the device before it,"""
+    blocks: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """and in which blocks."""
+
+
+@dataclasses.dataclass
+class SlotTransfers:
+    """Transfers of a step, in the order in which they happen: all saves are read, copies are made, loads are written."""
+
+    saves: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
+    """(block on the device, host block, first slot, number of slots, kind)"""
+    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """(source, destination) whole blocks on the device"""
+    loads: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
+    """(host block, block on the device, first slot, number of slots, kind)"""
+    lost: list[int] = dataclasses.field(default_factory=list)
+    """Owners whose slots found no room in host memory: their cache must be released before the step runs."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Shared:
+    """The two users of a group."""
+
+    up: Place
+    down: Place
+
+    def sides(self, slot: int) -> tuple[Place, Place]:
+        """Own place and that of the other."""
+        return (self.up, self.down) if self.up[0] == slot else (self.down, self.up)
+
+
+class BlockSharing:
+    """Groups with two users, from which end each has them, and what has been checkpointed.
+
+    Args:
+        cache: whose block tables these are.
+        host: blocks of host memory, as large as those of the device.
+        is_best_effort: by owner.
+
+    Attributes:
+        grows_down: by slot, whether the request takes new groups from the right.
+        is_downward: by first block, whether the lone user of a group has it from the right.
+        shared: groups with two users, by first block.
+        preempted: the preemption table: by slot and entry of its block table.
+        num_holes: by slot, entries of its block table that have no group.
+        transfers: of the step that is being built.
+        num_saved_slots, num_loaded_slots: slots of groups that have been moved in all.
+    """
+
+    def __init__(self, cache: SharedCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
+        self._cache, self._groups, self._host = cache, cache.groups, host
+        self._is_best_effort = is_best_effort
+        num_slots, num_blocks = cache.num_groups.size, cache.groups.num_refs.size
+        self.grows_down = np.zeros(num_slots, np.bool_)
+        self.is_downward = np.zeros(num_blocks, np.bool_)
+        self.shared: dict[int, _Shared] = {}
+        self.preempted: dict[int, dict[int, Checkpoint]] = {}
+        self.num_holes = np.zeros(num_slots, np.int32)
+        self.transfers = SlotTransfers()
+        self.num_saved_slots = self.num_loaded_slots = 0
+        self._step = 0
+        self._shared_by: dict[int, set[int]] = {}
+        self._unloaded: list[NDArray[np.int32]] = []
+        """Host blocks that the step loads: free once it has been built, as its saves must not overwrite them."""
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def used(self, place: Place, num_tokens: int | None = None) -> int:
+        """Positions that a request has in one of its groups, or will have with `num_tokens` in all."""
+        slot, entry = place
+        size = self._cache.block_sizes[self._cache.kind[slot]]
+        tokens = int(self._cache.num_tokens[slot]) if num_tokens is None else num_tokens
+        return min(max(tokens - entry * size, 0), size)
+
+    def on_device(self, place: Place) -> int:
+        """Those of them that are on the device."""
+        checkpoint = self.preempted.get(place[0], {}).get(place[1])
+        return self.used(place) if checkpoint is None else checkpoint.kept
+
+    def turn(self, first: int, *, is_downward: bool) -> None:
+        """A group begins as a copy of one whose positions lie so."""
+        self.is_downward[first] = is_downward
+
+    def are_shared(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """(n,) whether groups have two users."""
+        return np.isin(firsts, np.fromiter(self.shared, np.int32)) if self.shared else np.zeros(firsts.size, np.bool_)
+
+    def is_complete(self, slot: int) -> bool:
+        """True if all that a request has is on the device."""
+        return slot not in self.preempted
+
+    def downwards(self, slots: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
+        """(n, width) whether the requests have their groups from the right."""
+        down = self.is_downward[self._cache.tables[slots, 0, :width]]
+        for row, slot in enumerate(slots.tolist()):
+            for first in self._shared_by.get(slot, ()):
+                entry = self.shared[first].sides(slot)[0][1]
+                if entry < width:
+                    down[row, entry] = self.grows_down[slot]
+        return down
+
+    def checkpointed_blocks(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(n,) blocks of which each request has something in host memory: M^cpu of BROS, Table 1."""
+        cost = self._cache.blocks_per_group
+        return np.array([len(self.preempted.get(s, ())) * cost[self._cache.kind[s]] for s in slots.tolist()], np.int32)
+
+    def preemptible(self, kind: int, running: set[int]) -> list[Place]:
+        """Groups that best-effort requests have alone, those with the most empty slots first (`FindPreemptBlock`).
+
+        Args:
+            kind: of the groups.
+            running: slots of requests of this step, whose groups stay.
+        """
+        slots, entries, _ = self.lone_groups(kind, down=True)
+        return [place for place in zip(slots.tolist(), entries.tolist(), strict=True) if place[0] not in running]
+
+    def lone_groups(self, kind: int, *, down: bool) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Groups of requests of one class that nobody else has, those with the most empty slots first; of equal ones
+        those of the latest request, the last first.
+
+        Args:
+            kind: of the groups.
+            down: best-effort requests', else real-time ones'.
+
+        Returns:
+            (g,) slots, entries of their block tables, and empty slots.
+        """
+        cache = self._cache
+        size = cache.block_sizes[kind]
+        theirs = np.flatnonzero((cache.owner != NO_OWNER) & (cache.kind == kind) & (self.grows_down == down))
+        width = int(cache.num_groups[theirs].max(initial=0))
+        firsts = cache.tables[theirs, 0, :width]
+        alone = (firsts != NULL_BLOCK) & (self._groups.num_refs[firsts] == 1) & (self.is_downward[firsts] == down)
+        used = np.clip(cache.num_tokens[theirs, None] - np.arange(width) * size, 0, size)
+        for row, slot in enumerate(theirs.tolist()):
+            for entry, checkpoint in self.preempted.get(slot, {}).items():
+                used[row, entry] = checkpoint.kept
+        row, entry = np.nonzero(alone)
+        empty = size - used[row, entry]
+        order = np.lexsort((-entry, -cache.owner[theirs[row]], -empty))
+        return theirs[row[order]].astype(np.int32), entry[order].astype(np.int32), empty[order].astype(np.int32)
+
+    # --- getting blocks ----------------------------------------------------------------------------------------------
+
+    def begin(self, slot: int, owner: int) -> None:
+        """A request has taken a slot."""
+        self.grows_down[slot] = self._is_best_effort(owner)
+
+    def note_new(self, firsts: int | NDArray[np.int32], slots: int | NDArray[np.int32]) -> None:
+        """Groups have got a lone user."""
+        self.is_downward[firsts] = self.grows_down[slots]
+
+    def reserve_rows(
+        self,
+        owners: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+        copies: NDArray[np.bool_] | None = None,
+    ) -> NDArray[np.bool_]:
+        """`reserve` for all requests of a step: real-time ones first, in order. Rows that change no block cost no Python.
+
+        Args:
+            owners: (n,) owner of each row.
+            slots: (n,) their slots; changed in place where a row takes one.
+            num_tokens: (n,) positions each shall have.
+            kinds: (n,) cache kind of each.
+            copies: (n,) whether the first of its new groups begins as a copy; None: no row's does.
+
+        Returns:
+            (n,) False where blocks or a slot were lacking; such a row keeps what it had.
+        """
+        cache = self._cache
+        sizes = np.asarray(cache.block_sizes, np.int32)[kinds]
+        down = np.fromiter(map(self._is_best_effort, owners.tolist()), np.bool_, owners.size)
+        ok = np.zeros(owners.size, np.bool_)
+        running: set[int] = set()
+        for rows in (np.flatnonzero(~down), np.flatnonzero(down)):
+            involved = np.fromiter({*self.preempted, *self._shared_by}, np.int32)
+            held = slots[rows]
+            plain = (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
+            plain &= ~np.isin(held, involved)
+            cache.num_tokens[held[plain]] = num_tokens[rows[plain]]
+            running.update(held[plain].tolist())
+            ok[rows[plain]] = True
+            for i in rows[~plain].tolist():
+                owner = int(owners[i])
+                copied = copies is not None and bool(copies[i])
+                if self.reserve(owner, int(num_tokens[i]), int(kinds[i]), running, copied=copied):
+                    ok[i] = True
+                    slots[i] = cache.slot_of(owner)
+        return ok
+
+    def reserve(self, owner: int, num_tokens: int, kind: int, running: set[int], *, copied: bool = False) -> bool:
+        """Restore what a request lacks and make room for its positions [0, num_tokens).
+
+        Args:
+            owner: takes a slot at the first call.
+            num_tokens: no fewer than it has.
+            kind: that it has, if it has any.
+            running: slots of the requests that have been reserved for in this step, real-time ones first: their groups
+                stay as they are. Its own slot is added.
+            copied: the first of its new groups begins as a copy, and so is not shared.
+
+        Returns:
+            False where blocks or a slot are lacking; then nothing has changed.
+        """
+        cache, groups = self._cache, self._groups
+        slot = cache.slot_of(owner)
+        fresh = slot == NO_SLOT
+        if owner in self.transfers.lost or (fresh and not cache.free_slots):
+            return False
+        held = 0 if fresh else int(cache.num_groups[slot])
+        require(fresh or cache.kind[slot] == kind, f"owner {owner} holds another kind than {kind}")
+        require(fresh or num_tokens >= cache.num_tokens[slot], f"owner {owner} would shrink to {num_tokens} positions")
+        down = self._is_best_effort(owner) if fresh else bool(self.grows_down[slot])
+        total = -(-num_tokens // cache.block_sizes[kind])
+        holes = [] if fresh else [e for e in self.preempted.get(slot, ()) if cache.tables[slot, 0, e] == NULL_BLOCK]
+        entries = [*holes, *range(held, total)]
+        halves = cache.blocks_per_group[kind]
+        room = groups.num_free // halves
+        moves = [] if fresh else self._moves(slot, num_tokens, running, room - len(entries), down=down)
+        lacking = max(len(entries) + len(moves) - room, 0)
+        if lacking > len(entries) - copied:
+            return False
+        found = self._find(kind, lacking, running | {slot}, num_tokens, entries, down=down) if lacking else []
+        if len(found) < lacking:
+            return False
+        num_new = len(entries) - lacking
+        ids = groups.allocate((num_new + len(moves)) * halves)
+        if ids is None:
+            return False
+        if fresh:
+            slot = cache.take_slot(owner, kind)
+        running.add(slot)
+        cache.widen_tables(total)
+        new = ids.reshape(halves, -1).T
+        for entry, place in zip(moves, new[num_new:], strict=True):
+            self._move(slot, entry, place)
+        for entry, place in zip(entries, new, strict=False):
+            self._hold(slot, entry, place)
+        for entry, place in zip(entries[num_new:], found, strict=True):
+            self._join(slot, entry, place, down=down)
+        self.num_holes[slot] = 0
+        cache.num_groups[slot] = total
+        before = int(cache.num_tokens[slot])
+        cache.num_tokens[slot] = num_tokens
+        self._make_room(slot)
+        self._load(slot, before)
+        return True
+
+    def _moves(self, slot: int, num_tokens: int, running: set[int], room: int, *, down: bool) -> list[int]:
+        """Entries of a request's table whose shared group it leaves for a new one.
+
+        They are those in which it needs slots of a request that runs too. A best-effort request leaves the others as
+        well while there are free groups; else, and for real-time requests, the slots of the other are checkpointed.
+        """
+        must: list[int] = []
+        may: list[int] = []
+        for first in self._shared_by.get(slot, ()):
+            own, other = self.shared[first].sides(slot)
+            size = self._cache.block_sizes[self._cache.kind[slot]]
+            if self.used(own, num_tokens) + self.on_device(other) > size:
+                (must if other[0] in running else may).append(own[1])
+        return must + may if down and len(must) + len(may) <= room else must
+
+    def _find(
+        self, kind: int, num: int, running: set[int], num_tokens: int, new: list[int], *, down: bool
+    ) -> list[Place]:
+        """Groups of others that a request may share, for the last `num` of its new entries."""
+        if not down:
+            return self.preemptible(kind, running)[:num]
+        size = self._cache.block_sizes[kind]
+        rest = num_tokens - new[-1] * size
+        if num > 1 or rest >= size:
+            return []
+        slots, entries, empty = self.lone_groups(kind, down=False)
+        room = zip(slots[empty >= rest].tolist(), entries[empty >= rest].tolist(), strict=True)
+        return [place for place in room if self._is_unregistered(place)][:1]
+
+    def _is_unregistered(self, place: Place) -> bool:
+        first = self._cache.tables[place[0], 0, place[1]]
+        return not (self._groups.prefixes.is_registered[first] or self._groups.is_expected[first])
+
+    def _hold(self, slot: int, entry: int, ids: NDArray[np.int32]) -> None:
+        """Give a request a group of its own."""
+        groups, halves = self._groups, ids.size
+        self._cache.tables[slot, :halves, entry] = ids
+        groups.hold_new(int(ids[0]), NULL_BLOCK if halves == 1 else int(ids[1]), slot)
+        groups.num_private[slot] += 1
+        groups.in_use[int(self._cache.kind[slot])] += 1
+
+    def _join(self, slot: int, entry: int, place: Place, *, down: bool) -> None:
+        """Have a request share a group that another one has alone."""
+        groups, tables = self._groups, self._cache.tables
+        other, their_entry = place
+        first = int(tables[other, 0, their_entry])
+        node = groups.prefixes.node_of.get(first)
+        if node is not None:  # what is registered behind it can no longer be found either
+            groups.drop(node)
+        groups.is_expected[first] = False
+        groups.generation[first] += 1
+        groups.num_refs[first] += 1
+        groups.slot_sum[first] += slot
+        groups.num_private[other] -= 1
+        groups.ownership_changed = True
+        tables[slot, :, entry] = tables[other, :, their_entry]
+        mine = (slot, entry)
+        self.shared[first] = _Shared(*((place, mine) if down else (mine, place)))
+        for each in (slot, other):
+            self._shared_by.setdefault(each, set()).add(first)
+
+    def _move(self, slot: int, entry: int, ids: NDArray[np.int32]) -> None:
+        """Have a request leave a shared group for one of its own, which begins as a copy."""
+        old = self._cache.tables[slot, : ids.size, entry].copy()
+        self._leave(slot, int(old[0]))
+        self.transfers.copies += zip(old.tolist(), ids.tolist(), strict=True)
+        self._hold(slot, entry, ids)
+
+    def _leave(self, slot: int, first: int) -> None:
+        """Take a request from a shared group, which is the other's alone from now on."""
+        groups = self._groups
+        own, other = self.shared.pop(first).sides(slot)
+        for each in (slot, other[0]):
+            users = self._shared_by[each]
+            users.discard(first)
+            if not users:
+                del self._shared_by[each]
+        groups.num_refs[first] -= 1
+        groups.slot_sum[first] -= slot
+        groups.num_private[other[0]] += 1
+        groups.ownership_changed = True
+        self.is_downward[first] = self.grows_down[other[0]]
+        self._cache.tables[slot, :, own[1]] = NULL_BLOCK
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _make_room(self, slot: int) -> None:
+        """Checkpoint the slots of others that a request is about to write to, or has others' contents loaded to."""
+        size = self._cache.block_sizes[self._cache.kind[slot]]
+        for first in list(self._shared_by.get(slot, ())):
+            own, other = self.shared[first].sides(slot)
+            kept = size - self.used(own)
+            if self.on_device(other) > kept:
+                self._checkpoint(other, kept)
+
+    def _checkpoint(self, place: Place, kept: int) -> None:
+        """Save a request's positions of a group from `kept` on; it leaves the group if nothing stays there."""
+        slot, entry = place
+        there = self.on_device(place)
+        ids = self._cache.tables[slot, : self._cache.blocks_per_group[self._cache.kind[slot]], entry]
+        table = self.preempted.setdefault(slot, {})
+        checkpoint = table.get(entry)
+        if checkpoint is None:
+            host = self._host.allocate(ids.size)
+            if host is None:
+                owner = int(self._cache.owner[slot])
+                if owner not in self.transfers.lost:
+                    self.transfers.lost.append(owner)
+                host = np.zeros(0, np.int32)
+            table[entry] = checkpoint = Checkpoint(there, host)
+        if checkpoint.step != self._step:
+            checkpoint.step, checkpoint.kept_before, checkpoint.blocks = self._step, there, ids.copy()
+        first, num = self._slots(slot, kept, there)
+        for block, copy in zip(ids.tolist(), checkpoint.host.tolist(), strict=False):
+            self.transfers.saves.append((block, copy, first, num, int(self._cache.kind[slot])))
+        self.num_saved_slots += num
+        checkpoint.kept = kept
+        if kept == 0:
+            self._leave(slot, int(ids[0]))
+            self.num_holes[slot] += 1
+
+    def _load(self, slot: int, num_tokens: int) -> None:
+        """Load what a request of `num_tokens` positions lacks into its groups, all of which it has again."""
+        table = self.preempted.pop(slot, {})
+        for entry, checkpoint in table.items():
+            require(checkpoint.host.size, "a request goes on whose slots were lost")
+            place, begin = (slot, entry), checkpoint.kept
+            ids = self._cache.tables[slot, : checkpoint.host.size, entry]
+            if checkpoint.step == self._step:  # what this step saves has not been overwritten yet
+                if begin == 0:
+                    self.transfers.copies += zip(checkpoint.blocks.tolist(), ids.tolist(), strict=True)
+                begin = checkpoint.kept_before
+                host = set(checkpoint.host.tolist())
+                self.num_saved_slots -= begin - checkpoint.kept
+                self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]
+            self._unloaded.append(checkpoint.host)
+            first, num = self._slots(slot, begin, self.used(place, num_tokens))
+            if not num:
+                continue
+            for copy, block in zip(checkpoint.host.tolist(), ids.tolist(), strict=True):
+                self.transfers.loads.append((copy, block, first, num, int(self._cache.kind[slot])))
+            self.num_loaded_slots += num
+
+    def _slots(self, slot: int, begin: int, end: int) -> tuple[int, int]:
+        """First slot and number of slots of positions [begin, end) of a request's group."""
+        size = self._cache.block_sizes[self._cache.kind[slot]]
+        # Slots that are saved are those of a group that the request took itself, from its own end.
+        return (size - end if self.grows_down[slot] else begin), end - begin
+
+    def take_transfers(self) -> SlotTransfers:
+        """Transfers of the step that has been built."""
+        taken, self.transfers = self.transfers, SlotTransfers()
+        self._step += 1
+        for host in self._unloaded:
+            self._host.free(host)
+        self._unloaded.clear()
+        return taken
+
+    # --- giving back -------------------------------------------------------------------------------------------------
+
+    def lacking(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Slots that requests must load before they run.
+
+        Returns:
+            (m, 4) host block, first slot, number of slots and kind; and (m,) the requests' slots.
+        """
+        spans: list[tuple[int, int, int, int]] = []
+        owners: list[int] = []
+        for slot in slots.tolist():
+            for entry, checkpoint in self.preempted.get(slot, {}).items():
+                first, num = self._slots(slot, checkpoint.kept, self.used((slot, entry)))
+                spans += [(copy, first, num, int(self._cache.kind[slot])) for copy in checkpoint.host.tolist()]
+                owners += [slot] * checkpoint.host.size
+        return np.array(spans, np.int32).reshape(-1, 4), np.array(owners, np.int32)
+
+    def release(self, slot: int) -> None:
+        """A request gives everything back: it leaves its shared groups, and its checkpoints are dropped."""
+        for first in list(self._shared_by.get(slot, ())):
+            self._leave(slot, first)
+        for checkpoint in self.preempted.pop(slot, {}).values():
+            if checkpoint.host.size:
+                self._host.free(checkpoint.host)
+        self.num_holes[slot] = 0
+
+    # --- integrity ---------------------------------------------------------------------------------------------------
+
+    def table_lines(self) -> Iterator[tuple[int, int, int]]:
+        """The preemption table as the paper has it: (first block or `NULL_BLOCK`, owner, owner that shares it or
+        `NO_OWNER`)."""
+        for slot, table in self.preempted.items():
+            for entry in table:
+                first = int(self._cache.tables[slot, 0, entry])
+                pair = self.shared.get(first)
+                other = NO_OWNER if pair is None else int(self._cache.owner[pair.sides(slot)[1][0]])
+                yield first, int(self._cache.owner[slot]), other
+
+    def check_integrity(self) -> None:
+        """Recount shared groups, holes and checkpoints.
+
+        Raises:
+            CacheIntegrityError: something does not add up.
+        """
+        cache, tables = self._cache, self._cache.tables
+        for first, pair in self.shared.items():
+            (up, a), (down, b) = pair.up, pair.down
+            require(tables[up, 0, a] == first == tables[down, 0, b], "a shared group is not in both tables")
+            require(not self.grows_down[up] and self.grows_down[down], "two requests share a group from one end")
+            size = cache.block_sizes[cache.kind[up]]
+            require(cache.kind[up] == cache.kind[down], "requests of two kinds share a group")
+            require(self.on_device(pair.up) + self.on_device(pair.down) <= size, "a slot has two owners")
+            require(self._groups.num_refs[first] == 2, "a shared group has not two holders")
+            require(not self._groups.prefixes.is_registered[first], "a shared group can be found")
+        by_slot: dict[int, set[int]] = {}
+        for first, pair in self.shared.items():
+            for slot, _ in (pair.up, pair.down):
+                by_slot.setdefault(slot, set()).add(first)
+        require(by_slot == self._shared_by, "users of shared groups are miscounted")
+        used: list[int] = [block for host in self._unloaded for block in host.tolist()]
+        for slot, table in self.preempted.items():
+            require(table and cache.owner[slot] != NO_OWNER, "a checkpoint of nobody")
+            for entry, checkpoint in table.items():
+                require(entry < cache.num_groups[slot], "a checkpoint of a group that is not held")
+                require(checkpoint.kept < self.used((slot, entry)), "a checkpoint of nothing")
+                require((tables[slot, 0, entry] == NULL_BLOCK) == (checkpoint.kept == 0), "a hole that is none")
+                used += checkpoint.host.tolist()
+        require(len(set(used)) == len(used), "a host block is owned twice")
+        require(not self._host.is_free(np.array(used, np.int32)).any(), "a host block is both owned and free")
+        taken = np.flatnonzero(cache.owner != NO_OWNER)
+        within = np.arange(tables.shape[2]) < cache.num_groups[taken, None]
+        holes = np.count_nonzero((tables[taken, 0] == NULL_BLOCK) & within, axis=1)
+        require((holes == self.num_holes[taken]).all(), "holes are miscounted")

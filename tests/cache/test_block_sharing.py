@@ -1,0 +1,226 @@
+"""Blocks shared by a real-time and a best-effort request: contents, slot by slot, against a plain model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from apt_jax.cache import NO_SLOT, BlockPool, CacheKind, HybridCache
+from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
+from apt_jax.executor import NULL_BLOCK
+from tests.cache.test_hybrid_cache import histories
+
+KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
+SIZE = 4
+
+
+class Memory:
+    """Contents of every slot, (owner, half, position), of the pool and of host memory."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.device: dict[int, list[Any]] = {b: [None] * SIZE for b in range(num_blocks + 1)}
+        self.host: dict[int, list[Any]] = {b: [None] * SIZE for b in range(num_host_blocks + 1)}
+        self.num_moved = 0
+
+    def move(self, transfers: SlotTransfers) -> None:
+        saved = [(host, at, self.device[block][at : at + n]) for block, host, at, n, _ in transfers.saves]
+        copied = [(new, list(self.device[old])) for old, new in transfers.copies]
+        assert len({new for new, _ in copied}) == len(copied)
+        loaded = [(block, at, self.host[host][at : at + n]) for host, block, at, n, _ in transfers.loads]
+        for host, at, values in saved:
+            self.host[host][at : at + len(values)] = values
+        for new, values in copied:
+            self.device[new] = values
+        for block, at, values in loaded:
+            self.device[block][at : at + len(values)] = values
+        self.num_moved += sum(n for *_, n, _ in transfers.saves)
+
+
+def slot_of(position: int, *, down: bool) -> int:
+    return SIZE - 1 - position % SIZE if down else position % SIZE
+
+
+class World:
+    """Requests over one cache, each of a class and a kind."""
+
+    def __init__(self, num_blocks: int = 14, num_host_blocks: int = 40, max_num_seqs: int = 6) -> None:
+        self.cache = HybridCache(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=max_num_seqs)
+        self.best_effort: dict[int, bool] = {}
+        self.host = BlockPool(num_host_blocks)
+        self.sharing: BlockSharing = self.cache.share_blocks(self.host, self.best_effort.__getitem__)
+        self.memory = Memory(num_blocks, num_host_blocks)
+        self.length: dict[int, int] = {}
+        self.kind: dict[int, int] = {}
+        self.next_owner = 0
+
+    def add(self, length: int, kind: int, *, best_effort: bool) -> int:
+        owner = self.next_owner
+        self.next_owner += 1
+        self.best_effort[owner], self.length[owner], self.kind[owner] = best_effort, length, kind
+        return owner
+
+    def step(self, owners: list[int], more: int = 1) -> list[int]:
+        """Run requests: those that hold cache grow, the others begin. Returns those that could."""
+        cache = self.cache
+        start = {o: 0 if cache.slot_of(o) == NO_SLOT else int(cache.num_tokens[cache.slot_of(o)]) for o in owners}
+        tokens = {o: start[o] + more if start[o] else self.length[o] for o in owners}
+        ok = self.sharing.reserve_rows(
+            np.array(owners, np.int64),
+            np.array([cache.slot_of(o) for o in owners], np.int32),
+            np.array([tokens[o] for o in owners], np.int32),
+            np.array([self.kind[o] for o in owners], np.int8),
+        )
+        ran = [owner for owner, runs in zip(owners, ok.tolist(), strict=True) if runs]
+        self.length.update((owner, tokens[owner]) for owner in ran)
+        transfers = self.sharing.take_transfers()
+        for owner in transfers.lost:
+            assert owner not in ran
+            cache.release(owner)
+        self.memory.move(transfers)
+        for owner in ran:
+            self._check(owner, start[owner])
+            for position in range(start[owner], self.length[owner]):
+                for half, block, slot in self._slots(owner, position):
+                    self.memory.device[block][slot] = (owner, half, position)
+            self._check(owner, self.length[owner])
+        return ran
+
+    def _slots(self, owner: int, position: int):
+        cache = self.cache
+        slot = cache.slot_of(owner)
+        entry = position // SIZE
+        down = bool(self.sharing.downwards(np.array([slot], np.int32), entry + 1)[0, entry])
+        for half in range(cache.blocks_per_group[self.kind[owner]]):
+            block = int(cache.tables[slot, half, entry])
+            assert block != NULL_BLOCK
+            yield half, block, slot_of(position, down=down)
+
+    def _check(self, owner: int, num_tokens: int) -> None:
+        assert self.sharing.is_complete(self.cache.slot_of(owner))
+        for position in range(num_tokens):
+            for half, block, slot in self._slots(owner, position):
+                assert self.memory.device[block][slot] == (owner, half, position)
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        for owner, slot in self.cache.slot_by_owner.items():
+            for entry in range(int(self.cache.num_groups[slot])):
+                kept = self.sharing.on_device((slot, entry))
+                for position in range(entry * SIZE, entry * SIZE + kept):
+                    for half, block, at in self._slots(owner, position):
+                        assert self.memory.device[block][at] == (owner, half, position)
+
+
+def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
+    world = World(num_blocks=4)
+    batch = world.add(6, KV, best_effort=True)  # two groups, of 4 and of 2 positions
+    assert world.step([batch]) == [batch]
+    chat = world.add(2, KV, best_effort=False)
+    assert world.step([chat]) == [chat]
+    cache, sharing = world.cache, world.sharing
+    low, high = cache.slot_of(batch), cache.slot_of(chat)
+    assert cache.tables[high, 0, 0] == cache.tables[low, 0, 1]  # that with the most empty slots
+    assert world.memory.num_moved == 0
+    assert sharing.is_complete(low)
+    assert world.step([chat]) == [chat]  # takes the first slot of the other
+    assert world.memory.num_moved == 2  # its key and its value
+    assert list(sharing.table_lines()) == [(int(cache.tables[low, 0, 1]), batch, chat)]
+    assert sharing.checkpointed_blocks(np.array([low, high], np.int32)).tolist() == [2, 0]
+    assert world.step([chat]) == [chat]
+    assert world.memory.num_moved == 4
+    assert cache.tables[low, 0, 1] == NULL_BLOCK  # nothing of it is left there
+    cache.release(chat)
+    assert world.step([batch]) == [batch]
+    assert world.sharing.is_complete(low)
+    world.check()
+
+
+def test_a_request_that_runs_keeps_its_slots():
+    world = World(num_blocks=4)
+    batch, chat = world.add(6, KV, best_effort=True), world.add(2, KV, best_effort=False)
+    world.step([batch])
+    world.step([chat])
+    assert world.step([chat, batch]) == [chat]  # the slot that it needs is not the other's to use
+    assert not world.sharing.is_complete(world.cache.slot_of(batch))
+    assert world.step([batch]) == [batch]  # now the chat is incomplete
+    assert not world.sharing.is_complete(world.cache.slot_of(chat))
+    assert world.step([chat]) == [chat]
+    assert not world.sharing.is_complete(world.cache.slot_of(batch))
+    world.check()
+
+
+def test_best_effort_requests_end_in_blocks_with_room():
+    world = World(num_blocks=2)
+    chat, batch = world.add(1, KV, best_effort=False), world.add(2, KV, best_effort=True)
+    assert world.step([chat]) == [chat]
+    assert world.step([batch]) == [batch]
+    assert world.memory.num_moved == 0
+    assert not world.step([world.add(2, KV, best_effort=True)])
+    world.check()
+
+
+def test_without_room_in_host_memory_a_request_loses_its_cache():
+    world = World(num_blocks=4, num_host_blocks=1)
+    batch, chat = world.add(6, KV, best_effort=True), world.add(3, KV, best_effort=False)
+    world.step([batch])
+    assert world.step([chat]) == [chat]
+    assert world.cache.slot_of(batch) == NO_SLOT
+    world.check()
+
+
+@pytest.mark.parametrize("kind", [KV, HIDDEN])
+def test_bytes_that_travel_are_those_of_the_overwritten_slots(kind):
+    halves = 2 if kind == KV else 1
+    world = World(num_blocks=2 * halves)
+    batch, chat = world.add(8, kind, best_effort=True), world.add(3, kind, best_effort=False)
+    world.step([batch])
+    world.step([chat])
+    assert world.memory.num_moved == halves * 3
+    for _ in range(3):
+        world.step([chat])
+    assert world.memory.num_moved == halves * 6
+    assert world.sharing.num_saved_slots == 6
+
+
+class SharingMachine(RuleBasedStateMachine):
+    """Random steps of random requests: what runs finds every slot as it wrote it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @initialize(num_blocks=st.integers(4, 20), num_host_blocks=st.integers(1, 30))
+    def begin(self, num_blocks, num_host_blocks):
+        self.world = World(num_blocks, num_host_blocks)
+
+    @rule(length=st.integers(1, 14), kind=st.sampled_from([KV, HIDDEN]), best_effort=st.booleans())
+    def add(self, length, kind, best_effort):
+        if len(self.world.length) < 8:
+            self.world.add(length, kind, best_effort=best_effort)
+
+    @precondition(lambda self: self.world.length)
+    @rule(data=st.data(), more=st.integers(1, 6))
+    def step(self, data, more):
+        owners = data.draw(st.lists(st.sampled_from(sorted(self.world.length)), unique=True, max_size=4))
+        owners.sort(key=self.world.best_effort.__getitem__)  # real-time requests first, as in a batch
+        self.world.step(owners, more)
+
+    @precondition(lambda self: self.world.cache.slot_by_owner)
+    @rule(data=st.data(), ends=st.booleans())
+    def release(self, data, ends):
+        owner = data.draw(st.sampled_from(sorted(self.world.cache.slot_by_owner)))
+        assume(owner in self.world.length)
+        self.world.cache.release(owner)
+        if ends:
+            del self.world.length[owner]
+
+    @invariant()
+    def adds_up(self):
+        self.world.check()
+
+
+TestSharingMachine = SharingMachine.TestCase
+TestSharingMachine.settings = histories(60, 1000)

@@ -1,0 +1,70 @@
+"""Real-time and best-effort requests in the same blocks, and nobody can tell from the tokens."""
+
+import numpy as np
+import pytest
+
+from apt_jax.config import SLO
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched.request_table import KV
+from tests.support.cases import num_cases
+from tests.support.fake_serving import Served, prompt
+
+
+def add(served: Served, length: int, max_tokens: int, *, best_effort: bool, seed: int) -> str:
+    name = f"{'be' if best_effort else 'rt'}{len(served.requests)}"
+    served.requests[name] = EngineRequest(
+        request_id=name, prompt=None, prompt_token_ids=prompt(length, seed=seed),
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0), slo=SLO(ttft_s=1.0, tbt_s=0.5),
+        slo_class="be" if best_effort else "rt", arrival_s=served.clock.now_s(),
+    )  # fmt: skip
+    served.tokens[name] = []
+    served.engine.add_request(served.requests[name])
+    return name
+
+
+def shared(num_blocks: int = 24, *, offered=(True, False), num_host_blocks: int = 60, **others) -> Served:
+    return Served(
+        "bros", num_blocks=num_blocks, offered=offered, num_host_blocks=num_host_blocks, share_blocks=True, **others
+    )
+
+
+@pytest.mark.parametrize("offered", [(True, False), (False, True)], ids=["kv", "hidden"])
+def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered):
+    served = shared(24 if offered[KV] else 12, offered=offered)
+    batch = add(served, 40, 8, best_effort=True, seed=1)  # 12 groups of 4, the whole pool
+    for _ in range(4):
+        served.step()
+    chat = add(served, 9, 20, best_effort=False, seed=2)
+    served.drain()
+    served.assert_as_expected()
+    assert served.ended[chat] == served.ended[batch] == "length"
+    host, halves = served.executor.host, 2 if offered[KV] else 1
+    sharing = served.engine.cache.sharing
+    assert sharing is not None
+    assert host.num_saved_slots == halves * sharing.num_saved_slots > 0
+    assert host.num_loaded_slots == halves * sharing.num_loaded_slots > 0
+    assert served.engine.stats().num_preemptions == 0
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("overlap", [True, False])
+def test_random_requests_of_two_classes(overlap):
+    for seed in range(num_cases(40, 1000)):
+        rng = np.random.default_rng([seed, 77])
+        kinds = [(True, False), (False, True), (True, True)][seed % 3]
+        lost = None if seed % 4 else lambda rng=rng: bool(rng.random() < 0.1)
+        served = shared(
+            int(rng.integers(12, 30)), offered=kinds, num_host_blocks=int(rng.integers(2, 60)), overlap=overlap,
+            budget=int(rng.integers(8, 40)), lost=lost,
+        )  # fmt: skip
+        for i in range(int(rng.integers(3, 9))):
+            length, tokens = int(rng.integers(1, 14)), int(rng.integers(1, 9))
+            add(served, length, tokens, best_effort=bool(rng.random() < 0.6), seed=1000 * seed + i)
+            for _ in range(int(rng.integers(0, 4))):
+                served.step()
+        try:
+            served.drain()
+            served.assert_as_expected()
+        except Exception as error:
+            error.add_note(f"{seed=}")
+            raise

@@ -1,0 +1,150 @@
+"""Blocks of two requests in the programs: positions from the right end of a block, in every way to attend."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.engine import Engine
+from apt_jax.executor import StepBatch
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.models.params import dummy_params
+from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.sched import HIDDEN, KV, CacheKindSpec, make_policy
+from apt_jax.sched.costs.model import StepCosts
+from apt_jax.utils.clock import WallClock
+from tests.support.cases import num_cases
+from tests.support.paged_driver import GREEDY, Driver, draw_greedily, few_programs, make_executor, reference_greedy
+from tests.support.parallel_cases import MODELS
+
+PROMPTS = {0: [5, 6, 7, 8, 9, 10, 11], 1: [12, 13, 14, 15, 16], 2: [17, 18], 3: [19] * 9}
+
+
+class SharingDriver(Driver):
+    """Rows 1 and 3 have all blocks from the right; each shares its first blocks with the row before it, as far as both
+    leave slots of them free."""
+
+    def add(self, slot: int, prompt: list[int], kind: int) -> None:
+        super().add(slot, prompt, kind)
+        if slot % 2:
+            self.table[slot] = -self.table[slot]
+
+
+@pytest.mark.parametrize("ops", ["cpu", "xla"])
+@pytest.mark.parametrize("attention", ["auto", "reproject"])
+def test_tokens_are_those_of_blocks_of_their_own(ops, attention):
+    executor = few_programs(make_executor(attention=attention, ops=ops, shares_blocks=True))
+    driver = SharingDriver(executor)
+    kinds = {0: KV, 1: KV, 2: HIDDEN, 3: HIDDEN}
+    for slot, prompt in PROMPTS.items():
+        driver.add(slot, prompt, kinds[slot])
+    driver.step({0: 7, 1: 3, 2: 2, 3: 4})
+    driver.step({0: 1, 1: 2, 2: 1, 3: 5})
+    for _ in range(8):
+        driver.step(dict.fromkeys(PROMPTS, 1))
+    for slot, prompt in PROMPTS.items():
+        assert driver.tokens[slot] == reference_greedy(prompt, len(driver.tokens[slot]) - len(prompt))
+
+
+def neighbours(executor: JaxExecutor, kind: int) -> None:
+    """Two requests in one block of four slots, one position each at first."""
+    tables = np.zeros((2, 2, 2), np.int32)
+    tables[0, : 2 - kind, 0], tables[1, : 2 - kind, 0] = [9, 10][: 2 - kind], [-9, -10][: 2 - kind]
+    tokens = {0: [5], 1: [12]}
+    for step in range(2):
+        batch = StepBatch(
+            slots=np.arange(2, dtype=np.int32), num_tokens=np.ones(2, np.int32), start=np.full(2, step, np.int32),
+            kind=np.full(2, kind, np.int8), token_ids=np.array([tokens[0][-1], tokens[1][-1]], np.int32),
+            block_tables=tables, samples=np.ones(2, np.bool_), position=np.full(2, step, np.int32),
+            params=[GREEDY] * 2, history=[np.array(tokens[r], np.int32) for r in range(2)],
+            prompt_len=np.ones(2, np.int32),
+        )  # fmt: skip
+        result = executor.execute(batch).result()
+        for row in range(2):
+            tokens[row].append(int(result.token_ids[row]))
+    assert tokens[0] == reference_greedy([5], 2)
+    assert tokens[1] == reference_greedy([12], 2)
+
+
+@pytest.mark.parametrize("kind", [KV, HIDDEN])
+def test_two_requests_fill_one_block_from_both_ends(kind):
+    neighbours(few_programs(make_executor(shares_blocks=True)), kind)
+
+
+@functools.cache
+def sharing_executor() -> JaxExecutor:
+    """A pool of 30 blocks of four positions, and host memory."""
+    config = MODELS["opt"]
+    params = dummy_params(config, "float32", 7)
+    # Random tiny models say the same whatever was said before, unless their matrices are large.
+    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
+    params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
+    made = JaxExecutor(
+        params, config, cache=CacheConfig(block_size=4, num_blocks_override=30, swap_space=2 / 1024),
+        max_num_seqs=6, max_num_batched_tokens=32, max_model_len=96, shares_blocks=True,
+    )  # fmt: skip
+    made.buckets.decode, made.buckets.prefill, made.buckets.masked = [6], [32], []  # fewer programs to compile
+    assert made.host is not None
+    made.host.sizes = [16]
+    with pytest.MonkeyPatch.context() as patch:
+        draw_greedily(patch)
+        made.warm_up()
+    return made
+
+
+def serve(requests: list[tuple[list[int], str]], kind: str, policy: str, *, share: bool) -> list[list[int]]:
+    """Tokens of requests, (prompt, class), that come one a step."""
+    made = sharing_executor()
+    made.reset()
+    kinds = (
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
+    )
+    engine = Engine(
+        made, make_policy(policy), WallClock(), kinds, SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32),
+        dataclasses.replace(made.cache_config, enable_prefix_caching=share, swap_space=0.0), costs=StepCosts(prefill_per_token_s=1e-4),
+        host_memory=made.host if share else None, share_blocks=share, vocab_size=97, debug=True,
+    )  # fmt: skip
+    said: dict[str, list[int]] = {}
+    waiting = list(enumerate(requests))
+    while waiting or engine.has_work:
+        if waiting:
+            number, (prompt, slo_class) = waiting.pop(0)
+            said[str(number)] = []
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            engine.add_request(EngineRequest(
+                request_id=str(number), prompt=None, prompt_token_ids=np.array(prompt, np.int32), params=params,
+                slo=SLO(), slo_class=slo_class, arrival_s=engine.clock.now_s(),  # type: ignore[arg-type]
+            ))  # fmt: skip
+        for output in engine.step():
+            assert output.finish_reason in (None, "length"), output.error
+            said[output.request_id] += output.new_token_ids
+    stats = engine.stats()
+    assert (stats.free_blocks, stats.compilations) == (stats.total_blocks, 0)
+    return list(said.values())
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])
+def test_requests_that_share_blocks_say_what_they_say_alone(kind):
+    made = sharing_executor()
+    assert made.host is not None
+    assert made.host.slots is not None
+    moved = 0
+    for seed in range(num_cases(3, 100)):
+        rng = np.random.default_rng([seed, 5])
+        requests = [
+            (rng.integers(3, 97, int(rng.integers(3, 30))).tolist(), "be" if rng.random() < 0.6 else "rt")
+            for _ in range(7)
+        ]
+        before = made.host.slots.saved_bytes, made.host.slots.loaded_bytes
+        assert serve(requests, kind, "bros", share=True) == serve(requests, kind, "fcfs", share=False), seed
+        saved, loaded = (
+            a - b for a, b in zip((made.host.slots.saved_bytes, made.host.slots.loaded_bytes), before, strict=True)
+        )
+        assert saved % (2 * 64 * 4) == loaded % (2 * 64 * 4) == 0  # slots over two layers, 64 lanes of float32
+        moved += saved
+    assert moved
