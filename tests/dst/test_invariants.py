@@ -70,7 +70,7 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
         (_REPLICA, "after its client left"),
     ],
     # every cache read is of what was expected
-    "I17": [(_FAKE, "wrong = (self._tag[block, slot] != tag)")],
+    "I17": [(_FAKE, "wrong = (self._tag[at] != tag)")],
     # progress
     "I18": [
         (_ENGINE, "times without a new token"),
