@@ -144,7 +144,7 @@ class BlockSharing:
         preempted: the preemption table: by slot and entry of its block table.
         num_holes: by slot, entries of its block table that have no group.
         transfers: of the step that is being built.
-        num_saved_slots, num_loaded_slots: slots of groups that have been moved in all.
+        saved_slots, loaded_slots: by kind, slots of groups that have been moved in all.
     """
 
     def __init__(self, cache: SharedCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
@@ -157,7 +157,7 @@ class BlockSharing:
         self.preempted: dict[int, dict[int, Checkpoint]] = {}
         self.num_holes = np.zeros(num_slots, np.int32)
         self.transfers = SlotTransfers()
-        self.num_saved_slots = self.num_loaded_slots = 0
+        self.saved_slots, self.loaded_slots = [0, 0], [0, 0]
         self._step = 0
         self._shared_by: dict[int, set[int]] = {}
         self._unloaded: list[NDArray[np.int32]] = []
@@ -177,13 +177,18 @@ class BlockSharing:
         checkpoint = self.preempted.get(place[0], {}).get(place[1])
         return self.used(place) if checkpoint is None else checkpoint.kept
 
-    def turn(self, first: int, *, is_downward: bool) -> None:
-        """A group begins as a copy of one whose positions lie so."""
-        self.is_downward[first] = is_downward
-
     def are_shared(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(n,) whether groups have two users."""
         return np.isin(firsts, np.fromiter(self.shared, np.int32)) if self.shared else np.zeros(firsts.size, np.bool_)
+
+    def moved_blocks(self) -> tuple[float, float]:
+        """Blocks' worth of slots that have been saved and loaded in all."""
+        sizes, halves = self._cache.block_sizes, self._cache.blocks_per_group
+        saved, loaded = (
+            sum(n * h / size for n, h, size in zip(slots, halves, sizes, strict=True))
+            for slots in (self.saved_slots, self.loaded_slots)
+        )
+        return saved, loaded
 
     def is_complete(self, slot: int) -> bool:
         """True if all that a request has is on the device."""
@@ -256,6 +261,7 @@ class BlockSharing:
         slots: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
+        best_effort: NDArray[np.bool_],
         copies: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_]:
         """`reserve` for all requests of a step: real-time ones first, in order. Rows that change no block cost no Python.
@@ -265,6 +271,7 @@ class BlockSharing:
             slots: (n,) their slots; changed in place where a row takes one.
             num_tokens: (n,) positions each shall have.
             kinds: (n,) cache kind of each.
+            best_effort: (n,) class of each.
             copies: (n,) whether the first of its new groups begins as a copy; None: no row's does.
 
         Returns:
@@ -272,10 +279,9 @@ class BlockSharing:
         """
         cache = self._cache
         sizes = np.asarray(cache.block_sizes, np.int32)[kinds]
-        down = np.fromiter(map(self._is_best_effort, owners.tolist()), np.bool_, owners.size)
         ok = np.zeros(owners.size, np.bool_)
         running: set[int] = set()
-        for rows in (np.flatnonzero(~down), np.flatnonzero(down)):
+        for rows in (np.flatnonzero(~best_effort), np.flatnonzero(best_effort)):
             involved = np.fromiter({*self.preempted, *self._shared_by}, np.int32)
             held = slots[rows]
             plain = (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
@@ -464,7 +470,7 @@ class BlockSharing:
         first, num = self._slots(slot, kept, there)
         for block, copy in zip(ids.tolist(), checkpoint.host.tolist(), strict=False):
             self.transfers.saves.append((block, copy, first, num, int(self._cache.kind[slot])))
-        self.num_saved_slots += num
+        self.saved_slots[self._cache.kind[slot]] += num
         checkpoint.kept = kept
         if kept == 0:
             self._leave(slot, int(ids[0]))
@@ -482,7 +488,7 @@ class BlockSharing:
                     self.transfers.copies += zip(checkpoint.blocks.tolist(), ids.tolist(), strict=True)
                 begin = checkpoint.kept_before
                 host = set(checkpoint.host.tolist())
-                self.num_saved_slots -= begin - checkpoint.kept
+                self.saved_slots[self._cache.kind[slot]] -= begin - checkpoint.kept
                 self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]
             self._unloaded.append(checkpoint.host)
             first, num = self._slots(slot, begin, self.used(place, num_tokens))
@@ -490,7 +496,7 @@ class BlockSharing:
                 continue
             for copy, block in zip(checkpoint.host.tolist(), ids.tolist(), strict=True):
                 self.transfers.loads.append((copy, block, first, num, int(self._cache.kind[slot])))
-            self.num_loaded_slots += num
+            self.loaded_slots[self._cache.kind[slot]] += num
 
     def _slots(self, slot: int, begin: int, end: int) -> tuple[int, int]:
         """First slot and number of slots of positions [begin, end) of a request's group."""

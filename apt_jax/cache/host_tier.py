@@ -98,7 +98,7 @@ class HostTier:
         self._copied += zip(node.host, blocks, strict=False)
 
     def note_place(self, node: Node) -> None:
-        """Note that a group has come to the device, or left it; counts as its use."""
+        """Note that a group is on the device now, or no longer; that is a use of it."""
         if node.host:
             here, there = (self.only, self.copies) if node.block == NULL_BLOCK else (self.copies, self.only)
             there.pop(node, None)

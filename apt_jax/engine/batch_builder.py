@@ -393,7 +393,9 @@ class BatchBuilder:
         ok = ~lost
         their_slots = slots[ok]
         positions = self._table.num_cached[rows[ok]] + found[ok] + num_tokens[ok]
-        reserved = sharing.reserve_rows(self._table.rank[rows[ok]], their_slots, positions, kind[ok], copied[ok])
+        best_effort = self._table.best_effort[rows[ok]]
+        owners = self._table.rank[rows[ok]]
+        reserved = sharing.reserve_rows(owners, their_slots, positions, kind[ok], best_effort, copied[ok])
         slots[ok] = their_slots
         ok[ok] = reserved
         for i in np.flatnonzero(~ok & (found > 0)).tolist():
@@ -511,7 +513,7 @@ class BatchBuilder:
                 source, size = sources[row], self._cache.block_sizes[self._table.kind[row]]
                 first = self._cache.tables[self._states.slot[row], 0, int(self._table.num_cached[row]) // size]
                 down = source.host_is_downward if isinstance(source, Node) else bool(sharing.is_downward[source[0]])
-                sharing.turn(int(first), is_downward=down)
+                sharing.is_downward[first] = down
 
     def _copies(self, sources: dict[int, NDArray[np.int32] | Node]) -> NDArray[np.int32]:
         """(m, 2) source and destination blocks: the last group of each row is a copy."""

@@ -1,6 +1,7 @@
 """The live requests of an engine: their rows, their states, and every transition between them."""
 
 import collections
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
@@ -243,10 +245,7 @@ class RequestStates(ColumnTable):
             shared_blocks = cache.pool.num_blocks - cache.num_free - int(table.num_blocks[running].sum())
         sharing = None
         if cache.sharing is not None:
-            row_of = np.zeros(cache.owner.size, np.int32)
-            row_of[self.slot[running]] = running
-            groups = [cache.sharing.lone_groups(kind, down=True)[0] for kind in range(len(kinds))]
-            sharing = SharedBlocks(takeable=[row_of[slots] for slots in groups])
+            sharing = SharedBlocks(functools.partial(self._takeable, cache.sharing, running))
         return SchedulerView(
             now_s=self._clock.now_s(),
             table=table,
@@ -264,6 +263,12 @@ class RequestStates(ColumnTable):
             can_convert=can_convert,
             sharing=sharing,
         )
+
+    def _takeable(self, sharing: BlockSharing, running: NDArray[np.int32], kind: int) -> NDArray[np.int32]:
+        """See `SharedBlocks.takeable`."""
+        row_of = np.zeros(self.cache.owner.size, np.int32)
+        row_of[self.slot[running]] = running
+        return row_of[sharing.lone_groups(kind, down=True)[0]]
 
     # --- transitions -----------------------------------------------------------------------------------------------
 
@@ -401,6 +406,7 @@ class RequestStates(ColumnTable):
         table.num_cached[row] = 0
         table.num_blocks[row] = 0
         table.num_shared[row] = 0
+        table.checkpointed_blocks[row] = 0
         table.kind[row] = NO_KIND
         self.slot[row] = NO_SLOT
         self.status[row] = status

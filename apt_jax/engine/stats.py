@@ -52,10 +52,11 @@ class EngineStats:
     """Blocks of host memory for cached prefixes; 0 without `swap_space`."""
     used_host_blocks: int
     saved_blocks: int
-    """Blocks copied to host memory."""
+    """Whole blocks copied to host memory."""
     loaded_blocks: int
-    """Blocks copied from host memory."""
+    """Whole blocks copied from host memory."""
     saved_bytes: int
+    """Bytes of these, and of single slots of shared blocks."""
     loaded_bytes: int
     host_hit_tokens: int
     """Positions, of new and of preempted requests, that were copied from host memory in place of being computed."""
@@ -126,6 +127,10 @@ def collect_stats(
     """Take a snapshot; a tenth of a millisecond."""
     table, cache = states.table, states.cache
     tier = cache.tier
+    saved, loaded = (0.0, 0.0) if tier is None else (tier.num_saved_blocks, tier.num_loaded_blocks)
+    if cache.sharing is not None:
+        slots = cache.sharing.moved_blocks()
+        saved, loaded = saved + slots[0], loaded + slots[1]
     waiting = states.status == WAITING
     kinds = table.kind[states.status == RUNNING]
     return EngineStats(
@@ -156,8 +161,8 @@ def collect_stats(
         used_host_blocks=0 if tier is None else tier.pool.num_used,
         saved_blocks=0 if tier is None else tier.num_saved_blocks,
         loaded_blocks=0 if tier is None else tier.num_loaded_blocks,
-        saved_bytes=0 if tier is None else tier.num_saved_blocks * host_block_bytes,
-        loaded_bytes=0 if tier is None else tier.num_loaded_blocks * host_block_bytes,
+        saved_bytes=round(saved * host_block_bytes),
+        loaded_bytes=round(loaded * host_block_bytes),
         host_hit_tokens=counters.host_hit_tokens,
         restores=dict(counters.restores),
         num_lost_groups=counters.num_lost_groups,

@@ -13,8 +13,8 @@ A block is good once it has been saved whole, and as long as its checksum is tha
 failed is not, and never is what was in it before: it stops to be good when the save is announced.
 """
 
-import collections
 import concurrent.futures
+import functools
 import logging
 import os
 import zlib
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
 from apt_jax.executor.buckets import bucket_for, power_of_two_buckets
+from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.host_slots import HostSlots
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.pool_memory import HostBlocks
@@ -38,8 +39,6 @@ logger = logging.getLogger("apt_jax.executor")
 _TRANSFER_BYTES = 64 << 20
 """Most bytes that one program moves."""
 _MAX_TRANSFER_BLOCKS = 256
-_MAX_SAVES = 4
-"""Programs whose results wait on the device to be copied, at most."""
 
 
 class HostPool:
@@ -81,8 +80,7 @@ class HostPool:
         self._held = np.full(num_blocks + 1, -1, np.int64)
         self._announced = np.zeros(num_blocks + 1, np.int64)
         self._saving: dict[int, concurrent.futures.Future[None]] = {}
-        self._under_way: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-        self._saver = concurrent.futures.ThreadPoolExecutor(1, "apt-jax-saves")
+        self._saver = HostSaver()
         self._checkers = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "apt-jax-checks")
 
     @property
@@ -91,7 +89,7 @@ class HostPool:
 
     def share_slots(self, widths: tuple[int | None, int | None], place: Callable[[np.ndarray], Any]) -> None:
         """Let single slots be saved, too: see `HostSlots`."""
-        self.slots = HostSlots(self.runner, self._memory, widths, place)
+        self.slots = HostSlots(self.runner, self._memory, self._saver, widths, place)
 
     def slots_ready(self, spans: Ints) -> NDArray[np.bool_]:
         """See `apt_jax.executor.HostMemory`."""
@@ -141,27 +139,20 @@ class HostPool:
     def save(self, saves: Ints) -> None:
         """Dispatch the saves of a step, as `StepBatch.saves`; they have been announced."""
         for part, size in self._parts(saves):
-            while len(self._under_way) >= _MAX_SAVES:
-                concurrent.futures.wait([self._under_way.popleft()])
             array = self._save_call(part[:, 0], size).run()
-            array.copy_to_host_async()
             blocks = part[:, 1].copy()
-            future = self._saver.submit(self._store, array, blocks, self._announced[blocks])
-            self._under_way.append(future)
+            store = functools.partial(self._store, blocks=blocks, generations=self._announced[blocks])
+            future = self._saver.submit(array, f"{len(part)} cached blocks", store)
             self._saving.update(dict.fromkeys(blocks.tolist(), future))
             self.saved_bytes += len(part) * self._blocks.block_bytes
 
-    def _store(self, array: Any, blocks: Ints, generations: NDArray[np.int64]) -> None:
-        """Put the rows of an array of the device into host blocks, in the thread of the saves."""
-        try:
-            rows = np.asarray(array)
-            for row, block, generation in zip(rows, blocks.tolist(), generations.tolist(), strict=False):
-                if self._announced[block] == generation:  # else it has been dropped, and is another's
-                    self._memory[block - 1] = row
-                    self._checksum[block] = self._sum(block)
-                    self._held[block] = generation
-        except Exception as error:
-            logger.error("%d cached blocks could not be copied to host memory, and are lost: %s", len(blocks), error)
+    def _store(self, rows: np.ndarray, blocks: Ints, generations: NDArray[np.int64]) -> None:
+        """Put the contents of blocks into host blocks, in the thread of the saves."""
+        for row, block, generation in zip(rows, blocks.tolist(), generations.tolist(), strict=False):
+            if self._announced[block] == generation:  # else it has been dropped, and is another's
+                self._memory[block - 1] = row
+                self._checksum[block] = self._sum(block)
+                self._held[block] = generation
 
     def load(self, loads: Ints) -> None:
         """Dispatch the loads of a step, as `StepBatch.loads`."""

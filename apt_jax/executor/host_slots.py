@@ -4,7 +4,6 @@ They lie in the blocks of a `HostPool`, where they were on the device. All slots
 together, in programs of fixed sizes, as whole blocks do (`apt_jax.executor.host_memory`).
 """
 
-import collections
 import concurrent.futures
 import functools
 import logging
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.executor.buckets import bucket_for
+from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.ready_programs import Kind, ProgramName
 from apt_jax.executor.runner import ProgramRunner
@@ -26,8 +26,6 @@ logger = logging.getLogger("apt_jax.executor")
 
 _SIZES = (8, 64, 512)
 """Slots that a program moves."""
-_MAX_SAVES = 4
-"""Programs whose results wait on the device to be copied, at most."""
 _NAMES: dict[int, tuple[Kind, Kind]] = {
     KV: ("save kv slots", "load kv slots"),
     HIDDEN: ("save hidden slots", "load hidden slots"),
@@ -41,6 +39,7 @@ class HostSlots:
     Args:
         runner: calls the programs.
         memory: (blocks, layers, C, E) of the host; block b is row b - 1.
+        saver: that whole blocks are saved by, so that all saves to a block come in their order.
         widths: values of a slot, by kind; None: the kind is not offered.
         place: puts an array (n, layers, values) of the host to where the load program takes it from.
 
@@ -52,16 +51,20 @@ class HostSlots:
         self,
         runner: ProgramRunner,
         memory: np.ndarray,
+        saver: HostSaver,
         widths: tuple[int | None, int | None],
         place: Callable[[np.ndarray], Any],
     ) -> None:
         self._runner, self._widths, self._place = runner, widths, place
         self._memory = memory.reshape(memory.shape[0], memory.shape[1], -1)
         self.saved_bytes = self.loaded_bytes = 0
-        self._checksum: dict[tuple[int, int], int] = {}
-        self._saving: dict[tuple[int, int], concurrent.futures.Future[None]] = {}
-        self._under_way: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-        self._saver = concurrent.futures.ThreadPoolExecutor(1, "apt-jax-slots")
+        self._saver = saver
+        slots = max(self._memory.shape[2] // width for width in widths if width is not None)
+        shape = (memory.shape[0] + 1, slots)
+        self._checksum = np.zeros(shape, np.uint32)
+        # As of whole blocks: a slot is good if what it holds is what was announced last.
+        self._held, self._announced = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+        self._saving: dict[tuple[int, ...], concurrent.futures.Future[None]] = {}
 
     def programs(self) -> list[Program]:
         """Programs of all sizes and kinds, called on padding."""
@@ -101,10 +104,8 @@ class HostSlots:
 
     def announce(self, saves: Ints) -> None:
         """These slots will be saved, as `StepBatch.slot_saves`: what is in them is good no more."""
-        for _, block, first, num, _ in saves.tolist():
-            for slot in range(first, first + num):
-                self._checksum.pop((block, slot), None)
-                self._saving.pop((block, slot), None)
+        places = tuple(_slots(saves[:, 1], saves).T)
+        self._announced[places] += 1
 
     def save(self, saves: Ints) -> None:
         """Dispatch the saves of a step, which have been announced."""
@@ -113,24 +114,22 @@ class HostSlots:
             places, copies = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)
             for at in range(0, len(places), _SIZES[-1]):
                 part, targets = places[at : at + _SIZES[-1]], copies[at : at + _SIZES[-1]]
-                while len(self._under_way) >= _MAX_SAVES:
-                    concurrent.futures.wait([self._under_way.popleft()])
                 array = self._save_call(part, bucket_for(_SIZES, len(part)), kind).run()
-                array.copy_to_host_async()
-                keys = [(block, slot) for block, slot in targets.tolist()]
-                future = self._saver.submit(self._store, array, keys, self._width(kind))
-                self._under_way.append(future)
-                self._saving.update(dict.fromkeys(keys, future))
+                generations = self._announced[tuple(targets.T)]
+                store = functools.partial(
+                    self._store, targets=targets, generations=generations, width=self._width(kind)
+                )
+                future = self._saver.submit(array, f"{len(part)} slots of cached blocks", store)
+                self._saving.update(dict.fromkeys(map(tuple, targets.tolist()), future))
                 self.saved_bytes += len(part) * self._slot_bytes(kind)
 
-    def _store(self, array: Any, keys: list[tuple[int, int]], width: int) -> None:
-        """Put the slots of an array of the device into host blocks, in the thread of the saves."""
-        try:
-            for row, (block, slot) in zip(np.asarray(array), keys, strict=False):
+    def _store(self, rows: np.ndarray, targets: Ints, generations: NDArray[np.int64], width: int) -> None:
+        """Put the contents of slots into host blocks, in the thread of the saves."""
+        for row, (block, slot), generation in zip(rows, targets.tolist(), generations.tolist(), strict=False):
+            if self._announced[block, slot] == generation:
                 self._slot(block, slot, width)[:] = row
                 self._checksum[block, slot] = self._sum(block, slot, width)
-        except Exception as error:
-            logger.error("%d slots could not be copied to host memory, and are lost: %s", len(keys), error)
+                self._held[block, slot] = generation
 
     def load(self, loads: Ints) -> None:
         """Dispatch the loads of a step, as `StepBatch.slot_loads`."""
@@ -153,14 +152,15 @@ class HostSlots:
         """
         ready = np.ones(len(spans), np.bool_)
         for i, (block, first, num, kind) in enumerate(spans.tolist()):
+            width = self._width(kind)
             for slot in range(first, first + num):
                 future = self._saving.pop((block, slot), None)
                 if future is not None:
                     future.result()
-                known = self._checksum.get((block, slot))
-                ready[i] &= known is not None and known == self._sum(block, slot, self._width(kind))
+                held = self._held[block, slot] == self._announced[block, slot]
+                ready[i] &= held and self._sum(block, slot, width) == self._checksum[block, slot]
         if not ready.all():
-            logger.error("%d blocks in host memory have lost slots: requests are computed again", (~ready).sum())
+            logger.error("slots of %d blocks in host memory are lost: they are computed again", (~ready).sum())
         return ready
 
     def _sum(self, block: int, slot: int, width: int) -> int:

@@ -185,27 +185,14 @@ def prefill(
 
     state: tuple[Array | None, ...] = (None, None, None)
     absorbs = num_tokens <= head_dim and rules is None and key_norm is None and angles is None
-    if with_hidden and tensor is not None:
-        state = sharded_prefix(
-            q,
-            pool,
-            tables,
-            slot_ranges,
-            hidden_lens,
-            tiles,
-            (cast(wk), cast(bk), cast(wv), cast(bv)),
-            slopes,
-            tensor=tensor,
-            num_kv_heads=num_kv_heads,
-            tile=tile,
-            scores=scores,
-            block_size=hidden_slots,
-            angles=angles,
-            key_norm=key_norm,
-            interpret=interpret,
-            **more,
-        )
-    elif with_hidden and absorbs and hidden_slots == block_size and wk is not None and wk.shape[2] == lane_width:
+    if (
+        tensor is None
+        and with_hidden
+        and absorbs
+        and hidden_slots == block_size
+        and wk is not None
+        and wk.shape[2] == lane_width
+    ):
         assert wv is not None
         row_of_token = jnp.argmax(inside, axis=1).astype(jnp.int32)
         state = absorbed_prefix(
@@ -224,7 +211,11 @@ def prefill(
             chip=chip,
         )
     elif with_hidden:
-        state = projected_prefix(
+        if tensor is None:
+            attend_prefix = functools.partial(projected_prefix, chip=chip)
+        else:
+            attend_prefix = functools.partial(sharded_prefix, tensor=tensor, num_kv_heads=num_kv_heads)
+        state = attend_prefix(
             q,
             pool,
             tables,
@@ -239,7 +230,6 @@ def prefill(
             angles=angles,
             key_norm=key_norm,
             interpret=interpret,
-            chip=chip,
             **more,
         )
     kernel = functools.partial(

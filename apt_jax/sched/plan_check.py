@@ -111,9 +111,9 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     have = view.free_blocks + int(table.num_blocks[preempt].sum())
     if view.sharing is not None:
         real_time = ~table.best_effort[rows]
-        for k, takeable in enumerate(view.sharing.takeable):
+        for k in np.unique(kind[real_time]).tolist():
             wanted = int((view.blocks_for(cached + found + num_tokens, kind) - held)[real_time & (kind == k)].sum())
-            have += min(wanted, takeable.size * view.kinds[k].blocks_per_group)
+            have += min(wanted, view.sharing.takeable(k).size * view.kinds[k].blocks_per_group)
     if need > have:
         raise PlanError(f"{need} blocks needed, {have} at hand")
 

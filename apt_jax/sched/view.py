@@ -7,7 +7,7 @@ docs/writing_a_policy.md is the tutorial.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,15 +46,24 @@ class CacheKindSpec:
     """c1, seconds a cached token and decode iteration over KV; may be negative."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedBlocks:
-    """Blocks that a real-time and a best-effort request may share (BROS §5; `apt_jax.cache.block_sharing`)."""
+    """Blocks that a real-time and a best-effort request may share (BROS §5; `apt_jax.cache.block_sharing`).
 
-    takeable: Sequence[NDArray[np.int32]]
-    """By kind, (g,) rows of best-effort requests: one for each group of blocks that real-time requests of that kind may
-    take beside the free ones, in the order in which they are taken (`FindPreemptBlock`). What was there and is overwritten
-    has been saved: its request gets it back, in new blocks, when it next runs (`RequestTable.checkpointed_blocks`). Groups
-    of requests that come earlier in `Plan.rows` stay as they are."""
+    Args:
+        takeable: gives `takeable` of a kind; asked at most once for each, and only if somebody wants to know.
+    """
+
+    def __init__(self, takeable: Callable[[int], NDArray[np.int32]]) -> None:
+        self._takeable = functools.cache(takeable)
+
+    def takeable(self, kind: int) -> NDArray[np.int32]:
+        """(g,) rows of best-effort requests: one for each group of blocks that real-time requests of a kind may take beside
+        the free ones, in the order in which they are taken (`FindPreemptBlock`).
+
+        What is overwritten there has been saved, and its request gets it back, in new blocks, when it next runs
+        (`RequestTable.checkpointed_blocks`). Groups of requests that come earlier in `Plan.rows` stay as they are.
+        """
+        return self._takeable(kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

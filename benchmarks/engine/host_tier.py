@@ -34,12 +34,12 @@ from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
-from apt_jax.frontend.components import EngineComponents, build_components
+from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sched import HIDDEN, KV
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import with_transfers
-from benchmarks.engine.prefix_cache import draw, serve
+from benchmarks.engine.prefix_cache import draw, fresh, serve
 
 WAYS = ("recompute", "copy KV", "copy X", "copy X, to KV")
 
@@ -123,19 +123,6 @@ def simulated_restores(model: str, card: str, lengths: Sequence[int]) -> list[di
     return rows
 
 
-def with_tier(parts: EngineComponents, policy: str, swap_space: float) -> EngineComponents:
-    """Another engine over the same executor."""
-    config = dataclasses.replace(
-        parts.config,
-        cache=dataclasses.replace(parts.config.cache, swap_space=swap_space),
-        scheduler=dataclasses.replace(parts.config.scheduler, policy=policy),
-    )
-    return build_components(
-        config, parts.executor, kinds=parts.engine.kinds, vocab_size=parts.limits.vocab_size,
-        max_model_len=parts.limits.max_model_len, costs=parts.engine.costs,
-    )  # fmt: skip
-
-
 def measure_restores(parts: EngineComponents, lengths: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     executor, costs = parts.executor, parts.engine.costs
     assert isinstance(executor, JaxExecutor)
@@ -205,11 +192,11 @@ def main() -> int:
     parts = built(args.num_blocks)
     bars.close()
     talks = draw(args)
-    serve(with_tier(parts, "fcfs", 0.0), talks[:2], 4, 2)
+    serve(fresh(parts, "fcfs", swap_space=0.0), talks[:2], 4, 2)
     runs = []
     for policy in args.policies:
         for swap_space in (0.0, args.swap_space):
-            engine_parts = with_tier(parts, policy, swap_space)
+            engine_parts = fresh(parts, policy, swap_space=swap_space)
             run = serve(engine_parts, talks, args.output_len, args.open)
             stats = engine_parts.engine.stats()
             runs.append({

@@ -52,11 +52,11 @@ class Run:
     """Digest of all answers; equal with and without caching."""
 
 
-def fresh(parts: EngineComponents, policy: str, prefix_caching: bool) -> EngineComponents:
-    """Another engine over the same executor."""
+def fresh(parts: EngineComponents, policy: str, **cache: Any) -> EngineComponents:
+    """Another engine over the same executor, with other settings of its `CacheConfig`."""
     config = dataclasses.replace(
         parts.config,
-        cache=dataclasses.replace(parts.config.cache, enable_prefix_caching=prefix_caching),
+        cache=dataclasses.replace(parts.config.cache, **cache),
         scheduler=dataclasses.replace(parts.config.scheduler, policy=policy),
     )
     return build_components(
@@ -189,9 +189,9 @@ def main() -> int:
     parts = build_engine(config, calibrate=False, progress=bars)
     bars.close()
     talks = draw(args)
-    serve(fresh(parts, "fcfs", False), talks[:2], 4, 2)
+    serve(fresh(parts, "fcfs", enable_prefix_caching=False), talks[:2], 4, 2)
     runs = [
-        serve(fresh(parts, policy, on), talks, args.output_len, args.open)
+        serve(fresh(parts, policy, enable_prefix_caching=on), talks, args.output_len, args.open)
         for policy in args.policies
         for on in (False, True)
     ]

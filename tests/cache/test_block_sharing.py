@@ -72,6 +72,7 @@ class World:
             np.array([cache.slot_of(o) for o in owners], np.int32),
             np.array([tokens[o] for o in owners], np.int32),
             np.array([self.kind[o] for o in owners], np.int8),
+            np.array([self.best_effort[o] for o in owners], np.bool_),
         )
         ran = [owner for owner, runs in zip(owners, ok.tolist(), strict=True) if runs]
         self.length.update((owner, tokens[owner]) for owner in ran)
@@ -106,12 +107,40 @@ class World:
 
     def check(self) -> None:
         self.cache.check_integrity()
+        for kind in (KV, HIDDEN):
+            found = list(zip(*(a.tolist() for a in self.sharing.lone_groups(kind, down=True)), strict=True))
+            assert found == find_preempt_block(self, kind)
         for owner, slot in self.cache.slot_by_owner.items():
             for entry in range(int(self.cache.num_groups[slot])):
                 kept = self.sharing.on_device((slot, entry))
                 for position in range(entry * SIZE, entry * SIZE + kept):
                     for half, block, at in self._slots(owner, position):
                         assert self.memory.device[block][at] == (owner, half, position)
+
+
+def find_preempt_block(world: World, kind: int) -> list[tuple[int, int, int]]:
+    """BROS §5.2, word for word: "always preempt BE cache blocks with the most empty slots", of "BE-only cache blocks".
+
+    Returns:
+        Slot, entry and empty slots of each, in the order in which they are preempted.
+    """
+    cache, users = world.cache, {}
+    for owner, slot in cache.slot_by_owner.items():
+        for entry in range(int(cache.num_groups[slot])):
+            block = int(cache.tables[slot, 0, entry])
+            if block != NULL_BLOCK:
+                users.setdefault(block, []).append((owner, slot, entry))
+    only: list[tuple[int, int, int, int]] = []
+    for block, holders in users.items():
+        owner, slot, entry = holders[0]
+        if len(holders) == 1 and world.best_effort[owner] and world.kind[owner] == kind:
+            cells = world.memory.device[block]
+            used = sum(cell is not None and cell[0] == owner and cell[2] // SIZE == entry for cell in cells)
+            lacks = world.sharing.preempted.get(slot, {}).get(entry)
+            empty = SIZE - (used if lacks is None else lacks.kept)
+            only.append((empty, owner, slot, entry))
+    only.sort(key=lambda each: (-each[0], -each[1], -each[3]))  # the paper does not say which of equal ones
+    return [(slot, entry, empty) for empty, _, slot, entry in only]
 
 
 def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
@@ -182,7 +211,8 @@ def test_bytes_that_travel_are_those_of_the_overwritten_slots(kind):
     for _ in range(3):
         world.step([chat])
     assert world.memory.num_moved == halves * 6
-    assert world.sharing.num_saved_slots == 6
+    assert world.sharing.saved_slots[kind] == 6
+    assert world.sharing.moved_blocks() == (halves * 6 / SIZE, 0)
 
 
 class SharingMachine(RuleBasedStateMachine):

@@ -1,12 +1,16 @@
 """Real-time and best-effort requests in the same blocks, and nobody can tell from the tokens."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from apt_jax.config import SLO
+from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.request_table import KV
 from tests.support.cases import num_cases
+from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import Served, prompt
 
 
@@ -41,9 +45,12 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered):
     host, halves = served.executor.host, 2 if offered[KV] else 1
     sharing = served.engine.cache.sharing
     assert sharing is not None
-    assert host.num_saved_slots == halves * sharing.num_saved_slots > 0
-    assert host.num_loaded_slots == halves * sharing.num_loaded_slots > 0
-    assert served.engine.stats().num_preemptions == 0
+    assert host.num_saved_slots == halves * sum(sharing.saved_slots) > 0
+    assert host.num_loaded_slots == halves * sum(sharing.loaded_slots) > 0
+    stats = served.engine.stats()
+    assert stats.num_preemptions == 0
+    blocks = host.num_saved_slots / 4 + host.num_saved  # of four slots
+    assert stats.saved_bytes == round(blocks * host.block_bytes)
 
 
 @pytest.mark.seeds
@@ -51,11 +58,17 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered):
 def test_random_requests_of_two_classes(overlap):
     for seed in range(num_cases(40, 1000)):
         rng = np.random.default_rng([seed, 77])
+        fails = set(rng.integers(2, 40, 1).tolist()) if seed % 5 == 0 else ()
+        steps = itertools.count()
+
+        def fault(_batch: StepBatch, steps=steps, fails=fails) -> Fault | None:
+            return Fault(kind=FaultKind.RAISE_IN_RESULT) if next(steps) in fails else None
+
         kinds = [(True, False), (False, True), (True, True)][seed % 3]
         lost = None if seed % 4 else lambda rng=rng: bool(rng.random() < 0.1)
         served = shared(
             int(rng.integers(12, 30)), offered=kinds, num_host_blocks=int(rng.integers(2, 60)), overlap=overlap,
-            budget=int(rng.integers(8, 40)), lost=lost,
+            budget=int(rng.integers(8, 40)), lost=lost, fault=fault,
         )  # fmt: skip
         for i in range(int(rng.integers(3, 9))):
             length, tokens = int(rng.integers(1, 14)), int(rng.integers(1, 9))

@@ -16,7 +16,6 @@ from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.pool_memory import HostBlocks
 from apt_jax.frontend.builder import build_engine
-from apt_jax.models.params import dummy_params
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
 from apt_jax.sched.costs.model import StepCosts
@@ -24,7 +23,7 @@ from apt_jax.utils.clock import WallClock
 from tests.support.cases import num_cases
 from tests.support.fake_serving import OneKind
 from tests.support.paged_driver import draw_greedily
-from tests.support.parallel_cases import MODELS
+from tests.support.parallel_cases import MODELS, distinct_params
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
 BLOCK_BYTES = 2 * 4 * 64 * 4  # layers, positions, lanes, float32
@@ -33,12 +32,8 @@ BLOCK_BYTES = 2 * 4 * 64 * 4  # layers, positions, lanes, float32
 @functools.cache
 def executor() -> JaxExecutor:
     config = MODELS["opt"]
-    params = dummy_params(config, "float32", 7)
-    # Random tiny models say the same whatever was said before, unless their matrices are large.
-    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
-    params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
     made = JaxExecutor(
-        params, config, cache=CacheConfig(block_size=4, num_blocks_override=60, swap_space=2 / 1024),
+        distinct_params(config), config, cache=CacheConfig(block_size=4, num_blocks_override=60, swap_space=2 / 1024),
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96, conversion=True,
     )  # fmt: skip
     made.buckets.decode, made.buckets.prefill, made.buckets.masked = [4], [32], []  # fewer programs to compile
@@ -167,8 +162,7 @@ def test_a_failed_transfer_is_computed_again(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(pool, "_sum", lambda block: (_ for _ in ()).throw(RuntimeError("planted")))
         assert talks.serve(prompts(2)) == expected(2)
-        for future in list(pool._under_way):
-            future.result()
+        pool._saver.wait()
     assert talks.serve(all_prompts) == said
     assert talks.engine.stats().num_lost_groups > 0
 
@@ -178,8 +172,7 @@ def test_a_copy_that_has_changed_is_computed_again():
     assert talks.serve(prompts(1)) == expected(1)
     assert talks.serve(prompts(2)) == expected(2)
     pool = host()
-    for future in list(pool._under_way):
-        future.result()
+    pool._saver.wait()
     pool._memory.reshape(-1).view(np.uint8)[::100] ^= 1
     assert talks.serve(prompts(1)) == expected(1)
     stats = talks.engine.stats()
@@ -190,7 +183,7 @@ def test_a_load_waits_for_the_save_of_its_block():
     pool, made = host(), executor()
     made.reset()
     held = threading.Event()
-    pool._saver.submit(held.wait)
+    pool._saver._thread.submit(held.wait)
     pairs = np.array([[3, 5], [4, 6]], np.int32)
     pool.announce(pairs)
     assert not pool.ready_to_load(np.array([5], np.int32)).any()  # announced, and not on its way
@@ -205,14 +198,13 @@ def test_a_block_that_is_announced_anew_holds_nothing_of_what_was_there():
     pool, made = host(), executor()
     made.reset()
     held = threading.Event()
-    pool._saver.submit(held.wait)
+    pool._saver._thread.submit(held.wait)
     pairs = np.array([[3, 5]], np.int32)
     pool.announce(pairs)
     pool.save(pairs)
     pool.announce(pairs)
     held.set()
-    for future in list(pool._under_way):
-        future.result()
+    pool._saver.wait()
     assert not pool.ready_to_load(pairs[:, 1]).any()
 
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import threading
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,14 +12,13 @@ from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.models.params import dummy_params
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import HIDDEN, KV, CacheKindSpec, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from tests.support.cases import num_cases
 from tests.support.paged_driver import GREEDY, Driver, draw_greedily, few_programs, make_executor, reference_greedy
-from tests.support.parallel_cases import MODELS
+from tests.support.parallel_cases import MODELS, distinct_params
 
 PROMPTS = {0: [5, 6, 7, 8, 9, 10, 11], 1: [12, 13, 14, 15, 16], 2: [17, 18], 3: [19] * 9}
 
@@ -78,12 +78,8 @@ def test_two_requests_fill_one_block_from_both_ends(kind):
 def sharing_executor() -> JaxExecutor:
     """A pool of 30 blocks of four positions, and host memory."""
     config = MODELS["opt"]
-    params = dummy_params(config, "float32", 7)
-    # Random tiny models say the same whatever was said before, unless their matrices are large.
-    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
-    params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
     made = JaxExecutor(
-        params, config, cache=CacheConfig(block_size=4, num_blocks_override=30, swap_space=2 / 1024),
+        distinct_params(config), config, cache=CacheConfig(block_size=4, num_blocks_override=30, swap_space=2 / 1024),
         max_num_seqs=6, max_num_batched_tokens=32, max_model_len=96, shares_blocks=True,
     )  # fmt: skip
     made.buckets.decode, made.buckets.prefill, made.buckets.masked = [6], [32], []  # fewer programs to compile
@@ -148,3 +144,52 @@ def test_requests_that_share_blocks_say_what_they_say_alone(kind):
         assert saved % (2 * 64 * 4) == loaded % (2 * 64 * 4) == 0  # slots over two layers, 64 lanes of float32
         moved += saved
     assert moved
+
+
+@pytest.fixture
+def held_saver():
+    """Host memory whose saves wait until the test calls what it is given."""
+    host = sharing_executor().host
+    assert host is not None
+    assert host.slots is not None
+    sharing_executor().reset()
+    runner, rng = sharing_executor().runner, np.random.default_rng(1)
+    runner.pools = tuple(jnp.asarray(rng.standard_normal(pool.shape, np.float32)) for pool in runner.pools)
+    go = threading.Event()
+    host._saver._thread.submit(go.wait)
+    yield host, go.set
+    go.set()
+
+
+def test_slots_that_are_to_be_saved_are_not_what_they_were_before(held_saver):
+    host, go = held_saver
+    saves, span = np.array([[1, 5, 0, 2, KV]], np.int32), np.array([[5, 0, 2, KV]], np.int32)
+    for _ in range(2):
+        host.slots.announce(saves)
+    host.slots.save(saves)
+    go()
+    assert host.slots_ready(span).all()
+    host.slots.save(saves)
+    host.slots.announce(saves)  # while the one before may be under way, and nothing comes of it
+    assert not host.slots_ready(span).any()
+    host.slots.save(saves)
+    assert host.slots_ready(span).all()
+    host._memory[4, 0, 0] += 1
+    assert not host.slots_ready(span).any()
+
+
+def test_blocks_and_slots_are_saved_in_the_order_of_their_dispatch(held_saver):
+    """A block that was lent for slots is a cached group's next, or the other way round."""
+    host, go = held_saver
+    slots, blocks = np.array([[1, 6, 1, 2, KV]], np.int32), np.array([[2, 6]], np.int32)
+    host.slots.announce(slots)
+    host.slots.save(slots)
+    host.announce(blocks)
+    host.save(blocks)
+    go()
+    assert host.ready_to_load(np.array([6], np.int32)).all()
+    np.testing.assert_array_equal(host._memory[5], np.stack([pool[2] for pool in sharing_executor().runner.pools]))
+    host.slots.announce(slots)
+    host.slots.save(slots)
+    assert host.slots_ready(np.array([[6, 1, 2, KV]], np.int32)).all()
+    assert not host.ready_to_load(np.array([6], np.int32)).any()

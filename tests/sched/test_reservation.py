@@ -45,7 +45,7 @@ def fits(world: World, view: SchedulerView, begun: Sequence[int], kinds: Sequenc
         for step in range(1000):
             if row not in prompts:
                 alive, positions = step <= to_come, tokens - 1 + step
-            elif prompt_budget is None:  # its first token has come before step 1 at best, comes with it at worst
+            elif prompt_budget is None:  # its first token is sampled before step 1, or in it at the latest
                 alive, positions = step <= to_come, tokens + step
             else:  # its first token comes with step 1 at best, with step `wait` at worst
                 alive, positions = step <= wait - 1 + to_come, max(tokens - 1 + step, tokens)

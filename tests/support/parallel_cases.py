@@ -30,7 +30,7 @@ from apt_jax.executor import programs
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
-from apt_jax.models.params import dummy_params, param_names
+from apt_jax.models.params import ModelParams, dummy_params, param_names
 from apt_jax.pallas import triton_decode_shards
 from tests.support.generation import greedy
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
@@ -116,6 +116,13 @@ CASES: dict[str, tuple[str, str, Any]] = {
 }
 
 
+def distinct_params(config: ModelConfig) -> ModelParams:
+    """Random float32 weights, so large that a tiny model does not say the same whatever was said before."""
+    params = dummy_params(config, "float32", 7)
+    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
+    return dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
+
+
 def make_executor(
     model: str,
     kind: str,
@@ -130,10 +137,7 @@ def make_executor(
         programs.__dict__["_ROOM_ROWS"] = 1
         programs.__dict__["ROOM_STEP"] = triton_decode_shards.__dict__["ROOM_STEP"] = 32
     config = MODELS[model]
-    # Random tiny models say the same whatever was said before, unless their matrices are large.
-    params = dummy_params(config, "float32", 7)
-    layers = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params.layers)
-    params = dataclasses.replace(params, embed=params.embed * 8, head=params.head * 20, layers=layers)
+    params = distinct_params(config)
     cache = CacheConfig(
         block_size=4,
         num_blocks_override=44 if swap_space else 120,

@@ -263,7 +263,7 @@ class BrosPolicy:
             need = np.maximum(held_blocks_for(view, rows, tokens) - table.num_blocks.take(rows), load)
         else:
             start = start + table.cached_prefix_tokens[rows, kind]
-            load = np.zeros(rows.size, np.int32)
+            load = view.blocks_for(table.host_prefix_tokens[rows, kind], kind).astype(np.int32)
             need = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
         return _Candidates(
             rows,
@@ -485,10 +485,12 @@ def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[
         Their rows, one for each group; and the blocks that are lacking even so.
     """
     taken = [step.rows[:0]]
-    for kind, takeable in enumerate(view.sharing.takeable if view.sharing is not None else ()):
+    if view.sharing is None or short <= 0:
+        return taken[0], max(short, 0)
+    for kind in np.unique(step.kind).tolist():
         halves = int(view.blocks_per_group[kind])
         wanted = min(max(short, 0), int(step.need[step.kind == kind].sum()))
-        taken.append(takeable[: -(-wanted // halves)])
+        taken.append(view.sharing.takeable(kind)[: -(-wanted // halves)])
         short -= halves * taken[-1].size
     return np.concatenate(taken), max(short, 0)
 

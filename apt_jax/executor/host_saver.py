@@ -1,0 +1,49 @@
+"""The thread that puts what programs read from the device into host memory."""
+
+import collections
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger("apt_jax.executor")
+
+_MAX_SAVES = 4
+"""Arrays that wait on the device to be copied, at most."""
+
+
+class HostSaver:
+    """Stores arrays of the device one after the other, in the order of their dispatch: of two that go to one place the
+    later one stays."""
+
+    def __init__(self) -> None:
+        self._under_way: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "apt-jax-saves")
+
+    def submit(self, array: Any, what: str, store: Callable[[np.ndarray], None]) -> concurrent.futures.Future[None]:
+        """Have the thread copy an array to the host and call `store` with it; waits where too many are under way.
+
+        Args:
+            array: of the device.
+            what: is lost where that fails, for the log. Nobody else is told: it has not been stored.
+            store: writes it to its place.
+        """
+        while len(self._under_way) >= _MAX_SAVES:
+            concurrent.futures.wait([self._under_way.popleft()])
+        array.copy_to_host_async()
+        future = self._thread.submit(self._store, array, what, store)
+        self._under_way.append(future)
+        return future
+
+    def wait(self) -> None:
+        """Wait until all has been stored, or lost."""
+        concurrent.futures.wait(self._under_way)
+
+    @staticmethod
+    def _store(array: Any, what: str, store: Callable[[np.ndarray], None]) -> None:
+        try:
+            store(np.asarray(array))
+        except Exception as error:
+            logger.error("%s could not be copied to host memory, and are lost: %s", what, error)
