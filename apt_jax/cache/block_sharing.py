@@ -25,7 +25,7 @@ group leaves it: its block table has a hole there until it is restored.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -263,8 +263,10 @@ class BlockSharing:
         kinds: NDArray[np.int8],
         best_effort: NDArray[np.bool_],
         copies: NDArray[np.bool_] | None = None,
+        *,
+        running: Iterable[int] = (),
     ) -> NDArray[np.bool_]:
-        """`reserve` for all requests of a step: real-time ones first, in order. Rows that change no block cost no Python.
+        """`reserve` for requests of a step: real-time ones first, in order. Rows that change no block cost no Python.
 
         Args:
             owners: (n,) owner of each row.
@@ -273,6 +275,7 @@ class BlockSharing:
             kinds: (n,) cache kind of each.
             best_effort: (n,) class of each.
             copies: (n,) whether the first of its new groups begins as a copy; None: no row's does.
+            running: slots of the step's requests that have been reserved for before.
 
         Returns:
             (n,) False where blocks or a slot were lacking; such a row keeps what it had.
@@ -280,7 +283,7 @@ class BlockSharing:
         cache = self._cache
         sizes = np.asarray(cache.block_sizes, np.int32)[kinds]
         ok = np.zeros(owners.size, np.bool_)
-        running: set[int] = set()
+        running = set(running)
         for rows in (np.flatnonzero(~best_effort), np.flatnonzero(best_effort)):
             involved = np.fromiter({*self.preempted, *self._shared_by}, np.int32)
             held = slots[rows]

@@ -1,6 +1,7 @@
 """Turns a plan into a `StepBatch`: preempts, reserves blocks, attaches cached prefixes, and does the accounting."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,15 @@ from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestState
 from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, HostMemory, PoolSpan, PromptTargets, StepBatch
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, NUM_KINDS
 from apt_jax.sched.view import Plan
+
+
+class _CopySource(NamedTuple):
+    """Group that a request's first new one begins as a copy of, as it was before this step gave blocks away."""
+
+    group: NDArray[np.int32] | Node
+    """Its blocks (first, second), or the group where it is copied from host memory."""
+    is_downward: bool
+    """True if positions lie in it from the right end."""
 
 
 class PlanFilter:
@@ -262,7 +272,7 @@ class BatchBuilder:
         slots: NDArray[np.int32],
         kind: NDArray[np.int8],
         begins: NDArray[np.bool_] | None,
-    ) -> tuple[NDArray[np.int32], dict[int, NDArray[np.int32] | Node]]:
+    ) -> tuple[NDArray[np.int32], dict[int, _CopySource]]:
         """Give requests that begin their cached prefixes, all of them before any request gets new blocks.
 
         Args:
@@ -271,11 +281,10 @@ class BatchBuilder:
             begins: rows that begin with layer inputs, to be converted; None: there are none.
 
         Returns:
-            (n,) positions that need no computing, and by row the blocks (first, second) of groups to be copied, or the
-            group where it is copied from host memory.
+            (n,) positions that need no computing, and by row the group that its first new one begins as a copy of.
         """
         found = np.zeros(rows.size, np.int32)
-        sources: dict[int, NDArray[np.int32] | Node] = {}
+        sources: dict[int, _CopySource] = {}
         hits, cache = self._states.prefixes.hits, self._cache
         if hits is None:
             return found, sources
@@ -310,7 +319,7 @@ class BatchBuilder:
                 if source is None:
                     found[i] -= rest
                 else:
-                    sources[row] = source
+                    sources[row] = _CopySource(source, self._is_downward(source))
         return found, sources
 
     def _count_restore(self, row: int, kind: int, found: int) -> None:
@@ -358,10 +367,14 @@ class BatchBuilder:
 
         Rows that must wait give back the prefix that they have found, which may help others.
         """
-        cache, owners = self._cache, self._table.rank[rows]
-        if cache.sharing is not None:
-            return self._reserve_shared(cache.sharing, rows, slots, num_tokens, kind, found, copied)
-        ok = cache.reserve_rows(owners, slots, self._table.num_cached[rows] + found + num_tokens, kind)
+        cache, sharing, owners = self._cache, self._cache.sharing, self._table.rank[rows]
+        if sharing is None:
+            ok = cache.reserve_rows(owners, slots, self._table.num_cached[rows] + found + num_tokens, kind)
+            is_lost = None
+        else:
+            is_lost = self._lost_slots(sharing, slots)
+            ok = np.zeros(rows.size, np.bool_)
+            self._reserve_shared(sharing, np.flatnonzero(~is_lost), ok, rows, slots, num_tokens, kind, found, copied)
         if ok.all():
             return ok
         gave_back = False
@@ -370,43 +383,47 @@ class BatchBuilder:
                 cache.release(int(owners[i]))
                 slots[i] = NO_SLOT
                 gave_back = True
-        again = np.flatnonzero(~ok & (found == 0))
-        if gave_back and again.size:
+        again = np.flatnonzero(~ok & (found == 0) if is_lost is None else ~ok & (found == 0) & ~is_lost)
+        if gave_back and again.size and sharing is not None:
+            self._reserve_shared(sharing, again, ok, rows, slots, num_tokens, kind, found, copied)
+        elif gave_back and again.size:
             their_slots = slots[again]
             num_positions = self._table.num_cached[rows[again]] + num_tokens[again]
             ok[again] = cache.reserve_rows(owners[again], their_slots, num_positions, kind[again])
             slots[again] = their_slots
+        if sharing is not None and is_lost is not None:
+            for row in rows[is_lost].tolist():
+                self._states.preempt(row, RecomputeCause.PREFIX_LOST)
+            for owner in sharing.transfers.lost:
+                row = int(np.flatnonzero((self._table.rank == owner) & self._table.live)[0])
+                self._states.preempt(row, RecomputeCause.MEMORY)
         return ok
 
     def _reserve_shared(
         self,
         sharing: BlockSharing,
+        index: NDArray[np.intp],
+        ok: NDArray[np.bool_],
         rows: NDArray[np.int32],
         slots: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
         kind: NDArray[np.int8],
         found: NDArray[np.int32],
         copied: NDArray[np.bool_],
-    ) -> NDArray[np.bool_]:
-        """`_reserve` where requests share blocks: what they lack of their own is restored."""
-        lost = self._lost_slots(sharing, slots)
-        ok = ~lost
-        their_slots = slots[ok]
-        positions = self._table.num_cached[rows[ok]] + found[ok] + num_tokens[ok]
-        best_effort = self._table.best_effort[rows[ok]]
-        owners = self._table.rank[rows[ok]]
-        reserved = sharing.reserve_rows(owners, their_slots, positions, kind[ok], best_effort, copied[ok])
-        slots[ok] = their_slots
-        ok[ok] = reserved
-        for i in np.flatnonzero(~ok & (found > 0)).tolist():
-            if self._cache.slot_of(int(self._table.rank[rows[i]])) != NO_SLOT:
-                self._cache.release(int(self._table.rank[rows[i]]))
-        for row in rows[lost].tolist():
-            self._states.preempt(row, RecomputeCause.PREFIX_LOST)
-        for owner in sharing.transfers.lost:
-            row = int(np.flatnonzero((self._table.rank == owner) & self._table.live)[0])
-            self._states.preempt(row, RecomputeCause.MEMORY)
-        return ok
+    ) -> None:
+        """Reserve for some of the rows of `_reserve` where requests share blocks: what they lack of their own is restored.
+        `slots` and `ok` change in place."""
+        of_rows, their_slots = rows[index], slots[index]
+        ok[index] = sharing.reserve_rows(
+            self._table.rank[of_rows],
+            their_slots,
+            self._table.num_cached[of_rows] + found[index] + num_tokens[index],
+            kind[index],
+            self._table.best_effort[of_rows],
+            copied[index],
+            running=set(slots[ok].tolist()),
+        )
+        slots[index] = their_slots
 
     def _lost_slots(self, sharing: BlockSharing, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(n,) whether what a request has in host memory is lost."""
@@ -503,22 +520,27 @@ class BatchBuilder:
             pool_spans=_pool_spans(requests, start, num_tokens),
         )
 
-    def _turn_copies(self, rows: NDArray[np.int32], sources: dict[int, NDArray[np.int32] | Node]) -> None:
+    def _is_downward(self, source: NDArray[np.int32] | Node) -> bool:
+        """True if positions lie from the right end in a group that is to be copied."""
+        if isinstance(source, Node):
+            return source.host_is_downward
+        return self._cache.sharing is not None and bool(self._cache.sharing.is_downward[source[0]])
+
+    def _turn_copies(self, rows: NDArray[np.int32], sources: dict[int, _CopySource]) -> None:
         """Note from which end positions lie in groups that begin as copies."""
         sharing = self._cache.sharing
         if sharing is None:
             return
         for row in rows.tolist() if sources else ():
             if row in sources:
-                source, size = sources[row], self._cache.block_sizes[self._table.kind[row]]
+                size = self._cache.block_sizes[self._table.kind[row]]
                 first = self._cache.tables[self._states.slot[row], 0, int(self._table.num_cached[row]) // size]
-                down = source.host_is_downward if isinstance(source, Node) else bool(sharing.is_downward[source[0]])
-                sharing.is_downward[first] = down
+                sharing.is_downward[first] = sources[row].is_downward
 
-    def _copies(self, sources: dict[int, NDArray[np.int32] | Node]) -> NDArray[np.int32]:
+    def _copies(self, sources: dict[int, _CopySource]) -> NDArray[np.int32]:
         """(m, 2) source and destination blocks: the last group of each row is a copy."""
         pairs = [np.zeros((0, 2), np.int32)]
-        for row, source in sources.items():
+        for row, (source, _) in sources.items():
             at = int(self._table.num_cached[row]) // self._cache.block_sizes[self._table.kind[row]]
             blocks = self._cache.tables[self._states.slot[row], :, at]
             if isinstance(source, Node):

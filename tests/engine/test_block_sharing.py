@@ -8,7 +8,8 @@ import pytest
 from apt_jax.config import SLO
 from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched.request_table import KV
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.view import Plan, SchedulerView
 from tests.support.cases import num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import Served, prompt
@@ -51,6 +52,45 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered):
     assert stats.num_preemptions == 0
     blocks = host.num_saved_slots / 4 + host.num_saved  # of four slots
     assert stats.saved_bytes == round(blocks * host.block_bytes)
+
+
+def everyone(view: SchedulerView) -> Plan:
+    """Plan all requests with all that they lack, whether there are blocks or not."""
+    rows = np.concatenate([view.running, view.waiting])
+    kind = np.full(rows.size, HIDDEN, np.int8)
+    return Plan(
+        rows=rows, num_tokens=view.remaining(rows, kind), kind=kind, preempt=np.zeros(0, np.int32), iteration="mixed"
+    )
+
+
+def test_a_copy_into_the_very_group_that_was_found_keeps_its_end(monkeypatch):
+    """A group of a real-time request, given up for the best-effort one that begins as a copy of it."""
+    served = shared(2, offered=(False, True), num_host_blocks=5)
+    add(served, 4, 1, best_effort=False, seed=1)
+    served.drain()
+    add(served, 2, 3, best_effort=False, seed=2)
+    served.step()  # it has the other group
+    monkeypatch.setattr(served.engine._policies.policy, "schedule", everyone)
+    again = add(served, 4, 1, best_effort=True, seed=1)
+    served.drain()
+    served.assert_as_expected()
+    assert served.ended[again] == "length"
+    assert served.engine.stats().prefix_cache_hits == 3
+
+
+def test_a_prefix_that_does_not_help_is_given_back_to_those_before_it():
+    """A request that runs gets a block that a later one has found cached and can do nothing with."""
+    served = shared(5, offered=(False, True), num_host_blocks=5, overlap=False)
+    add(served, 12, 1, best_effort=False, seed=1)
+    served.drain()  # three groups of its prompt stay
+    first = add(served, 8, 6, best_effort=False, seed=2)
+    served.step()  # it has the other two, and they are full
+    add(served, 17, 1, best_effort=False, seed=1)
+    engine = served.engine
+    batch, rows, requests = engine._builder.build(everyone(engine.view()))
+    assert batch is not None
+    assert [state.request.request_id for state in requests] == [first]
+    assert rows.size == 1
 
 
 @pytest.mark.seeds

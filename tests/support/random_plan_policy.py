@@ -167,6 +167,7 @@ class PerturbedPolicy:
         kinds: list[int] = []
         convert: list[int] = []
         free = view.free_blocks + sum(int(table.num_blocks[r]) for r in preempt)
+        takeable = _takeable_blocks(view, preempt)
         planned = zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.kind.tolist(), strict=True)
         for row, length, kind in planned:
             if row in preempt or (chaos.skip and rng.random() < chaos.skip):
@@ -190,10 +191,20 @@ class PerturbedPolicy:
             else:
                 need = _start_blocks(view, row, length, kind)
                 length = _left(view, row, length, kind)
-            if need > free:  # a kind that was flipped before took its blocks
+            taken = min(max(need - free, 0), 0 if table.best_effort[row] else takeable[kind])
+            if need > free + taken:  # a kind that was flipped before took its blocks
                 continue
-            free -= need
+            takeable[kind] -= taken
+            free -= need - taken
             rows.append(row)
             num_tokens.append(length)
             kinds.append(kind)
         return _plan(rows, num_tokens, kinds, preempt, convert)
+
+
+def _takeable_blocks(view: SchedulerView, preempt: list[int]) -> list[int]:
+    """By kind, blocks that real-time requests may take from best-effort ones that stay."""
+    if view.sharing is None:
+        return [0, 0]
+    groups = [int(np.count_nonzero(~np.isin(view.sharing.takeable(k), preempt))) for k in range(2)]
+    return [n * int(blocks) for n, blocks in zip(groups, view.blocks_per_group, strict=True)]

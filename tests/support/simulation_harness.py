@@ -99,6 +99,9 @@ class Scenario:
     num_host_blocks: int
     p_lost_copy: float
     """A transfer to host memory fails."""
+    share_blocks: bool
+    p_best_effort: float
+    """A request is of the best-effort class."""
 
 
 def scenario_rng(seed: int) -> np.random.Generator:
@@ -115,7 +118,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     # Layer inputs may have another width than keys, but are smaller than keys and values.
-    sizes, conversions, tiers = rng.spawn(3)
+    sizes, conversions, tiers, classes = rng.spawn(4)
     is_odd = sizes.random() < 0.4
     inputs = int(sizes.integers(block_size // 2 + 1, 2 * block_size + 2))
     hidden_block_size = inputs if is_odd else block_size
@@ -123,6 +126,10 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     policy = str(rng.choice(REAL_POLICIES))
     wrap = rng.random()
     policy = "any" if wrap < 0.2 else policy if wrap < 0.6 else f"{policy}+chaos"
+    num_host_blocks = int(tiers.choice([2, 5, 20, 200])) if tiers.random() < 0.6 else 0
+    share_blocks = num_host_blocks > 0 and bool(classes.random() < 0.6)
+    if share_blocks and classes.random() < 0.7:
+        policy = str(classes.choice(["bros", "bros+chaos"]))
     return Scenario(
         block_size=block_size,
         hidden_block_size=hidden_block_size,
@@ -155,8 +162,10 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         second_failure=second_failure,
         prefix_caching=bool(rng.random() < 0.85),
         p_continue=rate(0.9, 0.7),
-        num_host_blocks=int(tiers.choice([2, 5, 20, 200])) if tiers.random() < 0.6 else 0,
+        num_host_blocks=num_host_blocks,
         p_lost_copy=float(tiers.uniform(0, 0.3)) if tiers.random() < 0.4 else 0.0,
+        share_blocks=share_blocks,
+        p_best_effort=float(classes.uniform(0.2, 0.8)) if share_blocks else 0.0,
     )
 
 
@@ -256,6 +265,7 @@ class Simulation:
         self.num_step_faults = 0
         self.row_faults_planted = False
         self._fault_rng = np.random.default_rng([1, seed])
+        self._class_rng = np.random.default_rng([2, seed])
         self._next_fault_s = 0.0
         self.executor = FakeExecutor(
             num_blocks=scenario.num_blocks,
@@ -306,6 +316,7 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             output_processor=self,
             host_memory=self.executor.host if scenario.num_host_blocks else None,
+            share_blocks=scenario.share_blocks and scenario.prefix_caching,
             debug=scenario.debug and full_checks,
         )
         self._instrument()
@@ -463,6 +474,7 @@ class Simulation:
                 ttft_s=float(rng.choice([0.05, 1.0, np.inf])),
                 tbt_s=float(rng.choice([0.02, 1.0, np.inf])),
             ),
+            slo_class="be" if self._class_rng.random() < self.scenario.p_best_effort else "rt",
             arrival_s=self.clock.now_s(),
         )
 
@@ -647,6 +659,8 @@ class Simulation:
         self.note["row deferred"] += stats.num_deferred_requests
         self.note["positions recomputed"] += stats.recomputed_tokens
         self.note["blocks cached at the end"] += stats.cached_blocks
+        self.note["slots saved for a request of the other class"] += self.executor.host.num_saved_slots
+        self.note["slots loaded"] += self.executor.host.num_loaded_slots
         expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")
         engine.check_integrity()
 
