@@ -490,9 +490,7 @@ class BlockSharing:
                 if begin == 0:
                     self.transfers.copies += zip(checkpoint.blocks.tolist(), ids.tolist(), strict=True)
                 begin = checkpoint.kept_before
-                host = set(checkpoint.host.tolist())
-                self.saved_slots[self._cache.kind[slot]] -= begin - checkpoint.kept
-                self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]
+                self._cancel_saves(slot, checkpoint)
             self._unloaded.append(checkpoint.host)
             first, num = self._slots(slot, begin, self.used(place, num_tokens))
             if not num:
@@ -500,6 +498,12 @@ class BlockSharing:
             for copy, block in zip(checkpoint.host.tolist(), ids.tolist(), strict=True):
                 self.transfers.loads.append((copy, block, first, num, int(self._cache.kind[slot])))
             self.loaded_slots[self._cache.kind[slot]] += num
+
+    def _cancel_saves(self, slot: int, checkpoint: Checkpoint) -> None:
+        """Do not save what this step was to save of a group."""
+        host = set(checkpoint.host.tolist())
+        self.saved_slots[self._cache.kind[slot]] -= checkpoint.kept_before - checkpoint.kept
+        self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]
 
     def _slots(self, slot: int, begin: int, end: int) -> tuple[int, int]:
         """First slot and number of slots of positions [begin, end) of a request's group."""
@@ -539,6 +543,8 @@ class BlockSharing:
             self._leave(slot, first)
         for checkpoint in self.preempted.pop(slot, {}).values():
             if checkpoint.host.size:
+                if checkpoint.step == self._step:  # others may get these blocks of host memory in the same step
+                    self._cancel_saves(slot, checkpoint)
                 self._host.free(checkpoint.host)
         self.num_holes[slot] = 0
 

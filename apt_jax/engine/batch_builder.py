@@ -368,62 +368,68 @@ class BatchBuilder:
         Rows that must wait give back the prefix that they have found, which may help others.
         """
         cache, sharing, owners = self._cache, self._cache.sharing, self._table.rank[rows]
-        if sharing is None:
-            ok = cache.reserve_rows(owners, slots, self._table.num_cached[rows] + found + num_tokens, kind)
-            is_lost = None
-        else:
-            is_lost = self._lost_slots(sharing, slots)
-            ok = np.zeros(rows.size, np.bool_)
-            self._reserve_shared(sharing, np.flatnonzero(~is_lost), ok, rows, slots, num_tokens, kind, found, copied)
-        if ok.all():
-            return ok
-        gave_back = False
-        for i in np.flatnonzero(~ok & (found > 0)).tolist():
-            if cache.slot_of(int(owners[i])) != NO_SLOT:
-                cache.release(int(owners[i]))
-                slots[i] = NO_SLOT
-                gave_back = True
-        again = np.flatnonzero(~ok & (found == 0) if is_lost is None else ~ok & (found == 0) & ~is_lost)
-        if gave_back and again.size and sharing is not None:
-            self._reserve_shared(sharing, again, ok, rows, slots, num_tokens, kind, found, copied)
-        elif gave_back and again.size:
+        if sharing is not None:
+            return self._reserve_shared(sharing, rows, slots, num_tokens, kind, found, copied)
+        ok = cache.reserve_rows(owners, slots, self._table.num_cached[rows] + found + num_tokens, kind)
+        if not ok.all() and self._give_back(rows, slots, ok, found):
+            again = np.flatnonzero(~ok & (found == 0))
             their_slots = slots[again]
             num_positions = self._table.num_cached[rows[again]] + num_tokens[again]
             ok[again] = cache.reserve_rows(owners[again], their_slots, num_positions, kind[again])
             slots[again] = their_slots
-        if sharing is not None and is_lost is not None:
-            for row in rows[is_lost].tolist():
-                self._states.preempt(row, RecomputeCause.PREFIX_LOST)
-            for owner in sharing.transfers.lost:
-                row = int(np.flatnonzero((self._table.rank == owner) & self._table.live)[0])
-                self._states.preempt(row, RecomputeCause.MEMORY)
         return ok
+
+    def _give_back(
+        self, rows: NDArray[np.int32], slots: NDArray[np.int32], ok: NDArray[np.bool_], found: NDArray[np.int32]
+    ) -> bool:
+        """Give back the prefixes that rows that must wait have found; returns True if there were any. `slots` changes in
+        place."""
+        gave_back = False
+        for i in np.flatnonzero(~ok & (found > 0)).tolist():
+            owner = int(self._table.rank[rows[i]])
+            if self._cache.slot_of(owner) != NO_SLOT:
+                self._cache.release(owner)
+                slots[i] = NO_SLOT
+                gave_back = True
+        return gave_back
 
     def _reserve_shared(
         self,
         sharing: BlockSharing,
-        index: NDArray[np.intp],
-        ok: NDArray[np.bool_],
         rows: NDArray[np.int32],
         slots: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
         kind: NDArray[np.int8],
         found: NDArray[np.int32],
         copied: NDArray[np.bool_],
-    ) -> None:
-        """Reserve for some of the rows of `_reserve` where requests share blocks: what they lack of their own is restored.
-        `slots` and `ok` change in place."""
-        of_rows, their_slots = rows[index], slots[index]
-        ok[index] = sharing.reserve_rows(
-            self._table.rank[of_rows],
-            their_slots,
-            self._table.num_cached[of_rows] + found[index] + num_tokens[index],
-            kind[index],
-            self._table.best_effort[of_rows],
-            copied[index],
-            running=set(slots[ok].tolist()),
-        )
-        slots[index] = their_slots
+    ) -> NDArray[np.bool_]:
+        """`_reserve` where requests share blocks: what they lack of their own is restored."""
+        table = self._table
+        is_lost, ok = self._lost_slots(sharing, slots), np.zeros(rows.size, np.bool_)
+
+        def reserve(index: NDArray[np.intp]) -> None:
+            of_rows, their_slots = rows[index], slots[index]
+            ok[index] = sharing.reserve_rows(
+                table.rank[of_rows],
+                their_slots,
+                table.num_cached[of_rows] + found[index] + num_tokens[index],
+                kind[index],
+                table.best_effort[of_rows],
+                copied[index],
+                running=slots[ok].tolist(),
+            )
+            slots[index] = their_slots
+
+        reserve(np.flatnonzero(~is_lost))
+        if not ok.all() and self._give_back(rows, slots, ok, found):
+            reserve(np.flatnonzero(~ok & ~is_lost & (found == 0)))
+        for row in rows[is_lost].tolist():
+            self._states.preempt(row, RecomputeCause.PREFIX_LOST)
+        for owner in sharing.transfers.lost:
+            if self._cache.slot_of(owner) != NO_SLOT:  # it has not given its cache back already
+                row = int(np.flatnonzero((table.rank == owner) & table.live)[0])
+                self._states.preempt(row, RecomputeCause.MEMORY)
+        return ok
 
     def _lost_slots(self, sharing: BlockSharing, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(n,) whether what a request has in host memory is lost."""
