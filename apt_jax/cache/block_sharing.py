@@ -346,7 +346,7 @@ class BlockSharing:
         new = ids.reshape(halves, -1).T
         for entry, place in zip(moves, new[num_new:], strict=True):
             self._move(slot, entry, place)
-        for entry, place in zip(entries, new, strict=False):
+        for entry, place in zip(entries, new[:num_new], strict=False):
             self._hold(slot, entry, place)
         for entry, place in zip(entries[num_new:], found, strict=True):
             self._join(slot, entry, place, down=down)

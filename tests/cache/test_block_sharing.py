@@ -181,6 +181,23 @@ def test_a_request_that_runs_keeps_its_slots():
     world.check()
 
 
+def test_a_request_leaves_one_group_and_joins_another_in_the_same_step():
+    world = World(num_blocks=3)
+    batch, filler = world.add(4, HIDDEN, best_effort=True), world.add(1, KV, best_effort=False)
+    assert world.step([filler, batch]) == [filler, batch]
+    chat = world.add(2, HIDDEN, best_effort=False)
+    assert world.step([chat]) == [chat]  # in the group of the batch, two slots of which are saved
+    world.cache.release(filler)
+    other = world.add(1, HIDDEN, best_effort=False)
+    assert world.step([chat, other, batch]) == [chat, other, batch]
+    cache = world.cache
+    low = cache.slot_of(batch)
+    assert cache.tables[low, 0, 1] == cache.tables[cache.slot_of(other), 0, 0]  # the new position's
+    assert cache.tables[low, 0, 0] != cache.tables[cache.slot_of(chat), 0, 0]  # a copy
+    assert world.sharing.is_complete(low)
+    world.check()
+
+
 def test_best_effort_requests_end_in_blocks_with_room():
     world = World(num_blocks=2)
     chat, batch = world.add(1, KV, best_effort=False), world.add(2, KV, best_effort=True)

@@ -52,6 +52,8 @@ RARE_STATES = {
     "refused: never fits": 0.26,
     "refused: queue full": 0.24,
     "row deferred": 0.17,
+    "slots loaded": 0.011,
+    "slots saved for a request of the other class": 0.017,
     "step failure with >= 2 rows": 0.06,
     "step failure with a token in flight": 0.06,
     "step failure: out_of_memory": 0.04,
