@@ -82,6 +82,14 @@ class SharedCache(Protocol):
 
     def slot_of(self, owner: int) -> int: ...
 
+    def reserve_rows(
+        self,
+        owners: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+    ) -> NDArray[np.bool_]: ...
+
     def take_slot(self, owner: int, kind: int) -> int: ...
 
     def widen_tables(self, groups: int) -> None: ...
@@ -197,17 +205,26 @@ class BlockSharing:
     def downwards(self, slots: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
         """(n, width) whether the requests have their groups from the right."""
         down = self.is_downward[self._cache.tables[slots, 0, :width]]
-        for row, slot in enumerate(slots.tolist()):
-            for first in self._shared_by.get(slot, ()):
-                entry = self.shared[first].sides(slot)[0][1]
-                if entry < width:
-                    down[row, entry] = self.grows_down[slot]
+        if self.shared:
+            row_of = self._rows_of(slots)
+            for pair in self.shared.values():
+                for slot, entry in (pair.up, pair.down):
+                    if row_of[slot] >= 0 and entry < width:
+                        down[row_of[slot], entry] = self.grows_down[slot]
         return down
+
+    def _rows_of(self, slots: NDArray[np.integer]) -> NDArray[np.int32]:
+        """By slot, its place in `slots`; -1: it is not there."""
+        row_of = np.full(self.grows_down.size, -1, np.int32)
+        row_of[slots] = np.arange(slots.size, dtype=np.int32)
+        return row_of
 
     def checkpointed_blocks(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """(n,) blocks of which each request has something in host memory: M^cpu of BROS, Table 1."""
-        cost = self._cache.blocks_per_group
-        return np.array([len(self.preempted.get(s, ())) * cost[self._cache.kind[s]] for s in slots.tolist()], np.int32)
+        blocks = np.zeros(self.grows_down.size, np.int32)
+        for slot, table in self.preempted.items():
+            blocks[slot] = len(table) * self._cache.blocks_per_group[self._cache.kind[slot]]
+        return blocks[slots]
 
     def preemptible(self, kind: int, running: set[int]) -> list[Place]:
         """Groups that best-effort requests have alone, those with the most empty slots first (`FindPreemptBlock`).
@@ -237,9 +254,10 @@ class BlockSharing:
         firsts = cache.tables[theirs, 0, :width]
         alone = (firsts != NULL_BLOCK) & (self._groups.num_refs[firsts] == 1) & (self.is_downward[firsts] == down)
         used = np.clip(cache.num_tokens[theirs, None] - np.arange(width) * size, 0, size)
-        for row, slot in enumerate(theirs.tolist()):
-            for entry, checkpoint in self.preempted.get(slot, {}).items():
-                used[row, entry] = checkpoint.kept
+        row_of = self._rows_of(theirs)
+        for slot, table in self.preempted.items():
+            if row_of[slot] >= 0:
+                used[row_of[slot], list(table)] = [checkpoint.kept for checkpoint in table.values()]
         row, entry = np.nonzero(alone)
         empty = size - used[row, entry]
         order = np.lexsort((-entry, -cache.owner[theirs[row]], -empty))
@@ -287,11 +305,15 @@ class BlockSharing:
         for rows in (np.flatnonzero(~best_effort), np.flatnonzero(best_effort)):
             involved = np.fromiter({*self.preempted, *self._shared_by}, np.int32)
             held = slots[rows]
-            plain = (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
-            plain &= ~np.isin(held, involved)
-            cache.num_tokens[held[plain]] = num_tokens[rows[plain]]
-            running.update(held[plain].tolist())
-            ok[rows[plain]] = True
+            plain = (held == NO_SLOT) | ~np.isin(held, involved)
+            if not self._fits(rows[plain], rows[~plain], slots, num_tokens, kinds):  # else their order is of no account
+                plain &= (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
+            index = rows[plain]
+            if index.size:
+                held = slots[index]
+                ok[index] = cache.reserve_rows(owners[index], held, num_tokens[index], kinds[index])
+                slots[index] = held
+                running.update(held.tolist())
             for i in rows[~plain].tolist():
                 owner = int(owners[i])
                 copied = copies is not None and bool(copies[i])
@@ -299,6 +321,29 @@ class BlockSharing:
                     ok[i] = True
                     slots[i] = cache.slot_of(owner)
         return ok
+
+    def _fits(
+        self,
+        rows: NDArray[np.intp],
+        others: NDArray[np.intp],
+        slots: NDArray[np.int32],
+        num_tokens: NDArray[np.int32],
+        kinds: NDArray[np.int8],
+    ) -> bool:
+        """True if there are free slots and blocks for `rows`, which share nothing, whatever `others` take."""
+        cache = self._cache
+        halves, sizes = np.asarray(cache.blocks_per_group, np.int32), np.asarray(cache.block_sizes, np.int32)
+
+        def groups(index: NDArray[np.intp]) -> NDArray[np.int32]:
+            held = np.where(slots[index] == NO_SLOT, 0, cache.num_groups[slots[index]])
+            return np.maximum(-(-num_tokens[index] // sizes[kinds[index]]) - held, 0)
+
+        need = int((groups(rows) * halves[kinds[rows]]).sum())
+        if others.size:
+            more = [len(self.preempted.get(s, ())) + len(self._shared_by.get(s, ())) for s in slots[others].tolist()]
+            need += int(((groups(others) + more) * halves[kinds[others]]).sum())
+        fresh = int(np.count_nonzero(slots[rows] == NO_SLOT))
+        return need <= self._groups.num_free and fresh <= len(cache.free_slots)
 
     def reserve(self, owner: int, num_tokens: int, kind: int, running: set[int], *, copied: bool = False) -> bool:
         """Restore what a request lacks and make room for its positions [0, num_tokens).
@@ -332,6 +377,9 @@ class BlockSharing:
         lacking = max(len(entries) + len(moves) - room, 0)
         if lacking > len(entries) - copied:
             return False
+        lacked = {} if fresh else self.preempted.get(slot, {})
+        if any(e in lacked and lacked[e].step == self._step for e in entries[len(entries) - lacking :]):
+            return False  # what it lacks is copied as a whole: nobody else can have the group
         found = self._find(kind, lacking, running | {slot}, num_tokens, entries, down=down) if lacking else []
         if len(found) < lacking:
             return False

@@ -95,7 +95,7 @@ class HostTier:
 
     def load_copy(self, node: Node, blocks: Sequence[int]) -> None:
         """Have the step load a group into blocks that a request will write to."""
-        self._copied += zip(node.host, blocks, strict=False)
+        self._copied += zip(node.host, blocks[: len(node.host)], strict=True)
 
     def note_place(self, node: Node) -> None:
         """Note that a group is on the device now, or no longer; that is a use of it."""
@@ -113,6 +113,7 @@ class HostTier:
             self.only.pop(node, None)
             self.copies.pop(node, None)
             self.saves.pop(node, None)
+            self.loads.pop(node, None)
             self.pinned.discard(node)
 
     def victim(self, node: Node, waiting: _Waiting | None) -> Node | None:

@@ -416,7 +416,7 @@ class BatchBuilder:
                 kind[index],
                 table.best_effort[of_rows],
                 copied[index],
-                running=slots[ok].tolist(),
+                running=slots[ok | (found > 0)].tolist(),  # what they have found is not taken from them
             )
             slots[index] = their_slots
 

@@ -213,14 +213,22 @@ class Programs:
         The sum of scores over devices has a fixed size in a CUDA graph. A quarter of what block tables hold serves most
         steps of many rows, and sums a quarter of the bytes.
         """
-        sums_room = self._options(num_decode, kinds).cuts_by_feature and "decode_absorbed" in self.ops.takes_shards
-        if self.branches or not kinds.hidden or not sums_room or num_decode < _ROOM_ROWS:
+        if (
+            self.branches
+            or not kinds.hidden
+            or num_decode < _ROOM_ROWS
+            or "decode_absorbed" not in self.ops.takes_shards
+        ):
+            return [None]
+        if not self._options(num_decode, kinds).cuts_by_feature:
             return [None]
         return [num_decode * self.step_format.table_len * self.step_format.hidden_block_size // 4, None]
 
     def hidden_room_of(self, num_decode: int, kinds: KindSet, kind: NDArray[np.int8], lens: NDArray[np.int32]) -> Any:
         """The least of `hidden_rooms` that holds the hidden ones of decode rows with these kinds and lengths."""
         rooms = self.hidden_rooms(num_decode, kinds)
+        if rooms == [None]:
+            return None
         needed = int((-(-lens[kind == HIDDEN] // ROOM_STEP) * ROOM_STEP).sum())
         return next(room for room in rooms if room is None or room >= needed)
 

@@ -107,13 +107,16 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     if plan.convert.size:  # what they hold is free for the next step
         converted = np.isin(rows, plan.convert)
         kind, held = np.where(converted, KV, kind), np.where(converted, 0, held)
-    need = int((view.blocks_for(cached + found + num_tokens, kind) - held).sum())
+    new = view.blocks_for(cached + found + num_tokens, kind) - held
+    need = int(new.sum())
     have = view.free_blocks + int(table.num_blocks[preempt].sum())
     if view.sharing is not None:
         real_time = ~table.best_effort[rows]
+        copied = found % view.block_sizes[kind] > 0
         for k in np.unique(kind[real_time]).tolist():
-            wanted = int((view.blocks_for(cached + found + num_tokens, kind) - held)[real_time & (kind == k)].sum())
-            have += min(wanted, view.sharing.takeable(k).size * view.kinds[k].blocks_per_group)
+            halves, of_kind = view.kinds[k].blocks_per_group, real_time & (kind == k)
+            wanted = int(new[of_kind].sum()) - halves * int(np.count_nonzero(copied[of_kind]))
+            have += min(wanted, view.sharing.takeable(k).size * halves)
     if need > have:
         raise PlanError(f"{need} blocks needed, {have} at hand")
 

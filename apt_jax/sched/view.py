@@ -61,7 +61,9 @@ class SharedBlocks:
         the free ones, in the order in which they are taken (`FindPreemptBlock`).
 
         What is overwritten there has been saved, and its request gets it back, in new blocks, when it next runs
-        (`RequestTable.checkpointed_blocks`). Groups of requests that come earlier in `Plan.rows` stay as they are.
+        (`RequestTable.checkpointed_blocks`). Real-time requests of a step get their blocks before best-effort ones, in
+        whatever order `Plan.rows` has them. Of a request that begins with a part of a cached group, the first new group
+        is a copy and cannot be one of these.
         """
         return self._takeable(kind)
 

@@ -93,6 +93,68 @@ def test_a_prefix_that_does_not_help_is_given_back_to_those_before_it():
     assert rows.size == 1
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_group_that_is_copied_whole_is_not_put_beside_that_of_another(overlap):
+    """A best-effort request loses the last slots of its first group in a step in which it runs, and no group is free."""
+    served = shared(6, block_size=8, overlap=overlap)
+    add(served, 9, 6, best_effort=True, seed=2)
+    add(served, 1, 12, best_effort=False, seed=1)
+    served.step()
+    add(served, 7, 5, best_effort=False, seed=3)
+    served.drain()
+    served.assert_as_expected()
+    assert set(served.ended.values()) == {"length"}
+
+
+def test_a_request_that_begins_with_a_copy_does_not_wait_for_a_group_of_another():
+    """Its whole prompt is cached, and a best-effort request has all other blocks."""
+    served = shared(12, overlap=False)
+    add(served, 8, 1, best_effort=False, seed=1)
+    served.drain()
+    add(served, 20, 4, best_effort=True, seed=1)
+    for _ in range(3):
+        served.step()
+    assert served.engine.cache.num_free == 0
+    chat = add(served, 8, 3, best_effort=False, seed=1)
+    served.step()
+    served.step()
+    assert served.tokens[chat]
+    served.drain()
+    served.assert_as_expected()
+
+
+def test_what_a_request_has_just_found_is_not_taken_from_it(monkeypatch):
+    """A plan in which a real-time request lacks a group and a best-effort one begins with groups of host memory."""
+    served = shared(12, overlap=False, budget=64)
+    add(served, 8, 1, best_effort=True, seed=1)
+    served.drain()
+    add(served, 23, 1, best_effort=False, seed=9)
+    served.drain()
+    add(served, 8, 4, best_effort=True, seed=3)
+    served.step()
+    chat = add(served, 12, 2, best_effort=False, seed=5)
+    batch = add(served, 9, 2, best_effort=True, seed=1)
+    states = served.engine.states
+    rows = np.array([states.by_id[name].row for name in (chat, batch)], np.int32)
+    assert served.engine.table.host_prefix_tokens[rows[1], KV] == 8
+
+    def both(view: SchedulerView) -> Plan:
+        kind = np.full(2, KV, np.int8)
+        return Plan(
+            rows=rows,
+            num_tokens=view.remaining(rows, kind),
+            kind=kind,
+            preempt=np.zeros(0, np.int32),
+            iteration="mixed",
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.engine._policies.policy, "schedule", both)
+        served.step()
+    served.drain()
+    served.assert_as_expected()
+
+
 @pytest.mark.seeds
 @pytest.mark.parametrize("overlap", [True, False])
 def test_random_requests_of_two_classes(overlap):

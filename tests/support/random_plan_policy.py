@@ -77,6 +77,7 @@ class RandomPolicy:
     def __init__(self, seed: int, chaos: RandomPlanPolicy) -> None:
         self.chaos = chaos
         self._rng = np.random.default_rng(seed)
+        self._rng_sharing = np.random.default_rng([3, seed])
 
     def _chance(self, probability: float) -> bool:
         return bool(probability) and self._rng.random() < probability
@@ -90,6 +91,7 @@ class RandomPolicy:
         preempt = [r for r in running if self._chance(self.chaos.preempt)]
         free += sum(int(table.num_blocks[r]) for r in preempt)
         running = [r for r in running if r not in preempt]
+        takeable = [0, 0] if self._rng_sharing.random() < 0.3 else _takeable_blocks(view, preempt)
         if self._chance(self.chaos.shuffle):
             self._rng.shuffle(running)
         rows: list[int] = []
@@ -108,13 +110,16 @@ class RandomPolicy:
             if as_kv is not None and as_kv <= free and self._chance(self.chaos.convert):
                 need = as_kv
                 convert.append(row)
-            while need > free and running:
+            taken = min(max(need - free, 0), 0 if table.best_effort[row] or as_kv is not None else takeable[kind])
+            while need > free + taken and running:
                 victim = running.pop()
                 preempt.append(victim)
                 free += int(table.num_blocks[victim])
-            if need > free:
+                takeable, taken = [0, 0], 0  # some of these may be the victim's
+            if need > free + taken:
                 continue
-            free, budget = free - need, budget - length
+            takeable[kind] -= taken
+            free, budget = free - need + taken, budget - length
             rows.append(row)
             num_tokens.append(length)
             kinds.append(kind)

@@ -489,7 +489,10 @@ def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[
         return taken[0], max(short, 0)
     for kind in np.unique(step.kind).tolist():
         halves = int(view.blocks_per_group[kind])
-        wanted = min(max(short, 0), int(step.need[step.kind == kind].sum()))
+        of_kind = step.kind == kind
+        copied = of_kind & ~step.holds & (step.start % int(view.block_sizes[kind]) != 0)  # such a group is not shared
+        most = int(step.need[of_kind].sum()) - halves * int(np.count_nonzero(copied))
+        wanted = min(max(short, 0), most)
         taken.append(view.sharing.takeable(kind)[: -(-wanted // halves)])
         short -= halves * taken[-1].size
     return np.concatenate(taken), max(short, 0)
