@@ -199,7 +199,7 @@ class EngineConfig:
     quantization: Quantization = option(
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
     )
-    """Weights as integers, on one device: int8 (1 byte a weight; extra int8), or gguf, those of a GGUF file in Q4_0,
+    """Weights as integers: int8 (1 byte a weight; extra int8), or on one device gguf, those of a GGUF file in Q4_0,
     Q4_1 and Q8_0 (0.56 to 1.06 bytes); the cache keeps its dtype (default: weights as they are; docs/models.md)."""
     lora_modules: Mapping[str, str] | None = None
     """LoRA adapters that requests may name in place of the model: directories in PEFT's format by name, all loaded

@@ -93,7 +93,8 @@ class StepBatch:
     """Rows that sample under a mask, ascending; None: none. `Executor.execute` then gives a `MaskedStepHandle`."""
     copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
-    destinations. No destination occurs twice; m is at most 2 * max_num_seqs."""
+    destinations. No destination occurs twice. Those of prefixes, at most 2 * max_num_seqs, come first; the sources of the
+    others, which leave groups that two requests share, are nobody's destinations."""
     saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (device, host) that go to host memory as they are before the step writes anything, its copies and
     loads among it. No host block occurs twice, nor is it loaded in the step."""

@@ -5,8 +5,9 @@ The pool is one array of the host, allocated and touched at start, a row a block
     saves   gather program ── copy to the host ── thread: row of the pool, checksum
     loads   check ── rows of the pool as one array ── scatter program
 
-A save never stalls the step that it belongs to: the program reads the blocks before the step writes them, and a thread
-of its own does the rest. A load waits for the save of its blocks, if that is still under way, and for nothing else. All
+A save does not stall the step that it belongs to: the program reads the blocks before the step writes them, and a thread
+of its own does the rest. Where four of these arrays wait for the thread, dispatch waits for the oldest, so that the
+device's memory for them is bounded. A load waits for the save of its blocks, if that is still under way, and for nothing else. All
 blocks of a step travel together, in programs of fixed sizes; nothing is compiled while serving.
 
 A block is good once it has been saved whole, and as long as its checksum is that of its contents. One whose transfer

@@ -415,7 +415,7 @@ class JaxExecutor:
             slots.announce(batch.slot_saves)
             slots.save(batch.slot_saves)
         most = self.ready.sizes.copies[-1] if len(batch.copies) else 1
-        for at in range(0, len(batch.copies), most):  # no destination is a source
+        for at in range(0, len(batch.copies), most):  # sources of later parts are no destinations
             part = batch.copies[at : at + most]
             self.runner.copy_call(part, bucket_for(self.ready.sizes.copies, len(part))).run()
         if self.host is not None and len(batch.loads):

@@ -16,7 +16,9 @@ Rows = NDArray[np.int32]
 def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Blocks that `tokens` positions of running `rows` take with the kind that they hold, shared ones left out.
 
-    Shared ones are full, so at least one is left wherever a token is still to be computed.
+    Shared ones of prefixes are full, so at least one is left wherever a token is still to be computed. Where two requests
+    grow into one group, the one that runs may need a group of its own for it, which nothing here counts: it waits for the
+    next step if there is none.
     """
     table = view.table
     return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
