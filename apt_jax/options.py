@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import numbers
 import textwrap
 import typing
 from typing import Any
@@ -53,11 +54,18 @@ class Option:
         if self.rule is not None:
             return self.rule
         if self.high is not None:
-            return f"lie in {f'({self.above:g}' if self.low is None else f'[{self.low:g}'}, {self.high:g}]"
-        return "be positive" if self.low is None else f"be at least {self.low:g}"
+            low = f"({_short(self.above)}" if self.low is None else f"[{_short(self.low)}"
+            return f"lie in {low}, {_short(self.high)}]{_UNITS.get(self.metavar or '', '')}"
+        return "be positive" if self.low is None else f"be at least {_short(self.low)}"
 
 
 _OPTION = "option"
+_UNITS = {"GIB": " GiB", "SECONDS": " s"}
+"""Units of values, by the placeholder in help texts."""
+
+
+def _short(bound: float | None) -> str:
+    return f"{bound:,.0f}" if bound is not None and abs(bound) >= 1e6 and bound == round(bound) else f"{bound:g}"
 
 
 def option(
@@ -135,7 +143,10 @@ def check_options(config: Any) -> None:
         value = getattr(config, name)
         if value is None and field.default is None:
             continue
-        choices = typing.get_args(option_type(cls, name))
+        kind = option_type(cls, name)
+        if kind in (int, float) and not isinstance(value, numbers.Real):
+            raise ConfigError(f"{made.keyword}={value!r:.60} must be a number ({made.flags[-1]})")
+        choices = typing.get_args(kind)
         if choices and value not in choices:
             rule = made.rule or f"be one of {', '.join(choices)}"
             raise ConfigError(f"{made.keyword}={value!r} must {rule} ({made.flags[-1]})")

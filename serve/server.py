@@ -112,9 +112,12 @@ async def serve(
         if hosts is not None:
             hosts.tell_engine(engine)
         await server.serve(engine, metrics)
+        calibrated = (
+            f"calibrated in {parts.calibration_s:.1f} s" if parts.calibration_s else "calibration later or stored"
+        )
         say(
             f"serving {parts.model_name} on {address} (loaded in {parts.load_s:.1f} s, programs prepared in {parts.warm_up_s:.1f} s, "
-            f"calibrated in {parts.calibration_s:.1f} s; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
+            f"{calibrated}; {parts.executor.num_blocks} blocks of {parts.executor.block_size} tokens)"
         )
         preparation = BackgroundPreparation(engine, metrics.calibrated)
         preparation.start()

@@ -218,8 +218,10 @@ def _prefixes(name: str) -> set[str]:
 
 def _told(error: BaseException) -> str:
     """An error of somebody else's code in a line, with the place that raised it."""
-    text = f"{type(error).__name__}: {one_line(str(error)):.300}"
     frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ValueError) and frames and _in_this_package(frames[-1].filename):
+        return f"{one_line(str(error)):.300}"  # it names the option and its bounds
+    text = f"{type(error).__name__}: {one_line(str(error)):.300}"
     if frames and not frames[-1].filename.startswith("<") and not _in_this_package(frames[-1].filename):
         text += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     return text

@@ -39,7 +39,7 @@ from benchmarks.paper.common import half_width
 from benchmarks.scheduling.simulator_fidelity import calibrated
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "flood"
-SLOTS, STEP_TOKENS = 16, 64
+SLOTS, STEP_TOKENS = 16, 32
 WITHOUT = "bros, blocks not shared"
 POLICIES = ("fcfs", "vllm-v1", "apt-plus", WITHOUT, "bros")
 TBT_S = 0.5

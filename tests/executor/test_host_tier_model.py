@@ -237,6 +237,19 @@ def test_too_little_is_refused():
         blocks.num_blocks(1e-6)
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("x", r"^swap_space='x' must be a number \(--swap-space\)$"),
+        (-1.0, r"^swap_space=-1.0 must lie in \[0, 1,048,576\] GiB \(--swap-space\)$"),
+        (float("nan"), r"^swap_space=nan must lie in \[0, 1,048,576\] GiB"),
+    ],
+)
+def test_no_size_is_refused(value, message):
+    with pytest.raises(ConfigError, match=message):
+        CacheConfig(swap_space=value)
+
+
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(
         ConfigError, match=r"^swap_space=1 keeps cached prefixes; leave out --no-enable-prefix-caching or"

@@ -163,7 +163,7 @@ def test_options_reach_policies_from_outside():
         ("apt?decay=1", "no option 'decay'; it has the options "),
         ("apt?violation_deca=1", "did you mean violation_decay?"),
         ("tests.support.outside_policies:NoName?x=1", "no option 'x'; it has no options"),
-        ("sarathi?prefill_tokens=0", "cannot be made: ValueError: prefill_tokens=0 must be at least 1"),
+        ("sarathi?prefill_tokens=0", "cannot be made: prefill_tokens=0 must be at least 1"),
         ("sarathi?name=x", "no option 'name'; it has the options first"),
         ("sarathi?first=me", f"first='me' must be one of {', '.join(get_args(First))}"),
         ("sarathi?chunked=1", "chunked='1' is not true or false"),
