@@ -247,7 +247,9 @@ def plot(runs: dict[str, list[Run]], rows: list[dict[str, Any]], target_s: float
     for name, found in runs.items():
         if found[0].ttft_s.size:
             values = np.sort(np.concatenate([r.ttft_s for r in found]))
-            left.step(values, np.arange(1, values.size + 1) / values.size, where="post", label=name)
+            shares = np.arange(1, values.size + 1) / values.size
+            label = name if np.isfinite(values).any() else f"{name} (none began)"
+            left.step(values[np.isfinite(values)], shares[np.isfinite(values)], where="post", label=label)
     left.axvline(target_s, color="0.5", linestyle=":", label="objective (mean)")
     left.set(xscale="log", xlabel="interactive TTFT (s)", ylabel="share of interactive requests", ylim=(0, 1.02))
     left.legend(fontsize="small")
