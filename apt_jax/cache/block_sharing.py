@@ -153,6 +153,8 @@ class BlockSharing:
         num_holes: by slot, entries of its block table that have no group.
         transfers: of the step that is being built.
         saved_slots, loaded_slots: by kind, slots of groups that have been moved in all.
+        is_lazy: False: all that a best-effort request has in a group is checkpointed as soon as a real-time one takes it,
+            for comparison.
     """
 
     def __init__(self, cache: SharedCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
@@ -166,6 +168,7 @@ class BlockSharing:
         self.num_holes = np.zeros(num_slots, np.int32)
         self.transfers = SlotTransfers()
         self.saved_slots, self.loaded_slots = [0, 0], [0, 0]
+        self.is_lazy = True
         self._step = 0
         self._shared_by: dict[int, set[int]] = {}
         self._unloaded: list[NDArray[np.int32]] = []
@@ -398,6 +401,8 @@ class BlockSharing:
             self._hold(slot, entry, place)
         for entry, place in zip(entries[num_new:], found, strict=True):
             self._join(slot, entry, place, down=down)
+            if not (down or self.is_lazy):
+                self._checkpoint(place, 0)
         self.num_holes[slot] = 0
         cache.num_groups[slot] = total
         before = int(cache.num_tokens[slot])

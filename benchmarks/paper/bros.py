@@ -1,4 +1,4 @@
-"""BROS Figs. 3, 10 to 12 and 14 in simulation: real-time requests beside best-effort ones, and alone.
+"""BROS Figs. 3 and 10 to 14 in simulation: real-time requests beside best-effort ones, and alone.
 
 Times are simulated; what is timed on this machine are calls of the scheduler (Fig. 14). Setup of §7.1: OPT-13B on two
 and OPT-30B on four A100 40 GB, Llama-3-70B on eight A100 80 GB, tensor parallel, greedy, blocks of 16. Real-time (RT)
@@ -11,15 +11,19 @@ end.
     fig10     mean normalised latency of RT requests and throughput of BE requests, over request rates
     fig11     TTFT and TPOT attainment of the same runs
     fig12     RT requests alone: normalised latency and throughput
+    fig13     OPT-30B at 10 requests/s, with the memory management of §5 and without
     fig14     share of scheduling in the time of an iteration, in the runs of fig10 with OPT
     variants  what single choices change, in one run per rate: round robin by phases, token groups, the paper's
-              replacement
+              replacement and packing
 
-Policies: `fcfs` (vLLM), `tgi`, `round-robin` (RR), `bros` without the paper's bidirectional blocks. The paper gives
-neither the rates (but the highest, 15 requests/s) nor the size of a BE batch; both are ours. It has 15 points and runs
-of 10 minutes: `--points 15 --duration 600`. The default is 9 points of one minute, of which the first batch alone keeps
-BE work waiting. vLLM and RR have vLLM's limit of 256 running requests; TGI has none, and the adaptive batch of BROS
-grows up to 1,024.
+Policies: `fcfs` (vLLM), `tgi`, `round-robin` (RR), `bros`. `bros` has host memory and blocks that RT and BE requests
+share; `bros-recompute` has neither, as in the paper's Figs. 12 and 13 ("we simply perform recomputation"), and the other
+systems have neither. Prompts are all different, so nothing is found in the cache but a request's own.
+
+The paper gives neither the rates (but the highest, 15 requests/s), nor the size of a BE batch, nor that of host memory;
+all are ours. It has 15 points and runs of 10 minutes: `--points 15 --duration 600`. The default is 9 points of one
+minute, of which the first batch alone keeps BE work waiting. vLLM and RR have vLLM's limit of 256 running requests; TGI
+has none, and the adaptive batch of BROS grows up to 1,024.
 
     python -m benchmarks.paper.bros all [--quick] [--out DIRECTORY] [--workers N] [--store FILE]
 """
@@ -28,263 +32,40 @@ import argparse
 import dataclasses
 import itertools
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from apt_jax.config import SLO, CacheConfig, SchedulerConfig
-from apt_jax.engine import Engine
-from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
-from apt_jax.sched import (
-    BrosPolicy,
-    Plan,
-    Policy,
-    RoundRobinPolicy,
-    SchedulerView,
-    make_policy,
+from benchmarks.paper.bros_runs import (
+    DATASETS,
+    MAX_NUM_SEQS,
+    MEMORIES,
+    MODELS,
+    POLICIES,
+    PURE,
+    SHOWN,
+    SWAP_GIB_PER_DEVICE,
+    Mixed,
 )
-from apt_jax.sim.executor import SimulatedExecutor
-from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.trace import Trace, draw_arrivals, load_trace
-from apt_jax.utils.clock import VirtualClock
 from benchmarks.paper.cases import effect, print_facts, run_cases
 from benchmarks.paper.common import (
     RESULTS,
     claim,
     compare,
+    half_width,
+    mean,
     new_figure,
+    paired,
     print_rows,
     save_figure,
     targets,
     write_csv,
     write_rows,
 )
-from benchmarks.paper.longest_wait import LongestWaitPolicy
 
 Row = dict[str, Any]
-
-TTFT_S, TPOT_S = 0.4, 0.2
-MODELS = {
-    # model: hardware, devices, rates in requests/s, most tokens of a step (vLLM's own for its length)
-    "opt-13b": ("a100-40gb", 2, (2.0, 4.0, 6.0, 8.0, 10.0), 2048),
-    "opt-30b": ("a100-40gb", 4, (2.0, 4.0, 6.0, 8.0, 10.0), 2048),
-    "llama-3-70b": ("a100-80gb", 8, (3.0, 6.0, 9.0, 12.0, 15.0), 8192),
-}
-DATASETS = {"share": "bros-sharegpt", "lmsys": "bros-lmsys"}
-POLICIES = {"fcfs": "vLLM", "round-robin": "RR", "bros": "BROS"}
-PURE = ("fcfs", "tgi", "bros")
-SHOWN = {
-    **POLICIES,
-    "tgi": "TGI",
-    "longest-wait": "preemptive, 64 tokens",
-    "longest-wait-256": "preemptive, 256 tokens",
-}
-MAX_NUM_SEQS = {"bros": 1024, "tgi": 1024}
-"""Maximum number of running requests; 256 for other policies."""
-VARIANTS: dict[str, Callable[[], Policy]] = {
-    "longest-wait": LongestWaitPolicy,
-    "longest-wait-16": lambda: LongestWaitPolicy(16),
-    "longest-wait-256": lambda: LongestWaitPolicy(256),
-    "round-robin-phases": lambda: RoundRobinPolicy(mixed=False),
-    "bros-groups": lambda: BrosPolicy(token_group=8),
-    "bros-any": lambda: BrosPolicy(replacement="any", most_replacements=None),
-    "bros-literal": lambda: BrosPolicy(aging_tokens_per_s=0.0, replacement="any", most_replacements=None),
-}
-"""Policies that have no name, or have one with other settings."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixed:
-    """One run."""
-
-    policy: str
-    model: str
-    dataset: str
-    rate: float
-    """RT requests per second."""
-    duration_s: float = 60.0
-    """Duration of the RT arrivals."""
-    be_batch: int = 256
-    """BE requests that arrive at once; 0: none."""
-    max_num_seqs: int = 256
-    num_requests: int = 0
-    """RT requests; 0: as many as come in `duration_s`."""
-    seed: int = 0
-
-    def run(self) -> dict[str, Any]:
-        rng = np.random.default_rng([self.seed, 0xB05])
-        num = self.num_requests or max(int(rng.poisson(self.rate * self.duration_s)), 1)
-        arrival_s = draw_arrivals(num, self.rate, 1.0, rng)
-        if not self.num_requests:
-            arrival_s *= min(1.0, self.duration_s / float(arrival_s[-1]))
-        real_time = _pick(DATASETS[self.dataset], num, rng)
-        feed = Feed(self, real_time, arrival_s, np.random.default_rng([self.seed, 0xBE]))
-        feed.run()
-        return feed.numbers()
-
-
-def _pick(name: str, num: int, rng: np.random.Generator) -> Trace:
-    trace = load_trace(name)
-    return trace.take(rng.integers(0, trace.num_requests, num))
-
-
-class Watched:
-    """A policy whose calls are timed and whose last plan is kept."""
-
-    def __init__(self, inner: Policy) -> None:
-        self.inner, self.name = inner, inner.name
-        self.spent_s = 0.0
-        """Time spent in the policy, on this host."""
-        self.ranks = np.zeros(0, np.int64)
-        """Ranks of the requests in the last plan."""
-
-    def schedule(self, view: SchedulerView) -> Plan:
-        start_s = time.perf_counter()
-        plan = self.inner.schedule(view)
-        self.spent_s += time.perf_counter() - start_s
-        self.ranks = view.table.rank[plan.rows]
-        return plan
-
-
-class Feed:
-    """An engine in virtual time, with RT requests at their arrivals and batches of BE requests one after the other."""
-
-    def __init__(self, case: Mixed, real_time: Trace, arrival_s: np.ndarray, rng: np.random.Generator) -> None:
-        self.case, self.real_time, self.arrival_s, self.rng = case, real_time, arrival_s, rng
-        name, devices, _, budget = MODELS[case.model]
-        hardware = load_hardware(case.model, name, devices)
-        costs = hardware.step_costs()
-        config = SchedulerConfig(
-            policy="fcfs" if case.policy in VARIANTS else case.policy,
-            max_num_seqs=case.max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_num_queued_reqs=real_time.num_requests + 2 * case.be_batch + 1,
-            overlap=False,
-        )
-        self.clock = VirtualClock()
-        self.executor = SimulatedExecutor(
-            self.clock,
-            lambda batch: costs.step_s(batch.num_tokens, batch.start, batch.kind),
-            num_blocks=hardware.num_blocks,
-            block_size=hardware.block_size,
-            max_num_seqs=case.max_num_seqs,
-        )
-        self.policy = Watched(
-            VARIANTS[case.policy]() if case.policy in VARIANTS else make_policy(config=config, seed=case.seed)
-        )
-        self.engine = Engine(
-            self.executor,
-            self.policy,
-            self.clock,
-            hardware.kinds("kv"),
-            config,
-            # Prompts are synthetic and all alike: nothing may be found of them.
-            CacheConfig(block_size=hardware.block_size, mode="kv", enable_prefix_caching=False),
-            costs=costs,
-        )
-        self.ended: list[RequestMetrics] = []
-        """Metrics of finished RT requests."""
-        self.be_ended_s: list[float] = []
-        self.executed_s: list[float] = []
-        """Time of the steps that each request was in, in the order of sending."""
-        self.served_s: list[float] = []
-        """Time of the steps of RT requests, in the order of finishing."""
-        self._ranks: dict[str, int] = {}
-        self._num_be = 0
-
-    def run(self) -> None:
-        sent, num = 0, self.real_time.num_requests
-        arrivals = self.arrival_s.tolist()
-        prompt, output = self.real_time.prompt_tokens, self.real_time.output_tokens
-        while len(self.ended) < num:
-            now_s = self.clock.now_s()
-            if self.case.be_batch and self._num_be == len(self.be_ended_s) and sent < num:
-                self._send_batch(now_s)
-            if sent < num and not self.engine.has_work:
-                self.clock.advance_to(max(arrivals[sent], now_s))
-                now_s = self.clock.now_s()
-            while sent < num and arrivals[sent] <= now_s:
-                self._send(f"rt{sent}", int(prompt[sent]), int(output[sent]), arrivals[sent])
-                sent += 1
-            before, busy_s = self.executor.num_steps, self.executor.busy_s
-            outputs = self.engine.step()
-            if self.executor.num_steps > before:
-                self._note(self.executor.busy_s - busy_s)
-            for step_output in outputs:
-                if step_output.finish_reason is None:
-                    continue
-                if step_output.request.slo_class == "rt":
-                    self.ended.append(step_output.metrics)
-                    self.served_s.append(self.executed_s[self._ranks[step_output.request.request_id]])
-                else:
-                    self.be_ended_s.append(self.clock.now_s())
-            if self.executor.num_steps == before and not outputs and self.engine.has_work:
-                later_s = now_s + 0.01
-                self.clock.advance_to(min(arrivals[sent], later_s) if sent < num else later_s)
-
-    def _note(self, step_s: float) -> None:
-        for rank in self.policy.ranks.tolist():
-            self.executed_s[rank] += step_s
-
-    def _send_batch(self, now_s: float) -> None:
-        batch = _pick("bros-best-effort", self.case.be_batch, self.rng)
-        for i in range(batch.num_requests):
-            self._send(
-                f"be{self._num_be + i}",
-                int(batch.prompt_tokens[i]),
-                int(batch.output_tokens[i]),
-                now_s,
-            )
-        self._num_be += batch.num_requests
-
-    def _send(self, name: str, prompt: int, output: int, arrival_s: float) -> None:
-        self._ranks[name] = len(self.executed_s)
-        self.executed_s.append(0.0)
-        self.engine.add_request(
-            EngineRequest(
-                request_id=name,
-                prompt=None,
-                prompt_token_ids=np.zeros(prompt, np.int32),
-                params=SamplingParams(max_tokens=output, temperature=0.0),
-                slo=SLO(ttft_s=TTFT_S, tbt_s=TPOT_S),
-                arrival_s=arrival_s,
-                slo_class="rt" if name.startswith("rt") else "be",
-            )
-        )
-
-    def numbers(self) -> dict[str, Any]:
-        until_s = float(self.arrival_s[-1])
-        normalised, ttft, tpot, queueing = [], [], [], []
-        for m, served_s in zip(self.ended, self.served_s, strict=True):
-            tokens = m.token_times_s
-            assert tokens
-            assert m.finished_s is not None
-            normalised.append((m.finished_s - m.arrival_s) / len(tokens))
-            ttft.append(tokens[0] - m.arrival_s <= TTFT_S)
-            gap_s = (tokens[-1] - tokens[0]) / max(len(tokens) - 1, 1)
-            tpot.append(gap_s <= TPOT_S)
-            queueing.append(1 - served_s / (m.finished_s - m.arrival_s))
-        last_s = max(m.finished_s or 0.0 for m in self.ended)
-        stats = self.engine.stats()
-        return {
-            "rt_requests": len(self.ended),
-            "normalised_latency_s": float(np.mean(normalised)),
-            "ttft_attainment": float(np.mean(ttft)),
-            "tpot_attainment": float(np.mean(tpot)),
-            "queueing_share": float(np.mean(queueing)),
-            "rt_per_s": len(self.ended) / last_s,
-            "be_per_s": sum(t <= until_s for t in self.be_ended_s) / until_s,
-            "preemptions": stats.num_preemptions,
-            "recomputed_tokens": stats.recomputed_tokens,
-            "iterations": self.executor.num_steps,
-            "schedule_p50_ms": stats.schedule_p50_ms,
-            "schedule_share": self.policy.spent_s / (self.policy.spent_s + self.executor.busy_s),
-        }
-
-
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +80,9 @@ class Options:
     max_num_seqs: int | None
     num_points: int
     num_seeds: int
+    swap_gib: float
+    """Host memory for each device, of policies that have some."""
+    overhead_s: float
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -312,6 +96,7 @@ class Options:
         return points if self.num_points > 2 else points[1:3]
 
     def case(self, policy: str, dataset: str, point: tuple[str, float], seed: int) -> Mixed:
+        has_memory = policy.split("-")[0] == "bros" and policy != "bros-recompute"
         return Mixed(
             policy=policy,
             model=point[0],
@@ -321,6 +106,10 @@ class Options:
             be_batch=self.be_batch,
             max_num_seqs=self.max_num_seqs or MAX_NUM_SEQS.get(policy.split("-")[0], 256),
             seed=seed,
+            swap_gib=has_memory * self.swap_gib * MODELS[point[0]][1],
+            share_blocks=has_memory and policy != "bros-swap",
+            is_lazy=policy != "bros-eager",
+            overhead_s=self.overhead_s,
         )
 
 
@@ -430,13 +219,13 @@ def fig12(options: Options) -> list[Row]:
     for dataset in DATASETS:
         latency = {p: _by_seed(options, results, p, dataset, "normalised_latency_s") for p in PURE}
         served = {p: _by_seed(options, results, p, dataset, "rt_per_s") for p in PURE}
-        cut = [100 * (1 - b / a) for a, b in zip(latency["fcfs"], latency["bros"], strict=True)]
+        cut = [100 * (1 - b / a) for a, b in zip(latency["fcfs"], latency["bros-recompute"], strict=True)]
         rows.append(effect("B-rt-lat", cut, variant=dataset))
-        gain = [b / a for a, b in zip(served["fcfs"], served["bros"], strict=True)]
+        gain = [b / a for a, b in zip(served["fcfs"], served["bros-recompute"], strict=True)]
         rows.append(effect("B-rt-thr", gain, variant=dataset))
         # The paper says of TGI that BROS outperforms it, without a number.
         holds = [
-            results[options.case("bros", dataset, p, s)]["normalised_latency_s"]
+            results[options.case("bros-recompute", dataset, p, s)]["normalised_latency_s"]
             <= results[options.case("tgi", dataset, p, s)]["normalised_latency_s"]
             for p in options.points
             for s in options.seeds
@@ -486,6 +275,46 @@ def fig3(options: Options) -> list[Row]:
     axes[0][0].set(yscale="log")
     axes[0][0].legend(fontsize="x-small")
     save_figure(figure, options.out / "bros_fig3.png")
+    return rows
+
+
+def fig13(options: Options) -> list[Row]:
+    """With and without bidirectional blocks; beside it what lies between the two."""
+    point = ("opt-30b", 10.0)
+    cases = {
+        key: options.case(key[0], key[1], point, key[2]) for key in itertools.product(MEMORIES, DATASETS, options.seeds)
+    }
+    results = run_cases(list(cases.values()), options.store, options.workers)
+    write_csv(options.out / "bros_fig13.csv", [{**dataclasses.asdict(c), **results[c]} for c in cases.values()])
+
+    def of(policy: str, dataset: str, metric: str) -> list[float]:
+        return [results[cases[policy, dataset, seed]][metric] for seed in options.seeds]
+
+    metrics = {
+        "ttft_attainment": "TTFT attainment",
+        "tpot_attainment": "TPOT attainment",
+        "normalised_latency_s": "s/token",
+        "be_per_s": "BE requests/s",
+    }
+    rows = []
+    figure, axes = new_figure(len(DATASETS), len(metrics), width=3.2, height=2.3)
+    for line, dataset in zip(axes, DATASETS, strict=True):
+        for axis, (metric, label) in zip(line, metrics.items(), strict=True):
+            values = [of(policy, dataset, metric) for policy in MEMORIES]
+            axis.barh([SHOWN[p] for p in MEMORIES], [mean(v) for v in values], xerr=[half_width(v) for v in values])
+            axis.invert_yaxis()
+            axis.set(title=dataset, xlabel=label)
+            if axis is not line[0]:
+                axis.set_yticklabels([])
+        for kind in ("ttft", "tpot"):
+            on, without = (of(policy, dataset, f"{kind}_attainment") for policy in ("bros", "bros-recompute"))
+            ratio = [a / b for a, b in zip(on, without, strict=True) if b]
+            rows += [effect(f"B-bi-{kind}", ratio, variant=dataset)] if ratio else []
+        for policy in MEMORIES[1:]:
+            for metric in metrics:
+                gain, half = paired(of("bros", dataset, metric), of(policy, dataset, metric))
+                print(f"{dataset:<6} bros - {policy:<15} {metric:<21} {gain:+.4f} ± {half:.4f}")
+    save_figure(figure, options.out / "bros_fig13.png")
     return rows
 
 
@@ -553,6 +382,7 @@ FIGURES = {
     "fig10": fig10,
     "fig11": fig11,
     "fig12": fig12,
+    "fig13": fig13,
     "fig14": fig14,
     "variants": variants,
 }
@@ -575,6 +405,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="models and rates; the paper has 15, default 9, quick 2",
     )
     parser.add_argument("--seeds", type=int, help="default 3, quick 1")
+    parser.add_argument(
+        "--swap-space",
+        type=float,
+        default=SWAP_GIB_PER_DEVICE,
+        metavar="GIB",
+        help=f"host memory per device; default {SWAP_GIB_PER_DEVICE:g}",
+    )
+    parser.add_argument("--overhead-ms", type=float, default=0.0, help="added to every step; default 0")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     options = Options(
@@ -587,6 +425,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_num_seqs=args.max_num_seqs,
         num_points=args.points or (2 if args.quick else 9),
         num_seeds=args.seeds or (1 if args.quick else 3),
+        swap_gib=args.swap_space,
+        overhead_s=args.overhead_ms / 1e3,
     )
     for name in FIGURES if "all" in args.figures else args.figures:
         rows = FIGURES[name](options)

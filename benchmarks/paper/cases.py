@@ -39,13 +39,17 @@ class Case(Protocol):
 AnyCase = TypeVar("AnyCase", bound=Case)
 
 
-def _sources(policy: str) -> str:
-    """Return a digest of the modules that determine a policy's decisions, of the simulator and of the cost models."""
+def _sources(policy: str, *, has_host_memory: bool) -> str:
+    """Return a digest of the modules that determine a policy's decisions, of the simulator and of the cost models, and
+    with host memory of those that manage the cache."""
     files = set((ROOT / "apt_jax/sim/descriptions").glob("*.json"))
     files |= {ROOT / "apt_jax/sim" / name for name in ("simulator.py", "replica.py", "executor.py")}
     files |= {*(ROOT / "apt_jax/sched").glob("*.py"), *(ROOT / "apt_jax/sched/costs").glob("*.py")}
     files |= {ROOT / "apt_jax/sched/policies" / name for name in ("fcfs.py", "unified.py")}
     files.add(ROOT / "benchmarks/paper/infermax_fig15.py")
+    if has_host_memory:
+        files |= {*(ROOT / "apt_jax/cache").glob("*.py"), ROOT / "apt_jax/sim/host_link.py"}
+        files |= {ROOT / "apt_jax/engine" / name for name in ("batch_builder.py", "restore.py")}
     if policy in POLICIES:
         made = POLICIES[policy](SchedulerConfig(policy=policy), 0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
@@ -61,14 +65,14 @@ def _sources(policy: str) -> str:
 def run_cases(cases: Sequence[AnyCase], store: Path | None, workers: int) -> dict[AnyCase, dict[str, Any]]:
     """Results by case; progress goes to stderr."""
     kept = Store(store)
-    sources: dict[str, str] = {}
+    sources: dict[tuple[str, bool], str] = {}
 
     def key(case: AnyCase) -> str:
         facts = dataclasses.asdict(case)  # pyright: ignore[reportArgumentType] - cases are dataclasses
-        policy = str(facts.get("policy", ""))
-        if policy not in sources:
-            sources[policy] = _sources(policy)
-        facts |= {"sources": sources[policy], "case": type(case).__name__, "version": __version__}
+        of = str(facts.get("policy", "")), bool(facts.get("swap_gib"))
+        if of not in sources:
+            sources[of] = _sources(of[0], has_host_memory=of[1])
+        facts |= {"sources": sources[of], "case": type(case).__name__, "version": __version__}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
     keys = {case: key(case) for case in cases}

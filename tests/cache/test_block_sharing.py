@@ -167,6 +167,18 @@ def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
     world.check()
 
 
+def test_without_laziness_a_group_is_checkpointed_when_it_is_taken():
+    world = World(num_blocks=4)
+    world.sharing.is_lazy = False
+    batch, chat = world.add(6, KV, best_effort=True), world.add(1, KV, best_effort=False)
+    world.step([batch])
+    assert world.step([chat]) == [chat]
+    assert world.memory.num_moved == 4  # both positions, though there is room for all three
+    low = world.cache.slot_of(batch)
+    assert world.cache.tables[low, 0, 1] == NULL_BLOCK
+    world.check()
+
+
 def test_a_request_that_runs_keeps_its_slots():
     world = World(num_blocks=4)
     batch, chat = world.add(6, KV, best_effort=True), world.add(2, KV, best_effort=False)
@@ -239,9 +251,10 @@ class SharingMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
 
-    @initialize(num_blocks=st.integers(4, 20), num_host_blocks=st.integers(1, 30))
-    def begin(self, num_blocks, num_host_blocks):
+    @initialize(num_blocks=st.integers(4, 20), num_host_blocks=st.integers(1, 30), is_lazy=st.booleans())
+    def begin(self, num_blocks, num_host_blocks, is_lazy):
         self.world = World(num_blocks, num_host_blocks)
+        self.world.sharing.is_lazy = is_lazy
 
     @rule(length=st.integers(1, 14), kind=st.sampled_from([KV, HIDDEN]), best_effort=st.booleans())
     def add(self, length, kind, best_effort):

@@ -33,6 +33,7 @@ RESERVE_TOKENS = 8
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest step in T_avg."""
 
+Packing = Literal["adapted", "paper"]
 Replacement = Literal["in-time", "any"]
 
 MOST_REPLACEMENTS = 4
@@ -188,6 +189,11 @@ class BrosPolicy:
         aging_tokens_per_s: see above; 0 is the paper's order, in which a preempted request may wait for ever.
         replacement: "in-time" as above; "any" is Algorithm 1, lines 26 to 32, which does not ask whether the replaced
             request will be late (its first request stays all the same).
+        packing: "adapted" as above; "paper" is Algorithm 1 line by line. Late requests come first and set the limit
+            (lines 3 and 4), the first one that has no place, block or time ends its part (6 to 12, 18 to 32), no prompt is
+            made shorter for time, no block is kept for later, best-effort requests go by M^cpu alone (17), and where they
+            have no more blocks, real-time requests of the most remaining time are preempted, for waiting ones too (§5.2).
+            The first real-time request goes in any case, as nothing would after a missed deadline.
         most_replacements: in one step; None: no limit, as in the paper.
     """
 
@@ -200,6 +206,7 @@ class BrosPolicy:
         *,
         token_group: int = 1,
         aging_tokens_per_s: float = AGING_TOKENS_PER_S,
+        packing: Packing = "adapted",
         replacement: Replacement = "in-time",
         most_replacements: int | None = MOST_REPLACEMENTS,
     ) -> None:
@@ -207,6 +214,7 @@ class BrosPolicy:
             raise ValueError(f"{token_group=} must be at least 1")
         self.token_group = token_group
         self.aging_tokens_per_s = aging_tokens_per_s
+        self.packing: Packing = packing
         self.replacement: Replacement = replacement
         self.most_replacements = most_replacements
         self._batch_size = BASE_BATCH
@@ -296,7 +304,7 @@ class BrosPolicy:
         Returns:
             The candidates, and the time that a step may take.
         """
-        late, late_too = (c.slack_s < _alone_s(view.costs, c) for c in (pending, queued))
+        late, late_too = (self._is_late(view, c) for c in (pending, queued))
         limit_s = np.inf
         order: list[NDArray[np.intp]] = []
         most = self._batch_size
@@ -312,6 +320,12 @@ class BrosPolicy:
                     float(queued.slack_s[waiting].min(initial=np.inf)),
                 )
         return pending.join(queued).take(np.concatenate(order)), limit_s
+
+    def _is_late(self, view: SchedulerView, asked: _Candidates) -> NDArray[np.bool_]:
+        """(n,) whether each comes after those that can be in time, and does not count for the time of the step."""
+        if self.packing == "paper":
+            return np.zeros(asked.rows.size, np.bool_)
+        return asked.slack_s < _alone_s(view.costs, asked)
 
     def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
         """Positions in waiting best-effort `rows` by what starting costs, as many as a step may have."""
@@ -335,6 +349,8 @@ class BrosPolicy:
         theirs = best_effort.rows[best_effort.holds]
         room = view.free_blocks + int(table.num_blocks[theirs].sum())
         victims = theirs[:0]
+        if self.packing == "paper":
+            return self._by_the_paper(view, asked, theirs, room, limit_s)
         short = int(need[holds].sum()) - room
         if short > 0:
             kept, victims = _outgrown(view, asked.take(holds), room)
@@ -346,7 +362,7 @@ class BrosPolicy:
             fits &= np.arange(1, fresh.size + 1) <= slots
             if not fits.all():
                 asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
-        step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s)
+        step, cut, _ = self._fit(view, asked, 0, limit_s)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
         if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
@@ -359,6 +375,27 @@ class BrosPolicy:
             num_taken = int(np.searchsorted(np.cumsum(table.num_blocks[taken]), short)) + 1
         taken = taken[: max(num_taken, new_slots)]
         return step, np.concatenate([victims, taken]), cut
+
+    def _by_the_paper(
+        self, view: SchedulerView, asked: _Candidates, theirs: Rows, room: int, limit_s: float
+    ) -> tuple[_Candidates, Rows, bool]:
+        """`_real_time` where the most urgent request gets blocks in any case (BROS §5.2): where `theirs`, all best-effort
+        requests with cache, have too few, real-time ones of the most remaining time are preempted as well."""
+        table, holds = view.table, asked.holds
+        held = np.where(holds, table.num_blocks[asked.rows], 0)
+        others = holds.sum() - np.cumsum(holds)
+        slots = view.max_num_seqs - (view.running.size - theirs.size) + others
+        reach = room + held.sum() - np.cumsum(held)
+        found = _until(np.cumsum(asked.need) <= reach, np.cumsum(~holds) <= slots)
+        step, cut, _ = self._fit(view, asked.take(found), 0, limit_s)
+        short = int(step.need.sum()) - view.free_blocks
+        if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
+            short = 0
+        rest = asked.rows[holds & ~_among(view, asked.rows, step.rows)]
+        victims = np.concatenate([theirs[::-1], rest[::-1]])
+        num_taken = int(np.searchsorted(np.cumsum(table.num_blocks[victims]), short)) + 1 if short > 0 else 0
+        new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
+        return step, victims[: max(num_taken, new_slots)], cut
 
     def _best_effort(
         self,
@@ -382,13 +419,17 @@ class BrosPolicy:
         if has_taken:
             asked = _without_groups(view, asked, _shared_groups(view, step, -left)[0])
             left = 0
-        if view.sharing is not None:
+        if view.sharing is not None or self.packing == "paper":
             asked = self._by_checkpoints(view, asked)
         need, holds = asked.need, asked.holds
         more: Rows = no_victims
         spare = left - int(need[holds].sum())
         waits = holds & (np.cumsum(np.where(holds, need, 0)) > left)
-        if spare < 0 and view.sharing is not None and (step.rows.size or not waits[holds].all()):
+        slots = view.max_num_seqs - view.running.size + preempted.size - int(np.count_nonzero(~step.holds))
+        found = _until(np.cumsum(need) <= left, np.cumsum(~holds) <= slots) if self.packing == "paper" else None
+        if found is not None and (step.rows.size or found.size):
+            asked = asked.take(found)
+        elif spare < 0 and view.sharing is not None and (step.rows.size or not waits[holds].all()):
             asked = asked.take(holds & ~waits)  # the others keep what they have, and are restored later
         elif spare < 0:
             kept, more = _outgrown(view, asked.take(holds), left)
@@ -398,7 +439,6 @@ class BrosPolicy:
             if preempted.size:
                 running = running[~_among(view, running, preempted)]
             spare -= _reserve(view, running)
-            slots = view.max_num_seqs - running.size - int(np.count_nonzero(~step.holds))
             fresh = np.flatnonzero(~holds)
             fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= slots)
             if preempted.size or has_taken:
@@ -407,7 +447,7 @@ class BrosPolicy:
         if not asked.rows.size:
             return step, more, False
         num_real_time = step.rows.size
-        packed, cut, shrunk = _fit(view, step.join(asked), num_real_time, self._batch_size, limit_s)
+        packed, cut, shrunk = self._fit(view, step.join(asked), num_real_time, limit_s)
         if not shrunk and packed.rows.size < num_real_time + asked.rows.size:
             out = asked.take(~_among(view, asked.rows, packed.rows))
             packed = self._replace(view, packed, num_real_time, out, limit_s)
@@ -417,6 +457,8 @@ class BrosPolicy:
         """Best-effort candidates by their checkpointed blocks, less what they have waited (Algorithm 1, line 17)."""
         if not asked.load.any():
             return asked
+        if self.packing == "paper":
+            return asked.take(asked.load.argsort(kind="stable"))
         waited_s = view.now_s - view.table.last_token_s.take(asked.rows)
         tokens = asked.load * (view.block_sizes / view.blocks_per_group)[asked.kind]
         key = np.where(asked.holds, tokens - self.aging_tokens_per_s * waited_s, np.inf)
@@ -431,24 +473,87 @@ class BrosPolicy:
         out: _Candidates,
         limit_s: float,
     ) -> _Candidates:
-        """Real-time requests that can wait for the next step make way for best-effort ones, the least urgent first."""
+        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request if
+        there is none beside it (Algorithm 1, lines 18 to 32), and if that one can wait for the next step."""
+
+        def fits(step: _Candidates) -> bool:
+            return (
+                step.rows.size <= self._batch_size
+                and int(step.num_tokens.sum()) <= view.max_num_batched_tokens
+                and _step_s(view.costs, step) <= limit_s
+            )
+
         most = out.rows.size if self.most_replacements is None else self.most_replacements
-        for i in range(min(most, out.rows.size, num_real_time - 1)):
-            last = num_real_time - 1 - i
-            if self.replacement == "in-time":
-                one = step.take(np.array([last]))
-                step_s = _step_s(view.costs, step)
-                if one.slack_s[0] - step_s < _alone_s(view.costs, one)[0] + step_s:
+        for i in range(out.rows.size):
+            more = step.join(out.take(np.array([i])))
+            if not fits(more):
+                last = num_real_time - 1
+                if most == 0 or last < 1 or not self._may_wait(view, step, last):
                     break
-            other = step.take(np.arange(step.rows.size) != last).join(out.take(np.array([i])))
-            if (
-                other.rows.size > self._batch_size
-                or int(other.num_tokens.sum()) > view.max_num_batched_tokens
-                or _step_s(view.costs, other) > limit_s
-            ):
-                break
-            step = other
+                more = more.take(np.arange(more.rows.size) != last)
+                if not fits(more):
+                    break
+                num_real_time, most = last, most - 1
+            step = more
         return step
+
+    def _may_wait(self, view: SchedulerView, step: _Candidates, i: int) -> bool:
+        """Whether the i-th request of a step may be replaced: by default if the next step is in time for it."""
+        if self.replacement == "any":
+            return True
+        one, step_s = step.take(np.array([i])), _step_s(view.costs, step)
+        return bool(one.slack_s[0] - step_s >= _alone_s(view.costs, one)[0] + step_s)
+
+    def _fit(
+        self, view: SchedulerView, asked: _Candidates, num_sure: int, limit_s: float
+    ) -> tuple[_Candidates, bool, bool]:
+        """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
+        last.
+
+        Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
+        The paper's packing ends with the first that does not go.
+
+        Returns:
+            The step, whether time was what kept some out, and whether a prompt was made shorter.
+        """
+        if not asked.rows.size:
+            return asked, False, False
+        num_sure = max(num_sure, 1)
+        if (
+            asked.rows.size <= self._batch_size
+            and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
+            and _step_s(view.costs, asked) <= limit_s
+        ):
+            return asked, False, False
+        cut = shrunk = False
+        for behind in (True, False):
+            step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
+            if asked.load.any():
+                loaded = asked.load.cumsum()
+                load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
+                step_s = np.maximum(step_s, load_s)
+            ends = np.cumsum(asked.num_tokens)
+            index = np.arange(asked.rows.size)
+            slow = step_s > limit_s
+            fails = slow | (ends > view.max_num_batched_tokens) | (index >= self._batch_size)
+            fails[:num_sure] = False
+            if not fails.any():
+                break
+            first = int(fails.argmax())
+            if self.packing == "paper":
+                return asked.take(index < first), bool(slow[first]) and first < self._batch_size, False
+            cut |= bool(slow[first])
+            if behind and first < self._batch_size and asked.num_tokens[first] > 1:
+                length = float(view.max_num_batched_tokens - ends[first - 1])
+                if slow[first]:
+                    share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
+                    length = min(length, share * asked.num_tokens[first])
+                if length >= min(view.block_size, asked.num_tokens[first]):
+                    asked.num_tokens[first] = int(length)
+                    first += 1
+                    shrunk = True
+            asked = asked.take((index < first) | (behind & ~asked.prompts))
+        return asked, cut, shrunk
 
 
 def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
@@ -526,6 +631,12 @@ def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
     return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
 
 
+def _until(*ok: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Positions before the first for which one of `ok` is False."""
+    all_ok = np.logical_and.reduce(ok)
+    return np.arange(all_ok.size if all_ok.all() else all_ok.argmin())
+
+
 def _among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
     """(n,) whether each of `rows` is one of `others`."""
     chosen = np.zeros(view.table.capacity, np.bool_)
@@ -558,52 +669,3 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
     fails = np.cumsum(asked.need) > room + beyond
     num_kept = int(fails.argmax()) if fails.any() else fails.size
     return asked.rows[:num_kept], asked.rows[num_kept:]
-
-
-def _fit(
-    view: SchedulerView, asked: _Candidates, num_sure: int, batch_size: int, limit_s: float
-) -> tuple[_Candidates, bool, bool]:
-    """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
-    last.
-
-    Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
-
-    Returns:
-        The step, whether time was what kept some out, and whether a prompt was made shorter.
-    """
-    if not asked.rows.size:
-        return asked, False, False
-    num_sure = max(num_sure, 1)
-    if (
-        asked.rows.size <= batch_size
-        and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
-        and _step_s(view.costs, asked) <= limit_s
-    ):
-        return asked, False, False
-    cut = shrunk = False
-    for behind in (True, False):
-        step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
-        if asked.load.any():
-            loaded = asked.load.cumsum()
-            load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
-            step_s = np.maximum(step_s, load_s)
-        ends = np.cumsum(asked.num_tokens)
-        index = np.arange(asked.rows.size)
-        slow = step_s > limit_s
-        fails = slow | (ends > view.max_num_batched_tokens) | (index >= batch_size)
-        fails[:num_sure] = False
-        if not fails.any():
-            break
-        first = int(fails.argmax())
-        cut |= bool(slow[first])
-        if behind and first < batch_size and asked.num_tokens[first] > 1:
-            length = float(view.max_num_batched_tokens - ends[first - 1])
-            if slow[first]:
-                share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
-                length = min(length, share * asked.num_tokens[first])
-            if length >= min(view.block_size, asked.num_tokens[first]):
-                asked.num_tokens[first] = int(length)
-                first += 1
-                shrunk = True
-        asked = asked.take((index < first) | (behind & ~asked.prompts))
-    return asked, cut, shrunk

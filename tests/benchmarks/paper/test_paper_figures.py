@@ -1,6 +1,7 @@
 """The scripts behind the figures of InferMax and BROS run with tiny settings and judge what they find."""
 
 import csv
+import dataclasses
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +64,7 @@ def test_bros_beats_first_come_first_served_beside_best_effort_batches(script: M
         assert (tmp_path / f"bros_{name}.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("script", ["bros"], indirect=True)
+@pytest.mark.parametrize("script", ["bros_runs"], indirect=True)
 def test_the_next_best_effort_batch_comes_when_the_one_before_has_ended(
     script: ModuleType,
 ) -> None:
@@ -91,10 +92,30 @@ def test_bros_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None
     targets = {(row["id"], row["variant"]): row for row in read(tmp_path / "bros.csv")}
     assert {"B-fig3-normalised", "B-fig3-queueing", "B-rt-lat", "B-rt-tgi"} <= {name for name, _ in targets}
     pure = read(tmp_path / "bros_fig12.csv")
-    assert {row["policy"] for row in pure} == {"fcfs", "tgi", "bros"}
+    assert {row["policy"] for row in pure} == {"fcfs", "tgi", "bros-recompute"}
     assert all(row["preemptions"] == "0" for row in pure if row["policy"] == "tgi")
     for name in ("fig3", "fig12"):
         assert (tmp_path / f"bros_{name}.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("script", ["bros_runs"], indirect=True)
+def test_memory_of_bros_is_on_off_or_in_between(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_hardware = script.load_hardware
+    small = {"num_blocks": 700}
+    monkeypatch.setattr(script, "load_hardware", lambda *a: dataclasses.replace(load_hardware(*a), **small))
+    common = {"model": "opt-13b", "dataset": "share", "rate": 20.0, "duration_s": 2.0, "be_batch": 12}
+
+    def numbers(**memory: Any) -> dict[str, Any]:
+        return script.Mixed(policy="bros", **common, **memory).run()
+
+    lazy = numbers(swap_gib=8.0, share_blocks=True)
+    at_once = numbers(swap_gib=8.0, share_blocks=True, is_lazy=False)
+    whole, none = numbers(swap_gib=8.0), numbers()
+    assert 0 < lazy["saved_slots"] < at_once["saved_slots"]
+    assert lazy["loaded_slots"] > 0
+    assert whole["saved_slots"] == none["saved_slots"] == none["saved_blocks"] == 0
+    assert whole["loaded_blocks"] > 0
+    assert none["recomputed_tokens"] > 2 * whole["recomputed_tokens"]
 
 
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
@@ -110,6 +131,8 @@ def test_points_of_bros_are_the_papers_when_asked(script: ModuleType, tmp_path: 
             max_num_seqs=None,
             num_points=num,
             num_seeds=1,
+            swap_gib=4.0,
+            overhead_s=0.0,
         )
         return options.points
 
@@ -118,7 +141,7 @@ def test_points_of_bros_are_the_papers_when_asked(script: ModuleType, tmp_path: 
     assert max(rate for _, rate in points(9)) == 15.0
 
 
-@pytest.mark.parametrize("script", ["bros"], indirect=True)
+@pytest.mark.parametrize("script", ["bros_runs"], indirect=True)
 def test_queueing_is_what_is_left_of_the_latency(script: ModuleType) -> None:
     """A request alone is in every step of its life; of two that do not fit together the later one waits."""
     rng = np.random.default_rng(0)
