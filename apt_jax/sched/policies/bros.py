@@ -362,7 +362,7 @@ class BrosPolicy:
             fits &= np.arange(1, fresh.size + 1) <= slots
             if not fits.all():
                 asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
-        step, cut, _ = self._fit(view, asked, 0, limit_s)
+        step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s, in_order=False)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
         if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
@@ -387,7 +387,7 @@ class BrosPolicy:
         slots = view.max_num_seqs - (view.running.size - theirs.size) + others
         reach = room + held.sum() - np.cumsum(held)
         found = _until(np.cumsum(asked.need) <= reach, np.cumsum(~holds) <= slots)
-        step, cut, _ = self._fit(view, asked.take(found), 0, limit_s)
+        step, cut, _ = _fit(view, asked.take(found), 0, self._batch_size, limit_s, in_order=True)
         short = int(step.need.sum()) - view.free_blocks
         if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
             short = 0
@@ -447,7 +447,8 @@ class BrosPolicy:
         if not asked.rows.size:
             return step, more, False
         num_real_time = step.rows.size
-        packed, cut, shrunk = self._fit(view, step.join(asked), num_real_time, limit_s)
+        in_order = self.packing == "paper"
+        packed, cut, shrunk = _fit(view, step.join(asked), num_real_time, self._batch_size, limit_s, in_order=in_order)
         if not shrunk and packed.rows.size < num_real_time + asked.rows.size:
             out = asked.take(~_among(view, asked.rows, packed.rows))
             packed = self._replace(view, packed, num_real_time, out, limit_s)
@@ -503,57 +504,6 @@ class BrosPolicy:
             return True
         one, step_s = step.take(np.array([i])), _step_s(view.costs, step)
         return bool(one.slack_s[0] - step_s >= _alone_s(view.costs, one)[0] + step_s)
-
-    def _fit(
-        self, view: SchedulerView, asked: _Candidates, num_sure: int, limit_s: float
-    ) -> tuple[_Candidates, bool, bool]:
-        """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
-        last.
-
-        Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
-        The paper's packing ends with the first that does not go.
-
-        Returns:
-            The step, whether time was what kept some out, and whether a prompt was made shorter.
-        """
-        if not asked.rows.size:
-            return asked, False, False
-        num_sure = max(num_sure, 1)
-        if (
-            asked.rows.size <= self._batch_size
-            and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
-            and _step_s(view.costs, asked) <= limit_s
-        ):
-            return asked, False, False
-        cut = shrunk = False
-        for behind in (True, False):
-            step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
-            if asked.load.any():
-                loaded = asked.load.cumsum()
-                load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
-                step_s = np.maximum(step_s, load_s)
-            ends = np.cumsum(asked.num_tokens)
-            index = np.arange(asked.rows.size)
-            slow = step_s > limit_s
-            fails = slow | (ends > view.max_num_batched_tokens) | (index >= self._batch_size)
-            fails[:num_sure] = False
-            if not fails.any():
-                break
-            first = int(fails.argmax())
-            if self.packing == "paper":
-                return asked.take(index < first), bool(slow[first]) and first < self._batch_size, False
-            cut |= bool(slow[first])
-            if behind and first < self._batch_size and asked.num_tokens[first] > 1:
-                length = float(view.max_num_batched_tokens - ends[first - 1])
-                if slow[first]:
-                    share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
-                    length = min(length, share * asked.num_tokens[first])
-                if length >= min(view.block_size, asked.num_tokens[first]):
-                    asked.num_tokens[first] = int(length)
-                    first += 1
-                    shrunk = True
-            asked = asked.take((index < first) | (behind & ~asked.prompts))
-        return asked, cut, shrunk
 
 
 def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
@@ -669,3 +619,55 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
     fails = np.cumsum(asked.need) > room + beyond
     num_kept = int(fails.argmax()) if fails.any() else fails.size
     return asked.rows[:num_kept], asked.rows[num_kept:]
+
+
+def _fit(
+    view: SchedulerView, asked: _Candidates, num_sure: int, batch_size: int, limit_s: float, *, in_order: bool
+) -> tuple[_Candidates, bool, bool]:
+    """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
+    last.
+
+    Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
+    With `in_order` the step ends with the first that does not go.
+
+    Returns:
+        The step, whether time was what kept some out, and whether a prompt was made shorter.
+    """
+    if not asked.rows.size:
+        return asked, False, False
+    num_sure = max(num_sure, 1)
+    if (
+        asked.rows.size <= batch_size
+        and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
+        and _step_s(view.costs, asked) <= limit_s
+    ):
+        return asked, False, False
+    cut = shrunk = False
+    for behind in (True, False):
+        step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
+        if asked.load.any():
+            loaded = asked.load.cumsum()
+            load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
+            step_s = np.maximum(step_s, load_s)
+        ends = np.cumsum(asked.num_tokens)
+        index = np.arange(asked.rows.size)
+        slow = step_s > limit_s
+        fails = slow | (ends > view.max_num_batched_tokens) | (index >= batch_size)
+        fails[:num_sure] = False
+        if not fails.any():
+            break
+        first = int(fails.argmax())
+        if in_order:
+            return asked.take(index < first), bool(slow[first]) and first < batch_size, False
+        cut |= bool(slow[first])
+        if behind and first < batch_size and asked.num_tokens[first] > 1:
+            length = float(view.max_num_batched_tokens - ends[first - 1])
+            if slow[first]:
+                share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
+                length = min(length, share * asked.num_tokens[first])
+            if length >= min(view.block_size, asked.num_tokens[first]):
+                asked.num_tokens[first] = int(length)
+                first += 1
+                shrunk = True
+        asked = asked.take((index < first) | (behind & ~asked.prompts))
+    return asked, cut, shrunk
