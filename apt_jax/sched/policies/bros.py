@@ -193,7 +193,8 @@ class BrosPolicy:
             (lines 3 and 4), the first one that has no place, block or time ends its part (6 to 12, 18 to 32), no prompt is
             made shorter for time, no block is kept for later, best-effort requests go by M^cpu alone (17), and where they
             have no more blocks, real-time requests of the most remaining time are preempted, for waiting ones too (§5.2).
-            The first real-time request goes in any case, as nothing would after a missed deadline.
+            The first real-time request goes in any case, as nothing would after a missed deadline; while one is late it
+            goes alone. For comparison, not for service.
         most_replacements: in one step; None: no limit, as in the paper.
     """
 

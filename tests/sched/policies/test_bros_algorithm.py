@@ -210,7 +210,7 @@ def queue_of(requests: list[Request], has_class: Callable[[Request], bool]) -> l
 @pytest.mark.seeds
 def test_the_papers_packing_is_algorithm_1():
     seen = dict.fromkeys(["runs", "taken", "dropped", "out of time", "replaced", "loads", "short"], 0)
-    for seed in range(num_cases(600, 6000)):
+    for seed in range(num_cases(300, 4000)):
         world, policy, view, requests, free = random_state(np.random.default_rng(seed))
         real_time = queue_of(requests, lambda r: not r["best_effort"])
         best_effort = queue_of(requests, lambda r: r["best_effort"])
