@@ -174,6 +174,8 @@ class BatchBuilder:
         self._cache = cache
         self._host_memory = host_memory
         self._plans = plans
+        self._first = np.zeros(0, np.int32)
+        """`Plan.num_first` rows of the plan."""
         self._counters = counters
         self._recorder = recorder
         self._lengths_only = lengths_only
@@ -195,6 +197,7 @@ class BatchBuilder:
         if not plan.rows.size:
             return None, plan.rows, []
         rows, num_tokens, kind = self._plans.valid_rows(plan)
+        self._first = plan.rows[: plan.num_first]
         if not rows.size:
             return None, rows, []
 
@@ -405,6 +408,9 @@ class BatchBuilder:
     ) -> NDArray[np.bool_]:
         """`_reserve` where requests share blocks: what they lack of their own is restored."""
         table = self._table
+        best_effort = table.best_effort[rows]
+        if self._first.size:  # they have their turn among real-time ones
+            best_effort &= ~np.isin(rows, self._first)
         is_lost, ok = self._lost_slots(sharing, slots), np.zeros(rows.size, np.bool_)
 
         def reserve(index: NDArray[np.intp]) -> None:
@@ -414,7 +420,7 @@ class BatchBuilder:
                 their_slots,
                 table.num_cached[of_rows] + found[index] + num_tokens[index],
                 kind[index],
-                table.best_effort[of_rows],
+                best_effort[index],
                 copied[index],
                 running=slots[ok | (found > 0)].tolist(),  # what they have found is not taken from them
             )

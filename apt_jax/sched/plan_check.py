@@ -68,6 +68,8 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
             raise PlanError(f"a row is preempted twice: {preempt.tolist()}")
     if plan.convert.size:
         _check_conversions(view, plan)
+    if not 0 <= plan.num_first <= n:
+        raise PlanError(f"num_first={plan.num_first} of {n} rows")
     if not n:
         return
     used = np.zeros(table.capacity, np.int8)
@@ -116,7 +118,10 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
         for k in np.unique(kind[real_time]).tolist():
             halves, of_kind = view.kinds[k].blocks_per_group, real_time & (kind == k)
             wanted = int(new[of_kind].sum()) - halves * int(np.count_nonzero(copied[of_kind]))
-            have += min(wanted, view.sharing.takeable(k).size * halves)
+            takeable = view.sharing.takeable(k)
+            if plan.num_first:
+                takeable = takeable[~np.isin(takeable, rows[: plan.num_first])]
+            have += min(wanted, takeable.size * halves)
     if need > have:
         raise PlanError(f"{need} blocks needed, {have} at hand")
 

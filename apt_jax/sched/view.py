@@ -173,6 +173,9 @@ class Plan:
     """Rows that hold the hidden kind and shall hold KV from this step on, without being preempted: their keys and
     values are computed from the cached layer inputs, which costs `StepCosts.convert_per_hidden_token_s` a cached
     token."""
+    num_first: int = 0
+    """Rows at the beginning that get their blocks in order with real-time ones, whatever their class. Where blocks are
+    shared, real-time rows take no groups of theirs (`SharedBlocks.takeable`)."""
 
     @classmethod
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":

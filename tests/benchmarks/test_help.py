@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
     "module",
     [
         "scheduling.apt_plus",
+        "scheduling.best_effort_bound",
         "scheduling.live_attainment",
         "scheduling.schedulers",
         "scheduling.simulator_fidelity",

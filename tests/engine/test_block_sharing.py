@@ -27,9 +27,11 @@ def add(served: Served, length: int, max_tokens: int, *, best_effort: bool, seed
     return name
 
 
-def shared(num_blocks: int = 24, *, offered=(True, False), num_host_blocks: int = 60, **others) -> Served:
+def shared(
+    num_blocks: int = 24, *, policy: str = "bros", offered=(True, False), num_host_blocks: int = 60, **others
+) -> Served:
     return Served(
-        "bros", num_blocks=num_blocks, offered=offered, num_host_blocks=num_host_blocks, share_blocks=True, **others
+        policy, num_blocks=num_blocks, offered=offered, num_host_blocks=num_host_blocks, share_blocks=True, **others
     )
 
 
@@ -155,6 +157,29 @@ def test_what_a_request_has_just_found_is_not_taken_from_it(monkeypatch):
     served.assert_as_expected()
 
 
+def longest_wait_s(policy: str, steps: int) -> float:
+    """How long a best-effort request is without a token, while late chats come that would take all blocks."""
+    served = shared(32, policy=policy, num_host_blocks=80, max_num_seqs=6, budget=24)
+    batch = add(served, 12, 50, best_effort=True, seed=1)
+    longest_s, last_s, num_tokens = 0.0, served.clock.now_s(), 0
+    for i in range(steps):
+        while sum(name.startswith("rt") for name in served.requests) - len(served.ended) < 4:
+            add(served, 11, 6, best_effort=False, seed=100 + 10 * i + len(served.requests) % 10)
+        served.step()
+        if len(served.tokens[batch]) > num_tokens:
+            num_tokens, last_s = len(served.tokens[batch]), served.clock.now_s()
+        longest_s = max(longest_s, served.clock.now_s() - last_s)
+    assert served.engine.stats().fallback_iterations == 0
+    served.drain()
+    served.assert_as_expected()
+    return longest_s
+
+
+def test_an_overdue_request_keeps_its_groups_among_real_time_ones():
+    assert longest_wait_s("bros", 200) > 1.0
+    assert longest_wait_s("bros?best_effort_wait=0.3&best_effort_tokens=4", 200) < 0.45
+
+
 @pytest.mark.seeds
 @pytest.mark.parametrize("overlap", [True, False])
 def test_random_requests_of_two_classes(overlap):
@@ -168,8 +193,9 @@ def test_random_requests_of_two_classes(overlap):
 
         kinds = [(True, False), (False, True), (True, True)][seed % 3]
         lost = None if seed % 4 else lambda rng=rng: bool(rng.random() < 0.1)
+        policy = "bros" if seed % 2 else "bros?best_effort_wait=0.02&best_effort_tokens=2"
         served = shared(
-            int(rng.integers(12, 30)), offered=kinds, num_host_blocks=int(rng.integers(2, 60)), overlap=overlap,
+            int(rng.integers(12, 30)), policy=policy, offered=kinds, num_host_blocks=int(rng.integers(2, 60)), overlap=overlap,
             budget=int(rng.integers(8, 40)), lost=lost, fault=fault,
         )  # fmt: skip
         for i in range(int(rng.integers(3, 9))):

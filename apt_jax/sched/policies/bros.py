@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.sched.costs.model import StepCosts
+from apt_jax.sched.policies.overdue import OverdueRequests, share_of_step
 from apt_jax.sched.request_table import HIDDEN
 from apt_jax.sched.step_packer import (
     Rows,
@@ -29,6 +30,9 @@ AGING_TOKENS_PER_S = 100.0
 
 RESERVE_TOKENS = 8
 """Best-effort requests are admitted only if every decoding request then has room for this many more tokens."""
+
+BEST_EFFORT_TOKENS = 64
+"""Output tokens that a best-effort request gets in turn once it has waited for `best_effort_wait`."""
 
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest step in T_avg."""
@@ -76,7 +80,8 @@ class _Candidates:
     num_tokens: NDArray[np.int32]
     start: NDArray[np.int32]
     slack_s: NDArray[np.float64]
-    """Time that is left when this step begins, for it and nothing else; inf for best-effort requests."""
+    """Time that is left when this step begins, for it and nothing else; inf for best-effort requests, -inf for overdue
+    ones."""
 
     holds: NDArray[np.bool_]
     """True if it holds cache."""
@@ -170,6 +175,11 @@ class BrosPolicy:
     step has no time or place for the next one, real-time requests of the most remaining time are replaced, if they can
     wait for the next step and still be in time. Where no real-time request sets a deadline, time is no limit.
 
+    *Overdue requests.* Under real-time requests that fill every step, best-effort ones wait for as long as that lasts; so
+    the paper has it. With `best_effort_wait` = W a best-effort request that has had no new token for W seconds comes
+    before all real-time ones until it has had `best_effort_tokens` more (`OverdueRequests`). Their time comes on top of
+    what the most urgent request leaves to a step, and their prompts take a part of its tokens.
+
     *Pulling* (§4.2). Only what holds cache is sorted. The waiting queue is in order of arrival, which is that of
     remaining time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the
     waiting queue is sorted only where its order is another one.
@@ -187,6 +197,8 @@ class BrosPolicy:
     Args:
         token_group: G, tokens that share a deadline.
         aging_tokens_per_s: see above; 0 is the paper's order, in which a preempted request may wait for ever.
+        best_effort_wait: W, seconds; None: best-effort requests only get what is left, as in the paper.
+        best_effort_tokens: output tokens of a turn of an overdue request.
         replacement: "in-time" as above; "any" is Algorithm 1, lines 26 to 32, which does not ask whether the replaced
             request will be late (its first request stays all the same).
         packing: "adapted" as above; "paper" is Algorithm 1 line by line. Late requests come first and set the limit
@@ -210,9 +222,14 @@ class BrosPolicy:
         packing: Packing = "adapted",
         replacement: Replacement = "in-time",
         most_replacements: int | None = MOST_REPLACEMENTS,
+        best_effort_wait: float | None = None,
+        best_effort_tokens: int = BEST_EFFORT_TOKENS,
     ) -> None:
         if token_group < 1:
             raise ValueError(f"{token_group=} must be at least 1")
+        if best_effort_wait is not None and packing == "paper":
+            raise ValueError(f"{best_effort_wait=} has no place in Algorithm 1; leave out packing=paper")
+        self._overdue = None if best_effort_wait is None else OverdueRequests(best_effort_wait, best_effort_tokens)
         self.token_group = token_group
         self.aging_tokens_per_s = aging_tokens_per_s
         self.packing: Packing = packing
@@ -232,6 +249,15 @@ class BrosPolicy:
         theirs, low = table.best_effort[running], table.best_effort[waiting]
         queued = self._candidates(view, waiting[~low], kind[~low], holds=False)
         real_time, limit_s = self._pull_real_time(view, pending.take(~theirs), queued)
+        overdue = None if self._overdue is None else self._overdue.rows(view)
+        if overdue is not None and overdue.size:
+            own, own_too = (_among(view, rows, overdue) for rows in (running, waiting))
+            theirs, low = theirs & ~own, low & ~own_too
+            first = pending.take(own).join(self._candidates(view, waiting[own_too], kind[own_too], holds=False))
+            first = _first(view, first, overdue)
+            real_time = first.join(real_time)
+            if first.rows.size:
+                limit_s += _step_s(view.costs, first)
         index = np.flatnonzero(low)
         if index.size:
             index = index[self._pull_best_effort(view, waiting[index], kind[index])]
@@ -257,6 +283,7 @@ class BrosPolicy:
             kind=step.kind,
             preempt=victims,
             iteration="prefill" if prompts.all() else "mixed" if prompts.any() else "decode",
+            num_first=0 if self._overdue is None else int(np.count_nonzero(step.slack_s == -np.inf)),
         )
 
     def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> _Candidates:
@@ -363,7 +390,8 @@ class BrosPolicy:
             fits &= np.arange(1, fresh.size + 1) <= slots
             if not fits.all():
                 asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
-        step, cut, _ = _fit(view, asked, 0, self._batch_size, limit_s, in_order=False)
+        num_overdue = int(np.count_nonzero(asked.slack_s == -np.inf))
+        step, cut, _ = _fit(view, asked, num_overdue, self._batch_size, limit_s, in_order=False)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
         if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
@@ -501,6 +529,8 @@ class BrosPolicy:
 
     def _may_wait(self, view: SchedulerView, step: _Candidates, i: int) -> bool:
         """Whether the i-th request of a step may be replaced: by default if the next step is in time for it."""
+        if step.slack_s[i] == -np.inf:
+            return False
         if self.replacement == "any":
             return True
         one, step_s = step.take(np.array([i])), _step_s(view.costs, step)
@@ -534,8 +564,20 @@ def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) 
     return order
 
 
+def _first(view: SchedulerView, asked: _Candidates, overdue: Rows) -> _Candidates:
+    """Overdue candidates in the order of `overdue`, with their share of a step; without those that get no token."""
+    place = np.zeros(view.table.capacity, np.intp)
+    place[overdue] = np.arange(overdue.size)
+    asked = asked.take(place[asked.rows].argsort())
+    asked.num_tokens[:] = share_of_step(asked.num_tokens, view.max_num_batched_tokens)
+    asked.slack_s[:] = -np.inf
+    return asked.take(asked.num_tokens > 0)
+
+
 def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[Rows, int]:
     """Groups of best-effort requests that real-time requests of a step take where `short` blocks are lacking.
+
+    Best-effort requests in the step, which are overdue, take none and lose none.
 
     Returns:
         Their rows, one for each group; and the blocks that are lacking even so.
@@ -543,13 +585,17 @@ def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[
     taken = [step.rows[:0]]
     if view.sharing is None or short <= 0:
         return taken[0], max(short, 0)
-    for kind in np.unique(step.kind).tolist():
+    overdue = view.table.best_effort[step.rows]
+    for kind in np.unique(step.kind[~overdue]).tolist():
         halves = int(view.blocks_per_group[kind])
-        of_kind = step.kind == kind
+        of_kind = (step.kind == kind) & ~overdue
         copied = of_kind & ~step.holds & (step.start % int(view.block_sizes[kind]) != 0)  # such a group is not shared
         most = int(step.need[of_kind].sum()) - halves * int(np.count_nonzero(copied))
         wanted = min(max(short, 0), most)
-        taken.append(view.sharing.takeable(kind)[: -(-wanted // halves)])
+        theirs = view.sharing.takeable(kind)
+        if overdue.any():
+            theirs = theirs[~_among(view, theirs, step.rows)]
+        taken.append(theirs[: -(-wanted // halves)])
         short -= halves * taken[-1].size
     return np.concatenate(taken), max(short, 0)
 

@@ -1,0 +1,76 @@
+"""Best-effort requests that have waited too long, and so come before all others until they have made progress."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.step_packer import Rows
+from apt_jax.sched.view import SchedulerView
+
+OVERDUE_SHARE = 8
+"""Overdue requests at a time: `max_num_seqs` over this, one at least."""
+
+CHUNK_SHARE = 4
+"""Prompt tokens of overdue requests in a step: `max_num_batched_tokens` over this."""
+
+
+class OverdueRequests:
+    """Which best-effort requests are overdue, from one decision to the next.
+
+    A request is overdue once it has been without a new token for `wait_s`, its arrival counting as one, and stays so
+    until it has had `num_tokens` more or has ended. Then it waits again. There are at most `max_num_seqs` /
+    `OVERDUE_SHARE` at a time, those that have waited longest first.
+
+    Args:
+        wait_s: seconds.
+        num_tokens: output tokens of a turn.
+    """
+
+    def __init__(self, wait_s: float, num_tokens: int) -> None:
+        if not 0.0 < wait_s < math.inf:
+            raise ValueError(f"best_effort_wait={wait_s} must be a positive number of seconds")
+        if num_tokens < 1:
+            raise ValueError(f"best_effort_tokens={num_tokens} must be at least 1")
+        self._wait_s, self._num_tokens = wait_s, num_tokens
+        self._rank = np.zeros(0, np.int64)
+        self._until = np.zeros(0, np.int32)
+        self._since_s = np.zeros(0)
+
+    def rows(self, view: SchedulerView) -> Rows:
+        """(n,) rows of overdue requests, in the order in which they became so."""
+        table = view.table
+        rows = np.concatenate([view.running, view.waiting])
+        rows = rows[table.best_effort[rows]]
+        grown = table.capacity - self._rank.size
+        if grown > 0:
+            self._rank = np.concatenate([self._rank, np.full(grown, -1)])
+            self._until = np.concatenate([self._until, np.zeros(grown, np.int32)])
+            self._since_s = np.concatenate([self._since_s, np.zeros(grown)])
+        stays = (self._rank[rows] == table.rank[rows]) & (table.num_delivered[rows] < self._until[rows])
+        most = max(view.max_num_seqs // OVERDUE_SHARE, 1) - int(np.count_nonzero(stays))
+        others = rows[~stays]
+        last_s = table.last_token_s[others]
+        others = others[view.now_s - last_s >= self._wait_s]
+        if others.size and most > 0:
+            new = others[np.lexsort((table.rank[others], table.last_token_s[others]))[:most]]
+            self._rank[new] = table.rank[new]
+            self._until[new] = table.num_delivered[new] + self._num_tokens
+            self._since_s[new] = table.last_token_s[new]
+            rows = np.concatenate([rows[stays], new])
+        else:
+            rows = rows[stays]
+        return rows[np.lexsort((table.rank[rows], self._since_s[rows]))]
+
+
+def share_of_step(num_tokens: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
+    """(n,) tokens of each overdue request in a step: decodes, and of prompts the first ones that fit their share.
+
+    Args:
+        num_tokens: (n,) tokens that each could run, in order; 1 for one that decodes.
+        budget: tokens of a step.
+    """
+    asked = np.where(num_tokens > 1, num_tokens, 0)
+    before = np.cumsum(asked) - asked
+    left = np.maximum(max(budget // CHUNK_SHARE, 1) - before, 0)
+    return np.where(num_tokens > 1, np.minimum(asked, left), num_tokens).astype(np.int32)
