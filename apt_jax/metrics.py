@@ -94,6 +94,13 @@ class Distribution:
             self.counts[bucket] += count
         self.sum += float(values.sum())
 
+    def plus(self, other: "Distribution") -> "Distribution":
+        """The distribution of the values of both, whose bounds are the same."""
+        made = Distribution(self.bounds)
+        made.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        made.sum = self.sum + other.sum
+        return made
+
     def copy(self) -> "Distribution":
         made = Distribution(self.bounds)
         made.counts, made.sum = list(self.counts), self.sum

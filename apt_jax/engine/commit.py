@@ -198,6 +198,8 @@ class TokenCommitter:
                     raise CacheIntegrityError("a first token arrives before the pooled states of its prompt")
                 pooled, state.pooled = state.pooled.result(), None
             counters.prompt_tokens += state.prompt_len
+            if state.request.slo_class == "be":
+                counters.best_effort_prompt_tokens += state.prompt_len
             if state.prompt_scores is not None and not self._lengths_only:
                 if not state.prompt_scores.is_complete:
                     raise CacheIntegrityError("a first token arrives before the log probabilities of its prompt")

@@ -62,12 +62,17 @@ class EngineCounters:
         """[cause] positions"""
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.cache_hit_tokens = 0
+        """Positions found on the device or in host memory."""
         self.host_hit_tokens = 0
         self.restores: collections.Counter[str] = collections.Counter()
         self.num_lost_groups = 0
         self.num_rejected = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.best_effort_prompt_tokens = 0
+        self.ended_best_effort_tokens = 0
+        """Output tokens of best-effort requests that have ended."""
         self.num_deferred_requests = 0
         self.num_discarded_tokens = 0
         self.num_invalid_plan_rows = 0

@@ -347,6 +347,7 @@ class RequestStates(ColumnTable):
             state.is_proven = not num_found
             self.table.num_cached[row] = num_found
             self.num_filled[row] = state.num_found
+            self._counters.cache_hit_tokens += num_found
             if state.metrics.first_scheduled_s is None:
                 state.metrics.num_cached_tokens = num_found
                 self._counters.prefix_cache_queries += state.prompt_len
@@ -490,6 +491,8 @@ class RequestStates(ColumnTable):
         self.by_row[row] = None
         del self.by_id[state.request.request_id]
         self._learn_length(state, reason)
+        if self.table.best_effort[row]:
+            self._counters.ended_best_effort_tokens += state.num_known - state.prompt_len
         self.table.remove(row)
         self._announce_end(state, reason, stop_reason, error, new_token_ids or [], logprobs, prompt_logprobs, pooled)
         if state.metrics.first_scheduled_s is not None:

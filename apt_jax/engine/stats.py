@@ -21,6 +21,10 @@ class EngineStats:
     """Requests that hold cache."""
     num_ending: int
     """Requests whose last token is in flight."""
+    num_waiting_best_effort: int
+    """Those of `num_waiting` of class "be"."""
+    num_running_best_effort: int
+    """Those of `num_running` and `num_ending`."""
     waiting_prompt_tokens: int
     waiting_uncached_tokens: int
     """Positions that the waiting requests have to compute, prompts and what preemptions took, cached prefixes not
@@ -58,6 +62,12 @@ class EngineStats:
     saved_bytes: int
     """Bytes of these, and of single slots of shared blocks."""
     loaded_bytes: int
+    saved_slots: int
+    """Positions in shared blocks that were copied to host memory before another request overwrote them."""
+    loaded_slots: int
+    """Positions that came back."""
+    device_hit_tokens: int
+    """Positions, of new and of preempted requests, that were found on the device."""
     host_hit_tokens: int
     """Positions, of new and of preempted requests, that were copied from host memory in place of being computed."""
     restores: dict[str, int]
@@ -76,6 +86,10 @@ class EngineStats:
     """Prompt tokens of requests that have delivered a token."""
     generation_tokens: int
     """Tokens delivered."""
+    best_effort_prompt_tokens: int
+    """Those of `prompt_tokens` of requests of class "be"."""
+    best_effort_generation_tokens: int
+    """Those of `generation_tokens`."""
     num_deferred_requests: int
     """Rows of plans that did not run because no block was free after all."""
     num_discarded_tokens: int
@@ -128,15 +142,20 @@ def collect_stats(
     table, cache = states.table, states.cache
     tier = cache.tier
     saved, loaded = (0.0, 0.0) if tier is None else (tier.num_saved_blocks, tier.num_loaded_blocks)
+    saved_slots = loaded_slots = 0
     if cache.sharing is not None:
+        saved_slots, loaded_slots = sum(cache.sharing.saved_slots), sum(cache.sharing.loaded_slots)
         slots = cache.sharing.moved_blocks()
         saved, loaded = saved + slots[0], loaded + slots[1]
     waiting = states.status == WAITING
     kinds = table.kind[states.status == RUNNING]
+    low = table.best_effort & table.live
     return EngineStats(
         num_waiting=int(np.count_nonzero(waiting)),
         num_running=int(kinds.size),
         num_ending=states.count(ENDING),
+        num_waiting_best_effort=int(np.count_nonzero(low & waiting)),
+        num_running_best_effort=int(np.count_nonzero(low & ~waiting)),
         waiting_prompt_tokens=int(table.prompt_len[waiting].sum()),
         waiting_uncached_tokens=states.uncached_tokens(waiting),
         total_blocks=cache.pool.num_blocks,
@@ -163,6 +182,9 @@ def collect_stats(
         loaded_blocks=0 if tier is None else tier.num_loaded_blocks,
         saved_bytes=round(saved * host_block_bytes),
         loaded_bytes=round(loaded * host_block_bytes),
+        saved_slots=saved_slots,
+        loaded_slots=loaded_slots,
+        device_hit_tokens=counters.cache_hit_tokens - counters.host_hit_tokens,
         host_hit_tokens=counters.host_hit_tokens,
         restores=dict(counters.restores),
         num_lost_groups=counters.num_lost_groups,
@@ -171,6 +193,8 @@ def collect_stats(
         num_slo_at_risk_admitted=num_slo_at_risk_admitted,
         prompt_tokens=counters.prompt_tokens,
         generation_tokens=counters.generation_tokens,
+        best_effort_prompt_tokens=counters.best_effort_prompt_tokens,
+        best_effort_generation_tokens=counters.ended_best_effort_tokens + int(table.num_delivered[low].sum()),
         num_deferred_requests=counters.num_deferred_requests,
         num_discarded_tokens=counters.num_discarded_tokens,
         num_invalid_plan_rows=counters.num_invalid_plan_rows,

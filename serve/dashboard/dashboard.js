@@ -194,6 +194,8 @@ function show() {
     chart.draw(buckets, metric(`${name}_sum`));
   }
   showObjectives();
+  showClasses();
+  showTiers();
   showTables();
   refreshRequest();
 }
@@ -227,8 +229,44 @@ function showTiles() {
   $("note-switches").textContent = `to hidden ${count(metric("aptjax:cache_kind_switch_total", ["kv,hidden"]))}, KV ${count(metric("aptjax:cache_kind_switch_total", ["hidden,kv"]))}`;
 }
 
+const CLASSES = [["rt", "Real time"], ["be", "Best effort"]];
+
+function numbersRow(label, key, texts) {
+  const row = html("tr"), head = html("th", "", label);
+  head.scope = "row";
+  row.dataset.row = key;
+  row.append(head, ...texts.map((text) => html("td", "n", text)));
+  return row;
+}
+
+function showClasses() {
+  const mean = (name, of) => {
+    const n = metric(`aptjax:class_${name}_seconds_count`, [of]);
+    return n ? seconds(metric(`aptjax:class_${name}_seconds_sum`, [of]) / n) : "–";
+  };
+  $("classes").tBodies[0].replaceChildren(...CLASSES.map(([of, label]) => numbersRow(label, of, [
+    count(metric("aptjax:class_requests", [`${of},running`])),
+    count(metric("aptjax:class_requests", [`${of},waiting`])),
+    count(metric("aptjax:class_generation_tokens_total", [of])),
+    ...["queue_time", "time_to_first_token", "inter_token_latency"].map((name) => mean(name, of)),
+  ])));
+}
+
+function showTiers() {
+  const found = (tier) => count(metric("aptjax:cache_hit_tokens_total", [tier]));
+  const rows = [numbersRow("Device", "device", [count(metric("aptjax:blocks", ["kv", "hidden"])), count(metric("aptjax:blocks")), found("device")])];
+  const host = metric("aptjax:host_blocks"); // 0: there is no host memory
+  if (host) rows.push(numbersRow("Host memory", "host", [count(metric("aptjax:host_blocks", ["used"])), count(host), found("host")]));
+  $("tiers").tBodies[0].replaceChildren(...rows);
+  const moved = (way) => `${count(metric("aptjax:host_moved_blocks_total", [way]))} blocks and ${count(metric("aptjax:host_moved_slots_total", [way]))} slots`;
+  const ways = Object.entries(snapshot.metrics["aptjax:restores_total"] ?? {}).filter(([, n]) => n).map(([way, n]) => `${count(n)} ${way}`);
+  $("tiers-note").textContent = host
+    ? `Saved ${moved("save")}, loaded ${moved("load")}. Requests came back: ${ways.join(", ") || "none"}. ${count(metric("aptjax:host_lost_groups_total"))} groups lost.`
+    : "There is no host memory (--swap-space).";
+}
+
 function showObjectives() {
-  const rows = [["rt", "Real time"], ["be", "Best effort"]].map(([name, label]) => {
+  const rows = CLASSES.map(([name, label]) => {
     const row = html("tr"), head = html("th", "", label);
     head.scope = "row";
     row.append(head);

@@ -60,14 +60,30 @@ def token_buckets(most: int) -> tuple[int, ...]:
     return tuple(bound for bound in bounds if bound <= most)
 
 
+class _ByClass:
+    """A distribution of each class."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.of = {name: Distribution(bounds) for name in _CLASSES}
+
+    def copy(self) -> "_ByClass":
+        made = _ByClass.__new__(_ByClass)
+        made.of = {name: values.copy() for name, values in self.of.items()}
+        return made
+
+    @property
+    def all(self) -> Distribution:
+        return self.of["rt"].plus(self.of["be"])
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Sums:
     """Distributions and counts over all requests so far."""
 
-    ttft_s: Distribution
-    inter_token_s: Distribution
+    ttft_s: _ByClass
+    inter_token_s: _ByClass
     latency_s: Distribution
-    queue_s: Distribution
+    queue_s: _ByClass
     prompt_tokens: Distribution
     generation_tokens: Distribution
     prefill_s: Distribution
@@ -97,10 +113,10 @@ class ServerMetrics:
         """Counts of batches; None: there are none."""
         lens = token_buckets(parts.limits.max_model_len)
         self._sums = _Sums(
-            ttft_s=Distribution(TTFT_S),
-            inter_token_s=Distribution(INTER_TOKEN_S),
+            ttft_s=_ByClass(TTFT_S),
+            inter_token_s=_ByClass(INTER_TOKEN_S),
             latency_s=Distribution(LATENCY_S),
-            queue_s=Distribution(LATENCY_S),
+            queue_s=_ByClass(LATENCY_S),
             prompt_tokens=Distribution(lens),
             generation_tokens=Distribution(lens),
             prefill_s=Distribution(LATENCY_S),
@@ -120,15 +136,15 @@ class ServerMetrics:
 
     def ended(self, delta: OutputDelta) -> None:
         """See `apt_jax.async_engine.Observer`."""
-        sums, metrics = self._sums, delta.metrics
+        sums, metrics, of_class = self._sums, delta.metrics, delta.request.slo_class
         times_s = metrics.token_times_s
         if times_s:
-            sums.ttft_s.add(times_s[0] - metrics.arrival_s)
-            sums.inter_token_s.add_all(np.diff(np.asarray(times_s, np.float64)))
+            sums.ttft_s.of[of_class].add(times_s[0] - metrics.arrival_s)
+            sums.inter_token_s.of[of_class].add_all(np.diff(np.asarray(times_s, np.float64)))
         ok = delta.finish_reason in ("stop", "length")
         if ok and metrics.finished_s is not None and metrics.first_scheduled_s is not None:
             sums.latency_s.add(metrics.finished_s - metrics.arrival_s)
-            sums.queue_s.add(metrics.first_scheduled_s - metrics.arrival_s)
+            sums.queue_s.of[of_class].add(metrics.first_scheduled_s - metrics.arrival_s)
             sums.prompt_tokens.add(delta.request.prompt_token_ids.size)
             sums.generation_tokens.add(len(times_s))
             sums.params_max_tokens.add(delta.request.params.max_tokens)
@@ -234,10 +250,13 @@ class _Scrape(Collector):
             family.add_metric([*self._values, *more], value)
         return family
 
-    def _histogram(self, name: str, text: str, values: Distribution) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=list(LABELS))
-        buckets = [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in values.cumulative()]
-        family.add_metric(list(self._values), buckets, values.sum)
+    def _histogram(self, name: str, text: str, values: Distribution | _ByClass) -> Metric:
+        by_class = isinstance(values, _ByClass)
+        family = HistogramMetricFamily(name, text, labels=[*LABELS, "class"] if by_class else list(LABELS))
+        for label, one in values.of.items() if by_class else (("", values),):
+            counts = one.cumulative()
+            buckets = [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in counts]
+            family.add_metric([*self._values, label] if by_class else list(self._values), buckets, one.sum)
         return family
 
     def _gauges(self) -> Iterable[Metric]:
@@ -252,6 +271,15 @@ class _Scrape(Collector):
             "vllm:kv_cache_usage_perc",
             "Share of the block pool in use, 0 to 1.",
             [((), stats.used_blocks / stats.total_blocks)],
+        )
+        of_classes = [
+            (("rt", "waiting"), stats.num_waiting - stats.num_waiting_best_effort),
+            (("rt", "running"), stats.num_running + stats.num_ending - stats.num_running_best_effort),
+            (("be", "waiting"), stats.num_waiting_best_effort),
+            (("be", "running"), stats.num_running_best_effort),
+        ]
+        yield self._gauge(
+            "aptjax:class_requests", "Requests that wait and run, by class.", of_classes, ("class", "state")
         )
         groups = (parts.limits.max_pool_tokens or 0) // parts.executor.block_size
         facts = {
@@ -357,6 +385,29 @@ class _Scrape(Collector):
             [((cause,), value) for cause, value in stats.recomputed_by_cause.items()],
             ("cause",),
         )
+        for name, text, total, best_effort in (
+            (
+                "aptjax:class_prompt_tokens",
+                "Prompt tokens of requests that have delivered a token, by class.",
+                stats.prompt_tokens,
+                stats.best_effort_prompt_tokens,
+            ),
+            (
+                "aptjax:class_generation_tokens",
+                "Tokens delivered, by class.",
+                stats.generation_tokens,
+                stats.best_effort_generation_tokens,
+            ),
+        ):
+            yield self._counter(name, text, [(("rt",), total - best_effort), (("be",), best_effort)], ("class",))
+        hits = [(("device",), stats.device_hit_tokens)]
+        hits += [(("host",), stats.host_hit_tokens)] if stats.host_blocks else []
+        yield self._counter(
+            "aptjax:cache_hit_tokens",
+            "Positions of new and of preempted requests whose cache was there, by where.",
+            hits,
+            ("tier",),
+        )
         if stats.host_blocks:
             yield from self._host_memory()
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
@@ -397,6 +448,17 @@ class _Scrape(Collector):
         stats = self._stats
         moved = [(("save",), stats.saved_bytes), (("load",), stats.loaded_bytes)]
         yield self._counter("aptjax:host_bytes", "Bytes copied to host memory and back.", moved, ("direction",))
+        blocks = [(("save",), stats.saved_blocks), (("load",), stats.loaded_blocks)]
+        yield self._counter(
+            "aptjax:host_moved_blocks", "Whole blocks copied to host memory and back.", blocks, ("direction",)
+        )
+        slots = [(("save",), stats.saved_slots), (("load",), stats.loaded_slots)]
+        yield self._counter(
+            "aptjax:host_moved_slots",
+            "Positions in shared blocks copied before another request overwrote them, and back.",
+            slots,
+            ("direction",),
+        )
         yield self._counter(
             "aptjax:host_hit_tokens",
             "Positions copied from host memory in place of being computed.",
@@ -419,8 +481,8 @@ class _Scrape(Collector):
     def _histograms(self) -> Iterable[Metric]:
         stats, sums = self._stats, self._sums
         for name, text, values in (
-            ("vllm:time_to_first_token_seconds", "Arrival to first token.", sums.ttft_s),
-            ("vllm:inter_token_latency_seconds", "Gaps between the tokens of a request.", sums.inter_token_s),
+            ("vllm:time_to_first_token_seconds", "Arrival to first token.", sums.ttft_s.all),
+            ("vllm:inter_token_latency_seconds", "Gaps between the tokens of a request.", sums.inter_token_s.all),
             (
                 "vllm:e2e_request_latency_seconds",
                 "Arrival to end, of requests that ended with stop or length.",
@@ -429,6 +491,17 @@ class _Scrape(Collector):
             (
                 "vllm:request_queue_time_seconds",
                 "Arrival to first step, of requests that ended with stop or length.",
+                sums.queue_s.all,
+            ),
+            ("aptjax:class_time_to_first_token_seconds", "Arrival to first token, by class.", sums.ttft_s),
+            (
+                "aptjax:class_inter_token_latency_seconds",
+                "Gaps between the tokens of a request, by class.",
+                sums.inter_token_s,
+            ),
+            (
+                "aptjax:class_queue_time_seconds",
+                "Arrival to first step, of requests that ended with stop or length, by class.",
                 sums.queue_s,
             ),
             (

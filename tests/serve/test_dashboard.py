@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 import serve
 from apt_jax.frontend.async_engine import AsyncEngine
-from serve.dashboard.feed import DashboardFeed
+from serve.dashboard.feed import _SHOWN, DashboardFeed
 from serve.dashboard.page import FILES
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability.prometheus import ServerMetrics
@@ -93,7 +93,7 @@ async def metrics_of(served: HttpServed, **kwargs: Any) -> dict[str, dict[str, f
     for family in parse_text((await served.http.get("/metrics", **kwargs)).text):
         for sample in family.samples:
             own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
-            order = [k for k in ("slo", "class", "from", "to") if k in own] or list(own)
+            order = [k for k in ("slo", "class", "from", "to", "state", "le") if k in own] or list(own)
             numbers.setdefault(sample.name, {})[",".join(own[k] for k in order)] = sample.value
     return numbers
 
@@ -145,6 +145,15 @@ def test_events_say_what_metrics_says():
             assert [p["at_s"] for p in points] == sorted(p["at_s"] for p in points)
 
     run(scenario, num_blocks=48, max_num_seqs=6, step_s=0.005)
+
+
+def test_the_page_names_metrics_that_snapshots_have():
+    directory = Path(serve.__file__).with_name("dashboard")
+    text = "".join(directory.joinpath(name).read_text() for name in ("dashboard.js", "index.html"))
+    text = text.replace("class_${name}", "class_queue_time")
+    names = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in re.findall(r"(?:vllm|aptjax):\w+", text)}
+    assert len(names) > 20
+    assert names <= _SHOWN
 
 
 def test_the_batch_and_its_decisions():

@@ -70,7 +70,8 @@ def test_the_names_of_the_contract_are_there():
         "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
         "vllm:iteration_tokens_total", "aptjax:scheduler_step_seconds",
         "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds",
-        "vllm:request_params_max_tokens", "vllm:request_params_n",
+        "vllm:request_params_max_tokens", "vllm:request_params_n", "aptjax:class_time_to_first_token_seconds",
+        "aptjax:class_inter_token_latency_seconds", "aptjax:class_queue_time_seconds",
     ]  # fmt: skip
 
     async def scenario(served):
@@ -320,6 +321,48 @@ def test_host_memory_is_told_where_there_is_some():
     run(scenario)
 
 
+def test_classes_are_told_apart():
+    async def scenario(served):
+        before = await scrape(served)
+        classes = ("rt", "be")
+        for name in ("prompt_tokens", "generation_tokens"):
+            assert [before.value(f"aptjax:class_{name}_total", **{"class": c}) for c in classes] == [0, 0]
+        for n, tier in ((3, "default"), (5, "flex"), (8, "flex")):
+            await served.ask("x" * n, max_tokens=n, service_tier=tier)
+        found = await scrape(served)
+
+        def both(name: str) -> list[float]:
+            return [found.value(f"aptjax:class_{name}", **{"class": c}) for c in classes]
+
+        assert both("prompt_tokens_total") == [4, 6 + 9]
+        assert both("generation_tokens_total") == [3, 5 + 8]
+        for name, counts in (("time_to_first_token", [1, 2]), ("queue_time", [1, 2]), ("inter_token_latency", [2, 11])):
+            assert both(f"{name}_seconds_count") == counts
+        for ours, theirs in (
+            ("time_to_first_token", "time_to_first_token"),
+            ("inter_token_latency", "inter_token_latency"),
+            ("queue_time", "request_queue_time"),
+        ):
+            assert sum(both(f"{ours}_seconds_sum")) == pytest.approx(found.value(f"vllm:{theirs}_seconds_sum"))
+        served.parts.executor.gate.clear()  # while they run, their tokens count too
+        calls = [
+            asyncio.create_task(served.ask("y", max_tokens=20, service_tier=tier)) for tier in ("flex", "flex", "auto")
+        ]
+        await served.until(lambda: served.parts.engine.num_live == 3)
+        served.parts.executor.gate.set()
+        await served.until(lambda: served.parts.engine.stats().best_effort_generation_tokens > 13)
+        stats = await asyncio.wrap_future(served.engine.call(served.parts.engine.stats))
+        assert stats.best_effort_generation_tokens <= 13 + 40
+        assert stats.num_waiting_best_effort + stats.num_running_best_effort in (0, 1, 2)
+        await asyncio.gather(*calls)
+        found = await scrape(served)
+        assert both("generation_tokens_total") == [3 + 20, 13 + 40]
+        states = [(c, s) for c in classes for s in ("waiting", "running")]
+        assert all(found.value("aptjax:class_requests", **{"class": c, "state": s}) == 0 for c, s in states)
+
+    run(scenario)
+
+
 def test_the_grafana_board_asks_for_what_there_is():
     board = json.loads(Path(serve.__file__).with_name("dashboard").joinpath("grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -329,6 +372,8 @@ def test_the_grafana_board_asks_for_what_there_is():
 
     async def scenario(served):
         served.parts.engine.costs = StepCosts(prefill_base_s=1e-3, decode_base_s=1e-3)
+        stats = served.parts.engine.stats
+        served.parts.engine.stats = lambda: dataclasses.replace(stats(), host_blocks=10)  # with --swap-space
         for _ in range(8):  # one of any eight steps is looked at
             await served.ask(max_tokens=3, slo={"ttft_ms": 1e4})
         samples = (await scrape(served)).samples
@@ -337,7 +382,8 @@ def test_the_grafana_board_asks_for_what_there_is():
             assert found, expression
             grouped = {label.strip() for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(",")}
             for name, selector in found:
-                wanted = dict(re.findall(r'(\w+)="([^"]*)"', selector))
+                asked = dict(re.findall(r'(\w+)=~?"([^"]*)"', selector))
+                wanted = {label: value for label, value in asked.items() if "|" not in value and "$" not in value}
                 series = [dict(labels) for sample, labels in samples if sample == name]
                 assert any(wanted.items() <= labels.items() for labels in series), (name, wanted)
                 assert all(grouped <= labels.keys() for labels in series), (name, grouped)
