@@ -23,6 +23,9 @@ HiddenAttention = Literal["auto", "reproject", "absorb"]
 DType = Literal["float32", "bfloat16", "float16", "auto"]
 DEFAULT_MAX_SEQUENCES = 128
 DEFAULT_MAX_STOP_STRINGS = 16
+SloClass = Literal["rt", "be"]
+"""Class of a request: real time, or best effort (BROS §2)."""
+
 LoadFormat = Literal["auto", "safetensors", "orbax", "gguf", "pt", "dummy"]
 
 
@@ -120,10 +123,12 @@ class SchedulerConfig:
     """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on
     rejects."""
     default_slo: SLO = SLO()
-    """Default SLO, for requests that have none."""
-    best_effort_last: bool = False
-    """Requests of class "be" run in what those of class "rt" leave, under policies that do not tell them apart too
-    (`apt_jax.sched.policies.real_time_first`)."""
+    """Default SLO, for real-time requests that have none."""
+    default_slo_class: SloClass = option("rt", rule="be 'rt' or 'be'")
+    """Class of requests that name none: rt, real time, or be, best effort."""
+    best_effort_last: bool = option(False)
+    """Run best-effort requests in what real-time ones leave under policies that do not tell them apart too (default:
+    only with --batch-dir; docs/policies.md)."""
     overlap: bool = True
     """Dispatch the next step before the last one's tokens are fetched."""
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, SloClass
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 CacheKindName = Literal["kv", "hidden"]
@@ -166,7 +166,8 @@ class EngineRequest:
     slo: SLO
     arrival_s: float
     """Arrival time on the engine's clock."""
-    slo_class: Literal["rt", "be"] = "rt"
+    slo_class: SloClass = "rt"
+    """Real time, or best effort."""
     grammar: Grammar | None = None
     """Compiled from `params.structured_outputs`."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()

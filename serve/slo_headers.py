@@ -13,6 +13,11 @@ QUEUE_TTL_KEY = "x-llm-d-inference-ttl"
 """Longest time in the queue: a duration as Go writes it."""
 
 TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
+"""Classes of OpenAI's service tiers; None: the server's default."""
+TIER_OF_CLASS = {"rt": "priority", "be": "flex"}
+"""Tiers that ask for a class."""
+USED_TIERS = ("default", "flex", "priority")
+"""Tiers that answers name."""
 DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
 """Milliseconds in headers."""
 _DECIMAL = re.compile(DECIMAL_PATTERN)
@@ -63,7 +68,7 @@ def max_queue_s(headers: Headers) -> float | None:
 
 
 def class_of_tier(tier: object) -> str | None:
-    """Map OpenAI's `service_tier` to a class; None: the default one.
+    """Map OpenAI's `service_tier` to a class; None: the server's default.
 
     Raises:
         InvalidRequestError: the tier is unknown.
@@ -75,3 +80,11 @@ def class_of_tier(tier: object) -> str | None:
         shown = repr(text[:40]) if isinstance(text, str) else f"a {type(text).__name__}"
         raise InvalidRequestError(TIER_KEY, f"{shown} must be one of {', '.join(sorted(TIERS))}")
     return TIERS[text]
+
+
+def used_tier(slo_class: str, asked: object) -> str:
+    """OpenAI's name of the tier that a request is served in: `flex` for best effort, else `default`, or `priority` where
+    that was `asked` for."""
+    if slo_class == "be":
+        return "flex"
+    return "priority" if asked in ("priority", b"priority") else "default"

@@ -201,6 +201,7 @@ def build_components(
         max_sequences=config.max_sequences_per_call,
         max_stop_strings=config.max_stop_strings,
         default_slo=config.scheduler.default_slo,
+        default_slo_class=config.scheduler.default_slo_class,
         max_prompt_logprobs=config.scheduler.max_prompt_logprobs,
         adapters=tuple(config.lora_modules or ()),
     )

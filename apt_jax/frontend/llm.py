@@ -143,6 +143,7 @@ class LLM:
         | None = None,
         *,
         slo: SLO | Sequence[SLO | None] | None = None,
+        slo_class: str | Sequence[str | None] | None = None,
         lora_request: Adapter | Sequence[Adapter] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -152,6 +153,8 @@ class LLM:
             prompts: a text, a list of texts, a list of token ids, or a list of such lists.
             sampling_params: for all prompts, or one entry per prompt; None: the defaults (16 tokens at temperature 1).
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
+            slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
+                `default_slo_class`.
             lora_request: LoRA adapter, one of the option `lora_modules`, for all prompts or one entry per prompt: its
                 name, or an object with `lora_name` as vLLM's `LoRARequest`; None: the model alone.
             use_tqdm: show progress.
@@ -164,7 +167,7 @@ class LLM:
             InvalidRequestError: an invalid prompt or parameter; then nothing has run.
             EngineDeadError: the engine has ended.
         """
-        requests = self._requests(prompts, sampling_params, slo, lora_request)
+        requests = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
         states = {request: RequestState(request, self.parts.assembler.token_text) for request in requests}
         waiting = collections.deque(requests)
         engine, assembler = self.parts.engine, self.parts.assembler
@@ -208,6 +211,7 @@ class LLM:
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         slo: SLO | Sequence[SLO | None] | None = None,
+        slo_class: str | Sequence[str | None] | None = None,
         lora_request: Adapter | Sequence[Adapter] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -218,7 +222,7 @@ class LLM:
                 like a special token is encoded as plain text.
             tools: functions that the model may call, for chat templates that support them; calls are returned as text.
             add_generation_prompt: end the prompt with the beginning of the model's turn.
-            sampling_params, slo, lora_request, use_tqdm: see `generate`.
+            sampling_params, slo, slo_class, lora_request, use_tqdm: see `generate`.
 
         Returns:
             One output per conversation.
@@ -234,7 +238,9 @@ class LLM:
             self.parts.chat_prompt(one, tools=tools, add_generation_prompt=add_generation_prompt)
             for one in conversations
         ]
-        return self.generate(prompts, sampling_params, slo=slo, lora_request=lora_request, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts, sampling_params, slo=slo, slo_class=slo_class, lora_request=lora_request, use_tqdm=use_tqdm
+        )
 
     def embed(
         self,
@@ -243,6 +249,7 @@ class LLM:
         pooling: Literal["mean", "last"] = "last",
         normalize: bool = True,
         dimensions: int | None = None,
+        slo_class: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[NDArray[np.float32]]:
         """Embed prompts: their pooled hidden states after the model's final norm.
@@ -252,6 +259,7 @@ class LLM:
             pooling: the mean over all tokens, or the last token's states.
             normalize: scale each embedding to length 1.
             dimensions: keep the first ones only, before they are scaled; None: all of them.
+            slo_class: see `generate`.
             use_tqdm: show progress.
 
         Returns:
@@ -267,7 +275,7 @@ class LLM:
             check_dimensions(dimensions, config.embedding_size or config.hidden_size)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, pooling=pooling)
         found = []
-        for number, output in enumerate(self.generate(prompts, params, use_tqdm=use_tqdm)):
+        for number, output in enumerate(self.generate(prompts, params, slo_class=slo_class, use_tqdm=use_tqdm)):
             if output.pooled is None:
                 raise RuntimeError(f"prompts[{number}] has no embedding: {output.error}")
             found.append(embedding(output.pooled, dimensions=dimensions, normalize=normalize))
@@ -281,7 +289,9 @@ class LLM:
             for output in self.engine.step():
                 self.parts.assembler.delta(output)
 
-    def _requests(self, prompts: Any, sampling_params: Any, slo: Any, lora_request: Any) -> list[EngineRequest]:
+    def _requests(
+        self, prompts: Any, sampling_params: Any, slo: Any, slo_class: Any, lora_request: Any
+    ) -> list[EngineRequest]:
         """Build all requests, so that invalid input is rejected before anything runs."""
         single = isinstance(prompts, str) or (
             isinstance(prompts, Sequence | np.ndarray)
@@ -297,15 +307,21 @@ class LLM:
             return []
         all_params = _one_each("sampling_params", sampling_params, len(items))
         all_slos = _one_each("slo", slo, len(items))
+        classes = _one_each("slo_class", slo_class, len(items))
         adapters = [getattr(a, "lora_name", a) for a in _one_each("lora_request", lora_request, len(items))]
         arrival_s = self.parts.clock.now_s()
         requests = []
-        of_each = zip(items, all_params, all_slos, adapters, strict=True)
-        for number, (prompt, params, objectives, adapter) in enumerate(of_each):
+        of_each = zip(items, all_params, all_slos, classes, adapters, strict=True)
+        for number, (prompt, params, objectives, name_of_class, adapter) in enumerate(of_each):
             name = "prompt" if isinstance(prompt, str) or prompt is None else "prompt_token_ids"
             try:
                 request = self.parts.build_request(
-                    **{name: prompt}, params=params, slo=objectives, arrival_s=arrival_s, adapter=adapter
+                    **{name: prompt},
+                    params=params,
+                    slo=objectives,
+                    slo_class=name_of_class,
+                    arrival_s=arrival_s,
+                    adapter=adapter,
                 )
             except InvalidRequestError as error:
                 if len(items) == 1:

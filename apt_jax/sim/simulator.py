@@ -112,6 +112,8 @@ class SimulationResult:
     """(requests,) index of the replica of each."""
     tenants: tuple[TenantCounts, ...] = ()
     """Counts by tenant; empty where there is only one."""
+    by_class: dict[str, Summary] = dataclasses.field(default_factory=dict)
+    """The run of real-time requests (rt) and of best-effort ones (be) in numbers; empty where there is one class."""
 
     @property
     def slo_attainment(self) -> float:
@@ -170,6 +172,7 @@ class SimulationResult:
             "sim_wall_s": self.sim_wall_s,
             "replicas": [dataclasses.asdict(replica) for replica in self.replicas],
             "tenants": [dataclasses.asdict(tenant) for tenant in self.tenants],
+            "by_class": {name: summary.as_dict() for name, summary in self.by_class.items()},
         }
 
 
@@ -363,7 +366,15 @@ def simulate(
         ),
         routed_to=routed_to,
         tenants=_by_tenant(workload.tenant, records),
+        by_class=_by_class(workload.best_effort, records),
     )
+
+
+def _by_class(best_effort: NDArray[np.bool_], records: Sequence[RequestRecord]) -> dict[str, Summary]:
+    if best_effort.all() or not best_effort.any():
+        return {}
+    classes = {"rt": ~best_effort, "be": best_effort}
+    return {name: summarize([records[i] for i in np.flatnonzero(own).tolist()]) for name, own in classes.items()}
 
 
 def _by_tenant(tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord]) -> tuple[TenantCounts, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from apt_jax.config import DEFAULT_MAX_SEQUENCES, DEFAULT_MAX_STOP_STRINGS, SLO, SchedulerConfig
+from apt_jax.config import DEFAULT_MAX_SEQUENCES, DEFAULT_MAX_STOP_STRINGS, SLO, SchedulerConfig, SloClass
 from apt_jax.errors import InvalidRequestError
 from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
@@ -152,7 +152,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
-        FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort."),
+        FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --default-slo-class)."),
         FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is ended, milliseconds."),
     )
 }  # fmt: skip
@@ -204,7 +204,9 @@ class RequestLimits:
     max_stop_strings: int = MAX_STOP_STRINGS
     """Stop strings of a request."""
     default_slo: SLO = SLO()  # noqa: RUF009 - frozen
-    """Default SLO, for requests that have none."""
+    """Default SLO, for real-time requests that have none."""
+    default_slo_class: SloClass = "rt"
+    """Class of requests that name none."""
     max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
     """Log probabilities of prompt tokens that a call may ask for."""
     adapters: tuple[str, ...] = ()

@@ -10,9 +10,9 @@ import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, SloClass
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import EngineRequest, SamplingParams, engine_id
 from apt_jax.validation.limits import (
@@ -68,9 +68,9 @@ def build_request(
         params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a
             `max_tokens` of None asks for as many as the model's length and the cache leave.
         request_id: the client's label; None: a random one.
-        slo: None: the server's default.
+        slo: None: the server's default for real-time requests, none for best-effort ones.
         slo_ttft_ms, slo_tbt_ms: raw SLOs in milliseconds, each replacing that part of `slo`; None: absent.
-        slo_class: "rt" (real time, the default) or "be" (best effort).
+        slo_class: "rt" (real time) or "be" (best effort); None: the server's default.
         arrival_s: arrival time on the engine's clock.
         fallback_seed: seed where the request has none.
         grammars: compiler for structured outputs, up to two seconds each; None: they are rejected.
@@ -83,8 +83,9 @@ def build_request(
         QueueFullError: too many new grammars at once.
     """
     checked_id = check_request_id(request_id)
-    checked_slo = _slo(limits.default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
-    checked_class = _slo_class(slo_class)
+    checked_class = limits.default_slo_class if slo_class is None else _slo_class(slo_class)
+    default_slo = limits.default_slo if checked_class == "rt" else SLO()
+    checked_slo = _slo(default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
     checked_adapter = _adapter(limits, adapter)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
     keep_last = _kept_tokens(limits, checked_params)
@@ -252,8 +253,8 @@ def _adapter(limits: RequestLimits, value: object) -> str | None:
     raise InvalidRequestError("adapter", f"{shown(value)} is no LoRA adapter here; there are: {known} (--lora-modules)")
 
 
-def _slo_class(value: object) -> Literal["rt", "be"]:
-    if value is None or value == "rt":
+def _slo_class(value: object) -> SloClass:
+    if value == "rt":
         return "rt"
     if value == "be":
         return "be"

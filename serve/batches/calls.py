@@ -26,7 +26,7 @@ from serve.http_api.endpoints import Endpoint, ResponseBuilder, TextCall
 from serve.http_api.errors import to_http_error
 from serve.http_api.openai_request import Body, flag, parse_json
 from serve.observability.call_record import CallRecord
-from serve.slo_headers import TIER_KEY
+from serve.slo_headers import TIER_KEY, class_of_tier
 
 TEMPORARY = (429, 503)
 """Statuses with which a request has no outcome yet: it runs again."""
@@ -70,6 +70,7 @@ class BatchCall:
             body = parse_json(self._data)["body"]
             if flag(body, "stream"):
                 raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
+            class_of_tier(body.get(TIER_KEY))  # of no effect, but a mistake is told
             call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)
             _require_places(parts.config.scheduler, call, "prompt" if body.get("n") in (None, 1) else "n")
             return call.with_requests([_without_objectives(request) for request in call.requests])

@@ -14,6 +14,7 @@ from serve.bench.load import BenchRequest
 from serve.client import AsyncAptClient, channel_credentials, is_http_port
 from serve.errors import CommandError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.slo_headers import TIER_KEY, TIER_OF_CLASS
 
 vllm: Any = vllm_engine_pb2  # generated without types that checkers can follow
 _OPEN_TIMEOUT_S = 10.0
@@ -88,7 +89,7 @@ class AptBackend:
             "max_tokens": request.max_tokens,
             "temperature": self._target.temperature,
             "ignore_eos": self._target.ignore_eos,
-            "slo_class": "be" if request.best_effort else None,
+            "slo_class": request.slo_class,
             **self._target.slo_ms(),
         }
 
@@ -148,7 +149,8 @@ class VllmBackend:
             message.text = prompt
         else:
             message.tokenized.input_ids.extend(prompt)
-        tier = (("service_tier", "flex"),) if request.best_effort else ()
+        of_class = request.slo_class
+        tier = () if of_class is None else ((TIER_KEY, TIER_OF_CLASS[of_class]),)
         return message, (*self._metadata, *tier)
 
     async def send(self, prepared: tuple[Any, Any]) -> AsyncGenerator[StreamEvent]:

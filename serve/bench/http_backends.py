@@ -17,6 +17,7 @@ from apt_jax.errors import ConfigError, one_line
 from serve.bench.backends import RequestFailed, StreamEvent, Target, random_token_ids
 from serve.bench.load import BenchRequest
 from serve.errors import CommandError
+from serve.slo_headers import TIER_OF_CLASS
 
 _OPEN_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _TEXT = (
@@ -121,8 +122,8 @@ class HttpBackend:
         }
         if self._target.ignore_eos:
             body["ignore_eos"] = True
-        if request.best_effort:
-            body["service_tier"] = "flex"
+        if request.slo_class is not None:
+            body["service_tier"] = TIER_OF_CLASS[request.slo_class]
         return json.dumps(body).encode()
 
     async def send(self, prepared: bytes) -> AsyncGenerator[StreamEvent]:

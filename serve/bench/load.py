@@ -14,10 +14,12 @@ from apt_jax.errors import ConfigError
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.trace import Trace, load_trace
 from apt_jax.sim.workload import sample_workload
+from apt_jax.validation import REQUEST_FIELDS
 
 Prompt = str | list[int] | list[dict[str, Any]]
 """Text, token ids, or the messages of a chat."""
 
+CLASSES = REQUEST_FIELDS["slo_class"].choices
 _MOST_REQUESTS = 10_000_000
 
 
@@ -33,7 +35,8 @@ class BenchRequest:
     """Length of a random prompt; 0 if `prompt` is given."""
     prompt: Prompt | None = None
     """None: a random prompt of `prompt_tokens` tokens."""
-    best_effort: bool = False
+    slo_class: str | None = None
+    """rt or be; None: the server's default."""
     seed: int = 0
     """Seed of the run; together with the index it determines the random prompt."""
 
@@ -44,6 +47,8 @@ class Source:
 
     trace: Trace
     prompts: tuple[Prompt, ...] | None = None
+    slo_class: str | None = None
+    """Class of requests where the trace names none; None: the server's default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ def fixed_source(input_len: int, output_len: int) -> Source:
 
 
 def prompts_source(path: str, *, output_len: int) -> Source:
-    """JSON lines: objects with `prompt` (text or token ids) or `messages`, and optionally `output_tokens`.
+    """JSON lines: objects with `prompt` (text or token ids) or `messages`, and optionally `output_tokens` and `class`.
 
     Args:
         output_len: tokens of the output where a line says nothing.
@@ -108,6 +113,7 @@ def prompts_source(path: str, *, output_len: int) -> Source:
         raise ConfigError(f"{path}: cannot be read ({why}) (--prompts)") from None
     prompts: list[Prompt] = []
     outputs: list[int] = []
+    classes: list[str | None] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -122,11 +128,18 @@ def prompts_source(path: str, *, output_len: int) -> Source:
         tokens = entry.get("output_tokens", output_len)
         if type(tokens) is not int or not 1 <= tokens <= _MOST_REQUESTS:
             raise ConfigError(f"{where}: output_tokens={tokens!r:.40} must be a whole number of at least 1 (--prompts)")
+        of_class = entry.get("class")
+        if of_class not in (None, *CLASSES):
+            raise ConfigError(f"{where}: class={of_class!r:.40} must be rt or be (--prompts)")
         prompts.append(prompt)
         outputs.append(tokens)
+        classes.append(of_class)
     if not prompts:
         raise ConfigError(f"{path}: holds no prompt (--prompts)")
-    return Source(trace=_lengths(path, [1] * len(prompts), outputs), prompts=tuple(prompts))
+    trace = _lengths(path, [1] * len(prompts), outputs)
+    if any(of_class is not None for of_class in classes):
+        trace = dataclasses.replace(trace, best_effort=np.array([of_class == "be" for of_class in classes]))
+    return Source(trace=trace, prompts=tuple(prompts))
 
 
 def _lengths(name: str, prompt: Sequence[int], output: Sequence[int]) -> Trace:
@@ -207,12 +220,13 @@ def _request(
     seed: int,
 ) -> BenchRequest:
     given = None if source.prompts is None else source.prompts[int(prompt_tokens[i])]
+    of_trace = source.trace.best_effort is not None
     return BenchRequest(
         index=i,
         at_s=at_s,
         prompt_tokens=int(prompt_tokens[i]) if given is None else 0,
         prompt=given,
         max_tokens=int(output_tokens[i]),
-        best_effort=bool(best_effort[i]),
+        slo_class=CLASSES[int(best_effort[i])] if of_trace else source.slo_class,
         seed=seed,
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.metrics import Percentiles, gaps_s, percentile, summarize
+from apt_jax.metrics import Percentiles, RequestRecord, gaps_s, percentile, summarize
 from apt_jax.version import __version__
 from serve.bench.runner import ClientHealth, Outcome, Run
 from serve.bench.search import Probe
@@ -67,9 +67,20 @@ def summary(run: Run) -> dict[str, Any]:
         "preemptions": sum(preempted) if preempted else None,
         "recomputed_tokens": sum(recomputed) if recomputed else None,
         "client": client_facts(run.client),
+        "by_class": _by_class(outcomes),
     }
     values["warning"] = warning(run.client, values)
     return values
+
+
+def _by_class(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Each class in numbers; none where there is only one."""
+    records: dict[str, list[RequestRecord]] = {}
+    for outcome in outcomes:
+        records.setdefault(outcome.request.slo_class or "rt", []).append(outcome.record)
+    if len(records) < 2:
+        return {}
+    return {name: summarize(records[name]).as_dict() for name in sorted(records, reverse=True)}
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
@@ -115,7 +126,7 @@ def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
 def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
     """The table for people."""
 
-    def span(name: str, scale: float = 1e3) -> str:
+    def span(name: str, values: dict[str, Any] = values, scale: float = 1e3) -> str:
         p = values[name]
         return " / ".join("-" if p[q] is None else f"{scale * p[q]:.1f}" for q in ("p50", "p90", "p99"))
 
@@ -143,6 +154,13 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
+        ]  # fmt: skip
+    for name, one in values["by_class"].items():
+        found += [
+            (f"{name}: completed of sent, tokens/s", f"{one['num_completed']} of {one['num_sent']}, {one['tokens_per_s']:.1f}"),
+            (f"{name}: TTFT p50 / p90 / p99 (ms)", span("ttft_s", one)),
+            (f"{name}: P99 TBT p50 / p90 / p99 (ms)", span("tbt_s", one)),
+            *([(f"{name}: SLO attainment (%)", f"{100 * one['slo_attainment']:.1f}")] if has_slo else []),
         ]  # fmt: skip
     if values["preemptions"] is not None:
         found.append(
@@ -184,7 +202,7 @@ def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
     end_s = record.finished_s
     return {
         "index": outcome.request.index,
-        "class": "be" if outcome.request.best_effort else "rt",
+        "class": or_empty(outcome.request.slo_class),
         "due_s": "" if outcome.due_s is None else round(outcome.due_s - start_s, 6),
         "sent_s": round(outcome.sent_s - start_s, 6),
         "status": outcome.status,

@@ -28,6 +28,7 @@ class Completer(Protocol):
         self,
         prompt: str | Sequence[Message],
         *,
+        slo_class: str | None = None,
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,

@@ -37,6 +37,7 @@ class LocalCompleter:
         self,
         prompt: str | Sequence[Message],
         *,
+        slo_class: str | None = None,
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
@@ -44,7 +45,9 @@ class LocalCompleter:
         parts, given = self._engine.parts, {"prompt": prompt}
         if not isinstance(prompt, str):
             given = {"prompt_token_ids": await asyncio.to_thread(parts.chat_prompt, prompt)}
-        request = parts.build_request(**given, params=sampling, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms)
+        request = parts.build_request(
+            **given, params=sampling, slo_class=slo_class, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
+        )
         stream = self._engine.submit(request)
         num_tokens = 0
         try:
@@ -78,6 +81,7 @@ class RemoteCompleter:
         self,
         prompt: str | Sequence[Message],
         *,
+        slo_class: str | None = None,
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
@@ -88,7 +92,9 @@ class RemoteCompleter:
         else:
             assert self._chat is not None
             given = await asyncio.to_thread(self._chat.prompt, prompt)
-        call = self._client.generate(given, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling)
+        call = self._client.generate(
+            given, slo_class=slo_class, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
+        )
         try:
             async with contextlib.aclosing(call):
                 async for message in call:

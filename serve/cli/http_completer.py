@@ -39,12 +39,13 @@ class HttpCompleter:
         self,
         prompt: str | Sequence[Message],
         *,
+        slo_class: str | None = None,
         slo_ttft_ms: float | None = None,
         slo_tbt_ms: float | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[TextChunk]:
         is_chat = not isinstance(prompt, str)
-        slo = {"ttft_ms": slo_ttft_ms, "tbt_ms": slo_tbt_ms}
+        slo = {"class": slo_class, "ttft_ms": slo_ttft_ms, "tbt_ms": slo_tbt_ms}
         body = {
             "model": self._model,
             "messages" if is_chat else "prompt": prompt,

@@ -15,7 +15,7 @@ from apt_jax.config import (
 from apt_jax.errors import ConfigError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
-from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, RequestLimits, build_request
+from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, REQUEST_FIELDS, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
 from serve.client import HTTP_SCHEMES, address, channel_credentials
@@ -176,6 +176,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     flags.add_request_field(group, "seed", "--sampling-seed", metavar="SEED")
     flags.add_request_field(group, "stop", action="append", metavar="TEXT")
     flags.add_request_field(group, "ignore_eos")
+    flags.add_request_field(group, "slo_class", choices=REQUEST_FIELDS["slo_class"].choices)
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         flags.add_request_field(group, name, metavar="MS", end=" (default: the engine's)")
 
@@ -239,7 +240,7 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a file cannot be read.
     """
     sampling = sampling_fields(args)
-    slo = {"slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
+    slo = {"slo_class": args.slo_class, "slo_ttft_ms": args.slo_ttft_ms, "slo_tbt_ms": args.slo_tbt_ms}
     build_request(
         RequestLimits(
             vocab_size=MAX_INTEGER,

@@ -29,6 +29,7 @@ _FINISH_REASONS = {
 }
 _PROMPT_ENTRIES = 1024
 """Prompt tokens whose log probabilities one message holds: clients take 4 MiB unless told otherwise."""
+_SLO_CLASSES = {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
 _CACHE_KINDS = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
 
 
@@ -190,6 +191,7 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
         num_kind_switches=metrics.num_kind_switches,
         recomputed_tokens=metrics.recomputed_tokens,
         num_conversions=metrics.num_conversions,
+        slo_class=_SLO_CLASSES[delta.request.slo_class],
     )
     if isinstance(delta.stop_reason, str):
         finish.stop_string = delta.stop_reason

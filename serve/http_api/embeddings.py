@@ -49,6 +49,8 @@ class EmbeddingsCall:
     dimensions: int | None
     normalize: bool
     encoding: str
+    service_tier: str
+    """See `serve.http_api.openai_request.CompletionCall`."""
     stream: bool = False
 
     @property
@@ -101,6 +103,7 @@ def read_call(
         dimensions=dimensions,
         normalize=True if body.get("normalize") is None else flag(body, "normalize"),
         encoding=encoding,
+        service_tier=call.service_tier,
     )
 
 
@@ -151,6 +154,7 @@ class EmbeddingsResponse:
                 ],
                 "model": call.model,
                 "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+                "service_tier": call.service_tier,
             }
         )
 

@@ -33,7 +33,7 @@ from serve.http_api.constraint_fields import OWN_FIELD, read_constraint
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
 from serve.http_api.unsupported_fields import reject_unsupported
-from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds
+from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds, used_tier
 
 Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
@@ -128,6 +128,8 @@ class CompletionCall:
     """Log probabilities name tokens by their ids."""
     timings: bool
     """Choices hold timings and SLO attainment."""
+    service_tier: str
+    """The tier that it is served in (`serve.slo_headers.USED_TIERS`)."""
     renamed: Callable[[InvalidRequestError], InvalidRequestError]
     """Gives the field in an error the name that it has in the body."""
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
@@ -219,6 +221,7 @@ def read_call(
         token_ids=flag(body, "return_token_ids"),
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
+        service_tier=used_tier(requests[0].slo_class, _tier(body, headers)),
         renamed=functools.partial(_renamed, kind=kind, body=body, output=output),
         output=output,
     )
@@ -326,13 +329,18 @@ def _slo_fields(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
     """SLOs and class: those of the body, else of headers, else the server's default."""
     ttft, tbt = _slo_value(body, "ttft_ms", "slo_ttft_ms"), _slo_value(body, "tbt_ms", "slo_tbt_ms")
     slo_class = _slo_value(body, "class", "slo_class")
-    tier = body.get(TIER_KEY)
-    of_tier = class_of_tier(headers.get(TIER_KEY) if tier is None else tier)
+    of_tier = class_of_tier(_tier(body, headers))
     return {
         "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
         "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
         "slo_class": of_tier if slo_class is None else slo_class,
     }
+
+
+def _tier(body: Body, headers: Mapping[str, str]) -> object:
+    """The service tier that is asked for; None: none."""
+    tier = body.get(TIER_KEY)
+    return headers.get(TIER_KEY) if tier is None else tier
 
 
 def _prompts(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:

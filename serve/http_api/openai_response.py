@@ -147,6 +147,7 @@ class CompletionResponseBuilder:
             "object": kind,
             "created": call.created_s,
             "model": call.model,
+            "service_tier": call.service_tier,
             "system_fingerprint": None,
         }
 

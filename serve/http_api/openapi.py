@@ -596,7 +596,8 @@ def _delta() -> Schema:
 def _answers() -> Schema:
     """Return the schemas of responses; their objects are closed, so that every field is documented."""
     maybe_number = _or_null(_NUMBER)
-    head = {"id": _STRING, "created": _COUNT, "model": _STRING, "system_fingerprint": _NULL}
+    tier = {"enum": list(objectives.USED_TIERS)}
+    head = {"id": _STRING, "created": _COUNT, "model": _STRING, "service_tier": tier, "system_fingerprint": _NULL}
     usage = _all({
         "prompt_tokens": _COUNT,
         "completion_tokens": _COUNT,
@@ -686,11 +687,13 @@ def _answers() -> Schema:
                 "embedding": {"anyOf": [_many(_NUMBER), {**_STRING, "description": "float32, little endian, in base64."}]},
             })),
             "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+            "service_tier": tier,
         }),
         "Score": _all({
             "id": _STRING, "object": {"const": "list"}, "created": _COUNT, "model": _STRING,
             "data": _many(_all({"object": {"const": "score"}, "index": _COUNT, "score": _NUMBER})),
             "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+            "service_tier": tier,
         }),
         "Version": _all({"version": _STRING}),
         "TokenizerInfo": _object({"tokenizer_class": _STRING, "model_max_length": _COUNT}),

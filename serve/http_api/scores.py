@@ -113,5 +113,6 @@ class ScoreResponse(EmbeddingsResponse):
                 "model": call.model,
                 "data": [{"object": "score", "index": index, "score": score} for index, score in enumerate(scores)],
                 "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+                "service_tier": call.service_tier,
             }
         )

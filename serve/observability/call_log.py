@@ -122,6 +122,7 @@ class CallLog:
             "method": record.method,
             "verb": record.http_method,
             "tenant": record.tenant,
+            "class": record.slo_class,
             "reason": record.reason,
             "code": record.code,
             "param": record.param,

@@ -114,6 +114,11 @@ class CallRecord:
         return self.ended_s - self.started_s
 
     @property
+    def slo_class(self) -> str | None:
+        """Class of its requests; None: it has none."""
+        return self.requests[0].slo_class if self.requests else None
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens of all its requests."""
         return sum(int(request.prompt_token_ids.size) for request in self.requests)

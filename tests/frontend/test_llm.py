@@ -127,6 +127,26 @@ def test_metrics_and_objectives():
     assert fast.metrics.cache_kind in ("kv", "hidden")
 
 
+def test_classes_are_those_of_each_prompt():
+    llm, seen = toy(), []
+    add = llm.engine.add_request
+
+    def noting(request):
+        seen.append(request.slo_class)
+        add(request)
+
+    llm.engine.add_request = noting
+    generate(llm, ["a", "b"], GREEDY)
+    generate(llm, ["a", "b"], GREEDY, slo_class="be")
+    generate(llm, ["a", "b"], GREEDY, slo_class=["be", None])
+    llm.embed(["a"], slo_class="be", use_tqdm=False)
+    assert seen == ["rt", "rt", "be", "be", "be", "rt", "be"]
+    with pytest.raises(InvalidRequestError, match=r"slo_class: 'flex' must be 'rt' .* or 'be'"):
+        generate(llm, ["a"], GREEDY, slo_class="flex")
+    with pytest.raises(InvalidRequestError, match="slo_class: 1 entries for 2 prompts"):
+        generate(llm, ["a", "b"], GREEDY, slo_class=["be"])
+
+
 def test_log_probabilities():
     (output,) = generate(toy(), "a", SamplingParams(max_tokens=3, temperature=0.0, logprobs=2))
     completion = only(output)

@@ -350,6 +350,18 @@ TURNS = """prompt_tokens,output_tokens,arrival_s,hash_ids
 """
 
 
+def test_classes_are_summed_up_apart(tmp_path):
+    trace = tmp_path / "t.csv"
+    trace.write_text("prompt_tokens,output_tokens,arrival_s,class\n30,4,0,rt\n50,6,0.1,be\n70,8,0.2,rt\n")
+    result = simulate(SimulationConfig(trace=str(trace), policy="bros", cache="kv"))
+    assert {name: one.num_sent for name, one in result.by_class.items()} == {"rt": 2, "be": 1}
+    be = result.requests[1]
+    assert be is not None
+    assert result.by_class["be"].ttft_s.p50 == be.ttft_s
+    assert result.as_dict()["by_class"]["rt"]["num_completed"] == 2
+    assert simulate(dataclasses.replace(result.config, num_requests=1)).by_class == {}
+
+
 def test_prompts_are_equal_exactly_where_their_blocks_have_equal_names(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(TURNS)

@@ -603,6 +603,15 @@ def test_the_two_classes_are_taken():
     assert build(slo_class="rt").slo_class == "rt"
 
 
+def test_default_objectives_are_those_of_real_time_requests():
+    assert build(slo_class="be").slo == SLO()
+    assert build(slo_class="be", slo_ttft_ms=250).slo == SLO(ttft_s=0.25)
+    assert build(slo_class="rt").slo == LIMITS.default_slo
+    low = dataclasses.replace(LIMITS, default_slo_class="be")
+    assert build(limits=low).slo_class == "be"
+    assert build(limits=low, slo_class="rt").slo == LIMITS.default_slo
+
+
 @pytest.mark.parametrize("field", ["ttft_s", "tbt_s"])
 def test_an_objective_that_is_no_time_is_named(field: str) -> None:
     for value in (math.nan, 0):

@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())} (default: sharegpt, unless lengths or prompts are given)")
     group.add_argument("--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt")
     group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts of lines that give none (default: 128)")
-    group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens")
+    group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens and class")
     group.add_argument("--output-scale", type=positive(float), metavar="FACTOR", default=1.0, help="factor on output lengths of the trace")
     group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace that are longer in all (default for bundled traces: the server's maximum)")
     group.add_argument("--vocab-size", type=positive(int), metavar="N", help="random prompts have token ids below it (default: the server is asked)")
@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("SLO, sent along and judged by the client's clock")
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         flags.add_request_field(group, name, type=positive(float), metavar="MS")
+    group.add_argument("--slo-class", choices=load.CLASSES, help="class of requests where the trace names none: real time or best effort (default: the server's)")
     group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS", help="the SLO in vLLM's syntax")
     group = parser.add_argument_group("sustained rate")
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that holds the attainment, by bisection from --request-rate (default 1) on")
@@ -178,12 +179,14 @@ def _backend(args: argparse.Namespace) -> tuple[str, Target]:
 def _source(args: argparse.Namespace, max_model_len: int | None) -> load.Source:
     output_len = args.random_output_len or 128
     if args.prompts is not None:
-        return load.prompts_source(args.prompts, output_len=output_len)
-    if args.random_input_len is not None or args.random_output_len is not None:
-        return load.fixed_source(args.random_input_len or 512, output_len)
-    trace = args.trace or "sharegpt"
-    max_len = args.max_len or (max_model_len if trace in known_traces() else None)
-    return load.trace_source(trace, output_scale=args.output_scale, max_len=max_len)
+        source = load.prompts_source(args.prompts, output_len=output_len)
+    elif args.random_input_len is not None or args.random_output_len is not None:
+        source = load.fixed_source(args.random_input_len or 512, output_len)
+    else:
+        trace = args.trace or "sharegpt"
+        max_len = args.max_len or (max_model_len if trace in known_traces() else None)
+        source = load.trace_source(trace, output_scale=args.output_scale, max_len=max_len)
+    return dataclasses.replace(source, slo_class=args.slo_class)
 
 
 def _arrivals(args: argparse.Namespace, source: load.Source, rate: float | None) -> load.Arrivals:

@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report_one(values: dict[str, Any]) -> None:
-    def span(name: str) -> str:
+    def span(name: str, values: dict[str, Any] = values) -> str:
         p = values[name]
         return " / ".join("-" if p[q] is None else f"{p[q]:.3f}" for q in ("p50", "p90", "p99"))
 
@@ -185,6 +185,8 @@ def _report_one(values: dict[str, Any]) -> None:
             ("iterations", f"{values['iterations']} {values['iterations_by_type']}"),
             *([("requests by replica", ", ".join(str(r["num_sent"]) for r in replicas))] if len(replicas) > 1 else []),
             *[(f"tenant {i}: requests, attainment (%), tokens", f"{t['num_sent']}, {100 * t['slo_attainment']:.1f}, {t['output_tokens']}") for i, t in enumerate(values["tenants"])],
+            *[(f"{name}: requests, attainment (%), tokens/s", f"{one['num_sent']}, {100 * one['slo_attainment']:.1f}, {one['tokens_per_s']:.1f}") for name, one in values["by_class"].items()],
+            *[(f"{name}: TTFT p50 / p90 / p99 (s)", span("ttft_s", one)) for name, one in values["by_class"].items()],
             ("scheduling call p50, p99 (ms)", "{p50:.3f}, {p99:.3f}".format(**values["schedule_ms"])),
             ("simulated, took (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
         ],

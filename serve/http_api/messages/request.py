@@ -28,6 +28,8 @@ ID_PREFIX = "msg_"
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 SERVICE_TIERS = ("auto", "standard_only")
+USED_TIERS = {"default": "standard", "flex": "batch", "priority": "priority"}
+"""Anthropic's names of the tiers that answers name (`serve.slo_headers.USED_TIERS`)."""
 MAX_TEMPERATURE = 1.0
 MAX_USER_ID_CHARS = 512
 

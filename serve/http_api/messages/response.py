@@ -13,7 +13,7 @@ from apt_jax.frontend.outputs import OutputDelta
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.http_api.errors import HttpError, anthropic_body
-from serve.http_api.messages.request import MessagesCall
+from serve.http_api.messages.request import USED_TIERS, MessagesCall
 from serve.http_api.openai_response import timings_payload
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent, ReasoningText
 
@@ -170,6 +170,7 @@ class MessagesResponse:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self._num_cached,
             "output_tokens": self._num_tokens,
+            "service_tier": USED_TIERS[self._call.chat.service_tier],
         }
 
 

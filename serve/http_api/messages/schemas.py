@@ -141,7 +141,7 @@ def answers(served: Schema) -> dict[str, Schema]:
         served: of `aptjax`.
     """
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
-    usage = closed(dict.fromkeys(names, COUNT))
+    usage = closed({**dict.fromkeys(names, COUNT), "service_tier": {"enum": list(request.USED_TIERS.values())}})
     text = closed({"type": {"const": "text"}, "text": STRING})
     thinking = closed({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING})
     tool = closed({"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}})

@@ -102,7 +102,7 @@ def read_call(
     shown, chat = _translated(body)
     call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
     params = call.requests[0].params
-    shown |= {"temperature": params.temperature, "top_p": params.top_p}
+    shown |= {"service_tier": call.service_tier, "temperature": params.temperature, "top_p": params.top_p}
     return ResponsesCall(chat=call, names=_NAMES, facts=json_bytes(shown))
 
 
@@ -149,7 +149,6 @@ def _translated(body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": None,
         "reasoning": reasoning,
-        "service_tier": body.get("service_tier") or "default",
         "store": False,
         "text": text,
         "tool_choice": "auto" if choice is None else choice,

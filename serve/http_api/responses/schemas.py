@@ -19,6 +19,7 @@ from serve.http_api.json_schemas import (
     ref,
 )
 from serve.http_api.responses import input_items, request, tools
+from serve.slo_headers import USED_TIERS
 
 EVENT = "ResponsesEvent"
 EXAMPLES: Schema = {
@@ -180,7 +181,7 @@ def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
         "parallel_tool_calls": FLAG,
         "previous_response_id": NULL,
         "reasoning": closed({"effort": short, "summary": short}),
-        "service_tier": STRING,
+        "service_tier": {"enum": list(USED_TIERS)},
         "store": {"const": False},
         "temperature": {"type": "number"},
         "text": object_of({"format": _OPEN, "verbosity": STRING}, required=("format",), closed=True),

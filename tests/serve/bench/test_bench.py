@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from apt_jax.errors import ConfigError
 from serve import cli
 from serve.bench import load, report
 from serve.bench.backends import Target, random_token_ids
-from serve.bench.runner import ClientHealth, Outcome
+from serve.bench.runner import ClientHealth, Outcome, Run
 from serve.bench.search import Probe, find_rates
 from serve.security.api_keys import ApiKeys
 from serve.security.tls import Tls
@@ -131,8 +132,8 @@ def test_recorded_arrivals_are_kept_or_stretched(tmp_path):
     trace.write_text("prompt_tokens,output_tokens,arrival_s,class\n3,4,10,rt\n5,6,11,be\n7,8,14,rt\n")
     source = load.trace_source(str(trace))
     as_recorded = load.requests(source, load.Arrivals(num_requests=9), 0)
-    assert [(r.at_s, r.prompt_tokens, r.max_tokens, r.best_effort) for r in as_recorded] == [
-        (0, 3, 4, False), (1, 5, 6, True), (4, 7, 8, False)]  # fmt: skip
+    assert [(r.at_s, r.prompt_tokens, r.max_tokens, r.slo_class) for r in as_recorded] == [
+        (0, 3, 4, "rt"), (1, 5, 6, "be"), (4, 7, 8, "rt")]  # fmt: skip
     # Two gaps in one second.
     stretched = load.requests(source, load.Arrivals(rate=2.0, num_requests=9), 0)
     assert [r.at_s for r in stretched] == [0, 0.25, 1.0]
@@ -555,8 +556,50 @@ def test_json_says_where_it_comes_from_and_csv_reads_back(tmp_path):
     assert [int(r["index"]) for r in rows] == list(range(5))
 
 
+def test_requests_have_the_class_of_their_line_or_of_the_run(tmp_path):
+    arrivals = load.Arrivals(rate=math.inf, num_requests=3)
+    lines = tmp_path / "p.jsonl"
+    lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    plain = load.prompts_source(str(lines), output_len=4)
+    assert {r.slo_class for r in load.requests(plain, arrivals, 0)} == {None}
+    low = dataclasses.replace(plain, slo_class="be")
+    assert {r.slo_class for r in load.requests(low, arrivals, 0)} == {"be"}
+    lines.write_text('{"prompt": "a"}\n{"prompt": "b", "class": "be"}\n')
+    source = load.prompts_source(str(lines), output_len=4)
+    found = {r.prompt: r.slo_class for r in load.requests(source, arrivals, 0)}
+    assert found == {"a": "rt", "b": "be"}
+    lines.write_text('{"prompt": "a", "class": "flex"}\n')
+    with pytest.raises(ConfigError, match="line 1: class='flex' must be rt or be"):
+        load.prompts_source(str(lines), output_len=4)
+
+
+def test_classes_are_summed_up_apart():
+    def outcome(slo_class: str | None, ttft_s: float) -> Outcome:
+        request = load.BenchRequest(index=0, at_s=0.0, max_tokens=2, slo_class=slo_class)
+        times_s = [1.0 + ttft_s, 1.5 + ttft_s]
+        slo = SLO(ttft_s=0.3)
+        return Outcome(request=request, slo=slo, due_s=None, sent_s=1.0, token_times_s=times_s, finished_s=times_s[-1])
+
+    health = ClientHealth(lateness_s=[], lag_s=[], process_cpu=0.0, loop_cpu=0.0)
+
+    def values(outcomes: list[Outcome]) -> dict[str, Any]:
+        run = Run(
+            outcomes=outcomes, num_interrupted=0, interrupted=False, start_s=0.0, wall_s=9.0, peak_concurrency=1,
+            client=health,
+        )  # fmt: skip
+        return report.summary(run)
+
+    found = values([outcome("rt", 0.1), outcome("be", 4.0), outcome("rt", 0.2)])
+    assert list(found["by_class"]) == ["rt", "be"]
+    assert [found["by_class"][c]["num_sent"] for c in ("rt", "be")] == [2, 1]
+    assert [found["by_class"][c]["slo_attainment"] for c in ("rt", "be")] == [1.0, 0.0]
+    names = [name for name, _ in report.rows(found, has_slo=True)]
+    assert {"rt: SLO attainment (%)", "be: TTFT p50 / p90 / p99 (ms)"} <= set(names)
+    assert values([outcome(None, 0.1), outcome(None, 0.2)])["by_class"] == {}
+
+
 def test_a_row_loses_nothing_of_an_outcome():
-    request = load.BenchRequest(index=4, at_s=1.5, max_tokens=3, best_effort=True)
+    request = load.BenchRequest(index=4, at_s=1.5, max_tokens=3, slo_class="be")
     outcome = Outcome(
         request=request, slo=SLO(ttft_s=0.3, tbt_s=0.05), due_s=11.5, sent_s=11.501,
         token_times_s=[11.751, 11.781, 11.881], finished_s=11.9, finish_reason="length", prompt_tokens=7,

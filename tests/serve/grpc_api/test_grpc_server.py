@@ -419,8 +419,9 @@ def test_the_class_comes_from_the_message_then_the_tier(serve_toy, fields, metad
             add(request)
 
         served.parts.engine.add_request = noting
-        await collect(served, "hello", max_tokens=1, metadata=metadata, **fields)
+        chunks, _ = await collect(served, "hello", max_tokens=1, metadata=metadata, **fields)
         assert seen == [want]
+        assert chunks[-1].finish.slo_class == {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}[want]
 
     serve_toy(scenario)
 

@@ -103,7 +103,7 @@ def test_json_has_the_fields_of_a_call_over_both_protocols():
     ):
         assert found["request_id"].endswith(name)
         assert (found["door"], found["method"]) == (protocol, method)
-        assert found["tenant"] == caller.tenant
+        assert (found["tenant"], found["class"]) == (caller.tenant, "rt")
         assert found["reason"] == "length"
         assert found["level"] == "INFO"
         assert found["prompt_tokens"] == len(CANARY) + 1

@@ -182,7 +182,7 @@ class Logprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., token_text: _Optional[str] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "timings", "slo", "cache_kind", "num_preemptions", "num_kind_switches", "recomputed_tokens", "num_conversions")
+    __slots__ = ("reason", "stop_string", "stop_token_id", "usage", "timings", "slo", "cache_kind", "num_preemptions", "num_kind_switches", "recomputed_tokens", "num_conversions", "slo_class")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,7 @@ class Finish(_message.Message):
     NUM_KIND_SWITCHES_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CONVERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop_string: str
     stop_token_id: int
@@ -205,7 +206,8 @@ class Finish(_message.Message):
     num_kind_switches: int
     recomputed_tokens: int
     num_conversions: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., slo: _Optional[_Union[SloResult, _Mapping]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., num_preemptions: _Optional[int] = ..., num_kind_switches: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_conversions: _Optional[int] = ...) -> None: ...
+    slo_class: SloClass
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., slo: _Optional[_Union[SloResult, _Mapping]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., num_preemptions: _Optional[int] = ..., num_kind_switches: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_conversions: _Optional[int] = ..., slo_class: _Optional[_Union[SloClass, str]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_prompt_tokens")
