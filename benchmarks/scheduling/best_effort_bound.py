@@ -47,7 +47,7 @@ def row(policy: str, workload: Workload) -> str:
     of_class = [[m for m, low in zip(metrics, workload.best_effort, strict=True) if low == c] for c in (False, True)]
     waits_s = [np.diff([m.arrival_s, *m.token_times_s]).max() for m in of_class[1]]
     attained = np.mean([m.slo_attained for m in of_class[0]])
-    ttft_s = np.median([m.ttft_s for m in of_class[0]])
+    ttft_s = np.median([m.ttft_s or 0.0 for m in of_class[0]])
     return (
         f"| `{policy}` | {len(of_class[1])} | {np.max(waits_s):.0f} | {100 * attained:.1f} | {ttft_s:.2f} "
         f"| {result.tokens_per_s:.0f} | {result.preemptions} |"

@@ -14,6 +14,7 @@ PRINTS = {
     "quickstart": "apt, hybrid cache",
     "policies": "apt-plus, hybrid by absorption",
     "training": "of the engine and of the module are the same: True",
+    "two_classes": "longest wait for a token",
 }
 """Something that each notebook prints near its end."""
 
@@ -42,6 +43,10 @@ SMALLER = {
         'trace="sharegpt"': 'trace="humaneval"',
         "num_requests=300": "num_requests=6",
         "rates = [2.0, 4.0, 6.0, 10.0]": "rates = [2.0, 10.0]",
+    },
+    "two_classes": {
+        "NUM_BATCH, NUM_CHATS, RATE = 120, 120, 3.0": "NUM_BATCH, NUM_CHATS, RATE = 12, 6, 3.0",
+        "mixed(1, 360, 14.0, batch_s=10.0)": "mixed(1, 4, 14.0, batch_s=2.5)",
     },
     "training": {
         'MODEL = "tiny-opt"': "MODEL = {model!r}",
