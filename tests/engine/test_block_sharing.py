@@ -66,7 +66,7 @@ def everyone(view: SchedulerView) -> Plan:
 
 
 def test_a_copy_into_the_very_group_that_was_found_keeps_its_end(monkeypatch):
-    """A group of a real-time request, given up for the best-effort one that begins as a copy of it."""
+    """A group of a real-time request, evicted for the best-effort one that begins as a copy of it."""
     served = shared(2, offered=(False, True), num_host_blocks=5)
     add(served, 4, 1, best_effort=False, seed=1)
     served.drain()
