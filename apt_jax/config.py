@@ -80,6 +80,11 @@ class CacheConfig:
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB: preempted requests and prefixes come back by copying
     (docs/design/host_tier.md; default: 0, none)."""
+    prefix_cache_dir: str | None = option(None, metavar="DIR")
+    """Directory where cached prefixes that leave host memory are kept, over restarts; it takes a directory of its own, of
+    mode 0700, and --swap-space (docs/design/host_tier.md; default: none)."""
+    prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20)
+    """Bound of all files in --prefix-cache-dir, in GiB: those used least recently are removed first (default: 16)."""
     share_blocks: bool = option(True)
     """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space
     (default: on)."""
@@ -94,6 +99,12 @@ class CacheConfig:
         _require(
             not self.swap_space or self.enable_prefix_caching,
             f"swap_space={self.swap_space:g} keeps cached prefixes; leave out --no-enable-prefix-caching or --swap-space",
+        )
+        _require(self.prefix_cache_dir != "", "prefix_cache_dir must not be empty (--prefix-cache-dir)")
+        _require(
+            self.prefix_cache_dir is None or self.swap_space > 0,
+            f"prefix_cache_dir={self.prefix_cache_dir} is read and written through host memory; give some of it "
+            "(--swap-space GIB), or leave out --prefix-cache-dir",
         )
 
 

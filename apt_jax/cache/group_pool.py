@@ -19,7 +19,7 @@ into new blocks.
 Without prefix caching nothing is ever registered or idle.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,9 @@ from apt_jax.cache.host_tier import HostTier
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.executor import NULL_BLOCK
+
+_WRITTEN_AT_ONCE = 8
+"""Groups that are written to disk one after the other before there is a look at the time."""
 
 
 class GroupDirections(Protocol):
@@ -401,28 +404,74 @@ class GroupPool:
         if self.sharing is not None and not node.host:
             node.host_is_downward = bool(self.sharing.is_downward[node.block])
         while (done := tier.save(node, blocks)) is False:
-            victim = tier.victim(node, self.tracker)
-            if victim is None:
+            if not self._make_host_room(tier, node):
                 return False
-            if victim.block != NULL_BLOCK:
-                tier.forget(victim)
-            else:
-                self.drop(victim)
         self._leave_device(node)
         return done
+
+    def _make_host_room(self, tier: HostTier, node: Node) -> bool:
+        """Drop one group from host memory so that `node` can be there; False: there is none to be dropped."""
+        victim = tier.victim(node, self.tracker)
+        if victim is None:
+            return False
+        if victim.block != NULL_BLOCK:
+            tier.forget(victim)
+        else:
+            tier.write_out(self.prefixes.subtree(victim))
+            self.drop(victim)
+        return True
+
+    # --- disk --------------------------------------------------------------------------------------------------------
+
+    def place_in_host(self, parent: Node, digest: bytes, *, is_downward: bool) -> Node | None:
+        """Make the node of a group that was read from disk, with blocks of host memory for it; None: they are lacking."""
+        tier = self.tier
+        assert tier is not None
+        node = Node(parent.kind, digest, parent, NULL_BLOCK)
+        node.host_is_downward = is_downward
+        while (ids := tier.pool.allocate(self.blocks_per_group[parent.kind])) is None:
+            if not self._make_host_room(tier, node):
+                return None
+        node.host = tuple(ids.tolist())
+        self.prefixes.add_node(node)
+        tier.note_place(node)
+        if self.tracker is not None:
+            self.tracker.registered([node])
+        return node
+
+    def write_all(self, save: Callable[[NDArray[np.int32]], None], goes_on: Callable[[], bool]) -> None:
+        """Write all registered groups to disk, those that were used last first; nothing is held.
+
+        Args:
+            save: saves blocks, as `StepBatch.saves`, between two steps.
+            goes_on: asked after every few groups: waits until these have been written; False ends it.
+        """
+        tier = self.tier
+        assert tier is not None
+        nodes = [
+            self.prefixes.node_of[first] for first in reversed(self.prefixes.idle) if first in self.prefixes.node_of
+        ]
+        nodes += reversed(tier.only)
+        for at in range(0, len(nodes), _WRITTEN_AT_ONCE):
+            part = nodes[at : at + _WRITTEN_AT_ONCE]
+            for node in part:
+                # Those before may have taken its place.
+                if not node.host and self.prefixes.find(node.kind, node.digest) is node:
+                    self._offload(tier, node)
+            saves = tier.take_transfers()[0]
+            if len(saves):
+                save(saves)
+            tier.write_out(part, at)
+            if not goes_on():
+                return
 
     def lend_host(self, num: int) -> NDArray[np.int32] | None:
         """Take blocks of host memory for other things than groups, and drop groups for them; None: there are too few."""
         tier = self.tier
         assert tier is not None
         while (ids := tier.pool.allocate(num)) is None:
-            victim = tier.victim(self.prefixes.roots[0], self.tracker)
-            if victim is None:
+            if not self._make_host_room(tier, self.prefixes.roots[0]):
                 return None
-            if victim.block != NULL_BLOCK:
-                tier.forget(victim)
-            else:
-                self.drop(victim)
         tier.num_lent += num
         return ids
 

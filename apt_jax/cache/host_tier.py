@@ -11,6 +11,8 @@ Preempted requests come back in this way, and prefixes outlive the pool of the d
 
 Nothing is copied here. The transfers of a step are collected while it is built, and its `StepBatch` takes them.
 
+What is dropped from there goes to disk, if there is one (`apt_jax.engine.disk_reads` brings it back).
+
 Where host memory is full, these go first, one group at a time:
 
 1. second copies of what is on the device;
@@ -27,7 +29,7 @@ from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import BlockPool, require
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.executor import NULL_BLOCK, DiskStore
 
 _LOOKED_AT = 64
 """Groups that requests wait for and that are passed over, at most, in the search for one to drop."""
@@ -54,6 +56,7 @@ class HostTier:
         saves: device blocks of the groups that the step saves.
         loads: device blocks of the groups that the step loads.
         kept: those of them that the step reads although nobody holds them.
+        disk: where groups go that are dropped from host memory; None: they are lost.
         num_saved_blocks, num_loaded_blocks: of all steps.
         num_lent: blocks that hold no group of these, but slots that requests have lost to each other (`LentBlocks`).
     """
@@ -68,6 +71,7 @@ class HostTier:
         self.kept: set[Node] = set()
         self.num_saved_blocks = self.num_loaded_blocks = 0
         self.num_lent = 0
+        self.disk: DiskStore | None = None
         self._blocks_per_group = tuple(blocks_per_group)
         self._copied: list[tuple[int, int]] = []
 
@@ -131,6 +135,19 @@ class HostTier:
             return None
         found = waiting.least_urgent(self.pinned)
         return None if found is None or _is_above(found, node) else found
+
+    def write_out(self, nodes: Sequence[Node], first: int | None = None) -> None:
+        """Have these groups written to disk as they are in host memory, as far as they are there.
+
+        Args:
+            first: place of the first one in the order in which they are worth keeping; None: by their depth.
+        """
+        if self.disk is None:
+            return
+        for i, node in enumerate(nodes):
+            if node.host and node not in self.saves:
+                depth = node.depth if first is None else first + i
+                self.disk.write(node.kind, node.digest, depth, node.host, node.host_is_downward)
 
     # --- transfers of a step ---------------------------------------------------------------------------------------
 

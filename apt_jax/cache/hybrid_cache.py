@@ -478,6 +478,8 @@ class HybridCache:
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
         """Drop what is registered on this path behind its first `begin` groups."""
         if begin < len(digests):
+            if self.tier is not None and self.tier.disk is not None:
+                self.tier.disk.remove(kind, digests[begin:])
             node = self.groups.prefixes.find(kind, digests[begin])
             if node is not None:
                 self.groups.drop(node)

@@ -116,6 +116,10 @@ class PrefixHitTracker:
         """True if a waiting request that begins with this kind begins with layer inputs that are converted."""
         return kind == KV and row in self._converted
 
+    def kinds_of(self, row: int) -> list[int]:
+        """The kinds that a waiting request may begin with."""
+        return list(self._place[row])
+
     def node(self, row: int, kind: int) -> Node:
         """The node where the longest cached prefix of a waiting request ends."""
         return self._place[row][kind]

@@ -114,11 +114,15 @@ class PrefixTree:
 
     def add(self, parent: Node, digest: bytes, block: int) -> Node:
         node = Node(parent.kind, digest, parent, block)
-        parent.children.add(node)
-        self._by_digest[parent.kind][digest] = node
-        self.node_of[block] = node
-        self.is_registered[block] = True
+        self.add_node(node)
+        self.place(node, block)
         return node
+
+    def add_node(self, node: Node) -> None:
+        """Let a node be found that was made with its parent and is not on the device yet."""
+        assert node.parent is not None
+        node.parent.children.add(node)
+        self._by_digest[node.kind][node.digest] = node
 
     def place(self, node: Node, block: int) -> None:
         """A group that was in host memory alone is on the device too, with this first block."""

@@ -67,6 +67,7 @@ class EngineCounters:
         self.host_hit_tokens = 0
         self.restores: collections.Counter[str] = collections.Counter()
         self.num_lost_groups = 0
+        self.disk_hit_tokens = 0
         self.num_rejected = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0

@@ -70,6 +70,7 @@ from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapsh
 from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
 from apt_jax.engine.commit import FillMasks, MaskFiller, TokenCommitter
 from apt_jax.engine.counters import EngineCounters
+from apt_jax.engine.disk_reads import DiskReads
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.integrity import check_engine
 from apt_jax.engine.iteration_recorder import IterationRecorder
@@ -80,7 +81,7 @@ from apt_jax.engine.request_states import RUNNING, RequestPrefixes, RequestState
 from apt_jax.engine.restore import RestoreChoice
 from apt_jax.engine.stats import EngineStats, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
-from apt_jax.executor import Executor, HostMemory, MaskedStepHandle, StepBatch, StepResult
+from apt_jax.executor import DiskStore, Executor, HostMemory, MaskedStepHandle, StepBatch, StepResult
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.registry import is_bundled
@@ -91,6 +92,8 @@ from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
 
+CLOSE_S = 20.0
+"""Most that the end of an engine waits for cached prefixes to be written to disk, seconds."""
 _COST_ERROR_EVERY = 8
 """One in so many steps is compared with the cost model."""
 
@@ -111,6 +114,7 @@ class Engine:
         fill_masks: fills the masks of a step; needs `vocab_size`.
         adapters: names of the LoRA adapters that requests may have, in the order of the executor's.
         host_memory: of the executor, for cached groups that leave its pool; None: they are lost.
+        disk: keeps cached groups that leave host memory, over restarts; needs `host_memory`; None: they are lost.
         share_blocks: let real-time and best-effort requests share blocks (`apt_jax.cache.block_sharing`); needs
             `host_memory`.
         debug: check everything after every step, and let contract violations and failures of the policy raise.
@@ -137,6 +141,7 @@ class Engine:
         fill_masks: FillMasks = fill_one_by_one,
         adapters: Sequence[str] = (),
         host_memory: HostMemory | None = None,
+        disk: DiskStore | None = None,
         share_blocks: bool = False,
         debug: bool = False,
         check_plans: bool | None = None,
@@ -153,7 +158,7 @@ class Engine:
             )
         self.executor = executor
         self.clock = clock
-        self._host_memory = host_memory
+        self._host_memory, self._disk = host_memory, disk
         self.kinds = tuple(kinds)
         self._costs = costs
         self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
@@ -166,6 +171,8 @@ class Engine:
         self._overlap = scheduler_config.overlap
         self._timer = timer
         self._pending: InFlightStep | None = None
+        self._reads: DiskReads | None = None
+        self._is_closed = False
         self._last_result_s = 0.0
 
         is_offered = np.array([k.offered for k in kinds])
@@ -192,7 +199,7 @@ class Engine:
         self.states = RequestStates(
             self.table,
             cache,
-            RequestPrefixes(cache, self.table, self._offered),
+            RequestPrefixes(cache, self.table, self._offered, None if disk is None else disk.salt),
             clock,
             self._counters,
             self._recorder,
@@ -205,6 +212,11 @@ class Engine:
             )
             if self._can_convert:
                 self.states.prefixes.hits.converts = choice.converts
+            if disk is not None:
+                cache.tier.disk = disk
+                self._reads = self.states.prefixes.reads = DiskReads(
+                    self.states, cache, self.states.prefixes.hits, disk, choice, self._counters, clock
+                )
         self._limits = StepLimits(self.max_num_seqs, scheduler_config.max_num_batched_tokens)
         self._policies = PolicyRunner(
             policy,
@@ -318,6 +330,8 @@ class Engine:
     def _step(self) -> None:
         timer = self._timer
         started = timer()
+        if self._reads is not None:
+            self._reads.take()
         plan = self._schedule()
         self._recorder.begin(plan, timer() - started)
         batch, rows, requests = self._builder.build(plan)
@@ -343,6 +357,8 @@ class Engine:
         if batch is not None:
             self._policies.note_progress()
             self._counters.dispatch_s.add(launched - prepared)
+        elif oldest is None and self._reads is not None and self._reads.is_reading:
+            self._reads.wait()
         elif oldest is None and self._policies.note_idle(bool(self.states.by_id)):
             break_stall(self.states, self.view(), self.policy.name, debug=self.debug)
         is_idle = not self.states.by_id and self._pending is None and self.dead_reason is None
@@ -472,6 +488,37 @@ class Engine:
         if self.debug and isinstance(error, AssertionError):
             raise error
 
+    def close(self, timeout_s: float = CLOSE_S, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Write all cached prefixes to disk, where there is one, and end its threads. No request is alive; nothing may be
+        run afterwards.
+
+        Args:
+            timeout_s: what has not been written by then is lost.
+            is_hurried: asked meanwhile; True ends it at once.
+        """
+        disk = self._disk
+        if disk is None or self._is_closed:
+            return
+        self._is_closed = True
+        until_s = self._timer() + timeout_s
+
+        def is_written() -> bool:
+            while not disk.flush(0.1):
+                if is_hurried() or self._timer() > until_s:
+                    return False
+            return not is_hurried()
+
+        try:
+            if self.dead_reason is None and not self.states.by_id and self._host_memory is not None:
+                self.cache.groups.write_all(self._host_memory.save_now, is_written)
+            if not is_written():
+                logger.warning(
+                    "not all cached prefixes have been written to disk: the end was limited to %g s", timeout_s
+                )
+        except Exception as error:
+            logger.error("cached prefixes could not be written to disk: %s", error)
+        disk.close()
+
     # --- looking in ------------------------------------------------------------------------------------------------
 
     @property
@@ -580,6 +627,7 @@ class Engine:
             compilations=self.executor.compilations,
             expected_wait_s=self._controller.expected_wait_s(self.costs),
             host_block_bytes=0 if self._host_memory is None else self._host_memory.block_bytes,
+            disk=None if self._disk is None else self._disk.counts(),
         )
 
     def check_integrity(self) -> None:
@@ -592,3 +640,5 @@ class Engine:
         if self.dead_reason is None:
             self.executor.check_integrity()
             check_engine(self.states, self._offered, self._pending)
+            if self._reads is not None:
+                self._reads.check_integrity()

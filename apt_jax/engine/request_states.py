@@ -5,7 +5,7 @@ import functools
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,14 @@ from apt_jax.structured.token_rules import start_constraint
 from apt_jax.utils.clock import Clock
 
 
+class PrefixReads(Protocol):
+    """Told of requests that wait and may find prefixes on disk: `DiskReads`."""
+
+    def begin(self, state: RequestState) -> None: ...
+
+    def end(self, row: int) -> None: ...
+
+
 class RequestPrefixes:
     """Prefixes of requests as the cache knows them.
 
@@ -35,15 +43,20 @@ class RequestPrefixes:
         cache: looked up; with prefix caching off there is nothing to be found.
         table: `PrefixHitTracker` keeps its `cached_prefix_tokens` and `shared_prefix_blocks` of waiting requests.
         offered: cache kinds on offer.
+        salt: start of the digests; None: they are unlike those of any other engine.
 
     Attributes:
         hits: tracks the waiting requests; None: prefix caching is off.
+        reads: prefixes on disk; None: there are none.
     """
 
-    def __init__(self, cache: HybridCache, table: RequestTable, offered: Sequence[CacheKind]) -> None:
+    def __init__(
+        self, cache: HybridCache, table: RequestTable, offered: Sequence[CacheKind], salt: bytes | None = None
+    ) -> None:
         self._cache = cache
         self._offered = offered
-        self._salt = os.urandom(16)  # digests are unlike those of any other engine
+        self._salt = os.urandom(16) if salt is None else salt
+        self.reads: PrefixReads | None = None
         self.hits: PrefixHitTracker | None = None if cache.prefixes is None else cache.watch_hits(table)
 
     def root_of(self, request: EngineRequest) -> bytes:
@@ -81,6 +94,8 @@ class RequestPrefixes:
         for kind in kinds:
             self.digests(state, kind)
         self.hits.begin(state.row, state.digests, kinds)
+        if self.reads is not None:
+            self.reads.begin(state)
 
     def converted_rows(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> NDArray[np.bool_] | None:
         """Return which rows begin with layer inputs that become keys and values in the same step; None: none does."""
@@ -93,6 +108,8 @@ class RequestPrefixes:
         """Stop tracking a row, which need not be tracked."""
         if self.hits is not None:
             self.hits.end(row)
+        if self.reads is not None:
+            self.reads.end(row)
 
     def num_cached(self, request: EngineRequest) -> int:
         """Count the prompt tokens that a new request would find cached.
@@ -151,6 +168,7 @@ class RequestStates(ColumnTable):
     lost_by = column(np.int8)  # `RecomputeCause` of the last loss of its cache
     pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
     adapter = column(np.int32)  # place among `adapters` plus 1; 0: none
+    held = column(np.bool_)  # it waits for a prefix that is being read from disk, and is not shown to the policy
     num_filled = column(np.int32)  # groups found, registered, or full once a step in flight has ended
 
     def __init__(
@@ -236,9 +254,9 @@ class RequestStates(ColumnTable):
         """Return what a policy is shown."""
         table, cache = self.table, self.cache
         waiting, running = self.by_rank()
-        unseen = self.in_flight[waiting] > 0
+        unseen = (self.in_flight[waiting] > 0) | self.held[waiting]
         if unseen.any():
-            # Preempted from outside after its last dispatch: the host must see the token first.
+            # Preempted from outside after its last dispatch: the host must see the token first. Or held.
             waiting = waiting[~unseen]
         shared_blocks = 0
         if cache.prefixes is not None:

@@ -8,6 +8,7 @@ from apt_jax.cache import CacheKind
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
+from apt_jax.executor import DiskCounts
 from apt_jax.metrics import Distribution
 
 
@@ -76,6 +77,17 @@ class EngineStats:
     layer inputs, wherever these were."""
     num_lost_groups: int
     """Groups of blocks in host memory that were lost, by a failed transfer or a wrong checksum."""
+    disk_bytes: int
+    """Bytes of the files of cached prefixes, of all servers on the directory as far as this one knows; 0 without
+    `prefix_cache_dir`."""
+    disk_read_bytes: int
+    disk_written_bytes: int
+    disk_hit_tokens: int
+    """Positions that were read from disk into host memory, for requests that waited for them."""
+    num_dropped_files: int
+    """Files of cached prefixes that were removed because they were damaged, or not of this model."""
+    num_unwritten_groups: int
+    """Groups of blocks that were not written to disk, as it failed, was full or too slow."""
     finished: dict[str, int]
     """Ended requests by reason."""
     num_rejected: int
@@ -137,10 +149,12 @@ def collect_stats(
     compilations: int,
     expected_wait_s: float | None,
     host_block_bytes: int = 0,
+    disk: DiskCounts | None = None,
 ) -> EngineStats:
     """Take a snapshot; a tenth of a millisecond."""
     table, cache = states.table, states.cache
     tier = cache.tier
+    disk = DiskCounts() if disk is None else disk
     saved, loaded = (0.0, 0.0) if tier is None else (tier.num_saved_blocks, tier.num_loaded_blocks)
     saved_slots = loaded_slots = 0
     if cache.sharing is not None:
@@ -188,6 +202,12 @@ def collect_stats(
         host_hit_tokens=counters.host_hit_tokens,
         restores=dict(counters.restores),
         num_lost_groups=counters.num_lost_groups,
+        disk_bytes=disk.num_bytes,
+        disk_read_bytes=disk.read_bytes,
+        disk_written_bytes=disk.written_bytes,
+        disk_hit_tokens=counters.disk_hit_tokens,
+        num_dropped_files=disk.num_dropped_files,
+        num_unwritten_groups=disk.num_unwritten,
         finished=dict(counters.finished),
         num_rejected=counters.num_rejected,
         num_slo_at_risk_admitted=num_slo_at_risk_admitted,

@@ -155,6 +155,11 @@ class HostPool:
                 self._checksum[block] = self._sum(block)
                 self._held[block] = generation
 
+    def save_now(self, saves: Ints) -> None:
+        """See `apt_jax.executor.HostMemory`."""
+        self.announce(saves)
+        self.save(saves)
+
     def load(self, loads: Ints) -> None:
         """Dispatch the loads of a step, as `StepBatch.loads`."""
         for part, size in self._parts(loads):
@@ -172,6 +177,54 @@ class HostPool:
         if not good.all():
             logger.error("%d cached blocks in host memory are lost: they are computed again", np.count_nonzero(~good))
         return good
+
+    # --- for files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> HostBlocks:
+        """Shape and dtype of one block."""
+        return self._blocks
+
+    def copy_out(self, blocks: Ints, receive: Callable[[NDArray[np.uint8] | None, tuple[int, ...]], None]) -> None:
+        """Have the thread of the saves copy blocks, as the saves announced so far leave them; later ones may overwrite
+        them then.
+
+        Args:
+            receive: called in that thread with the contents, (blocks, bytes), and their checksums; None: they are lost.
+        """
+        generations = self._announced[blocks]
+
+        def copy() -> None:
+            rows = None
+            try:
+                if (self._held[blocks] == generations).all():
+                    rows = self._memory[blocks - 1].reshape(len(blocks), -1).view(np.uint8)
+            finally:
+                receive(rows, tuple(self._checksum[blocks].tolist()))
+
+        self._saver.run(copy, f"{len(blocks)} cached blocks for a file")
+
+    def copy_in(self, blocks: Ints, rows: NDArray[np.uint8], checksums: tuple[int, ...]) -> None:
+        """Have the thread of the saves put contents into blocks that have been allocated for them.
+
+        Args:
+            rows: (blocks, bytes)
+            checksums: of each.
+        """
+        generations = self._announced[blocks] + 1
+        self._announced[blocks] = generations
+
+        def copy() -> None:
+            for block, row, checksum, generation in zip(
+                blocks.tolist(), rows, checksums, generations.tolist(), strict=True
+            ):
+                if self._announced[block] == generation:
+                    self._memory[block - 1].reshape(-1).view(np.uint8)[:] = row
+                    self._checksum[block] = checksum
+                    self._held[block] = generation
+
+        future = self._saver.run(copy, f"{len(blocks)} cached blocks from a file")
+        self._saving.update(dict.fromkeys(blocks.tolist(), future))
 
     def _is_good(self, block: int) -> bool:
         return bool(self._held[block] == self._announced[block]) and self._sum(block) == self._checksum[block]

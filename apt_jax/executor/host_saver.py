@@ -37,13 +37,21 @@ class HostSaver:
         self._under_way.append(future)
         return future
 
+    def run(self, function: Callable[[], None], what: str) -> concurrent.futures.Future[None]:
+        """Have the thread call a function after all that has been submitted; never waits. `what`: see `submit`."""
+        return self._thread.submit(self._run, function, what)
+
     def wait(self) -> None:
         """Wait until all has been stored, or lost."""
         concurrent.futures.wait(self._under_way)
 
     @staticmethod
     def _store(array: Any, what: str, store: Callable[[np.ndarray], None]) -> None:
+        HostSaver._run(lambda: store(np.asarray(array)), what)
+
+    @staticmethod
+    def _run(function: Callable[[], None], what: str) -> None:
         try:
-            store(np.asarray(array))
+            function()
         except Exception as error:
             logger.error("%s could not be copied to host memory, and are lost: %s", what, error)

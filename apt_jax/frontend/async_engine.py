@@ -104,8 +104,8 @@ class AsyncEngine:
         """New requests, and functions to run between two steps."""
         self._gate = AdmissionGate(parts.engine)
         self._streams = OpenStreams(self._max_queue_s)
-        self._closing = False
-        self._drain_until_s = 0.0
+        self._closing = self._hurried = False
+        self._drain_s = self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._prompts_prepared: concurrent.futures.Future[None] | None = None
@@ -288,7 +288,8 @@ class AsyncEngine:
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Accept no new requests, let open ones continue for up to `drain_s` seconds, end the rest, end the thread.
 
-        Streams that are cut off raise `EngineClosedError`. A second call can only shorten the wait.
+        Streams that are cut off raise `EngineClosedError`. Then cached prefixes are written to disk, where there is one. A
+        second call can only shorten the wait.
         """
         self._close(drain_s)
         await asyncio.shield(asyncio.wrap_future(self._end))
@@ -329,7 +330,11 @@ class AsyncEngine:
     def _close(self, drain_s: float) -> None:
         until_s = self.parts.clock.now_s() + drain_s
         with self._work:
-            self._drain_until_s = min(self._drain_until_s, until_s) if self._closing else until_s
+            if self._closing:
+                self._hurried |= drain_s < self._drain_s
+                self._drain_until_s = min(self._drain_until_s, until_s)
+            else:
+                self._drain_until_s, self._drain_s = until_s, drain_s
             self._closing = True
             self._work.notify()
 
@@ -548,6 +553,7 @@ class AsyncEngine:
         self._flush()
         if not self._abandoned:
             self._watchdog.pause()
+            self._engine.close(is_hurried=lambda: self._hurried)
             self._finish(error)
 
     def _flush(self) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apt_jax.config import EngineConfig
+from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.errors import ConfigError
-from apt_jax.executor import is_out_of_memory
+from apt_jax.executor import DiskStore, is_out_of_memory
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.early_start import Unprepared
 from apt_jax.frontend.progress import Progress, of_stage
@@ -144,6 +144,7 @@ def build_engine(
             chat_template=template,
             hf_config=loaded.hf_config,
             stored=(loaded.format, loaded.weights),
+            disk=open_disk_store(config.cache, executor),
         )
         warn_of_small_pool(parts)
         return dataclasses.replace(
@@ -167,6 +168,25 @@ def check_swap_space(swap_space: float) -> None:
             f"swap_space={swap_space:g} GiB is more than the {spare_gib:.1f} GiB of host memory that are free; give less "
             "(--swap-space)"
         )
+
+
+def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | None:
+    """Open the directory of cached prefixes of a configuration, if it has one.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if cache.prefix_cache_dir is None or executor.host is None:
+        return None
+    from apt_jax.executor.disk_store import FileStore
+    from apt_jax.executor.model_identity import model_identity
+    from apt_jax.executor.prefix_files import PrefixFiles
+
+    with activity("reading the weights for --prefix-cache-dir"):
+        identity = model_identity(executor)
+    max_bytes = int(cache.prefix_cache_size * (1 << 30))
+    files = PrefixFiles(Path(cache.prefix_cache_dir), identity, executor.host.block_bytes, (2, 1), max_bytes)
+    return FileStore(files, executor.host)
 
 
 def warn_of_small_pool(parts: EngineComponents) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from apt_jax.config import CacheMode, EngineConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import InvalidRequestError
-from apt_jax.executor import Executor
+from apt_jax.executor import DiskStore, Executor
 from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
@@ -151,6 +151,7 @@ def build_components(
     chat_template: ChatTemplate | None = None,
     hf_config: Mapping[str, Any] | None = None,
     stored: tuple[str, str] = ("none", "none"),
+    disk: DiskStore | None = None,
 ) -> EngineComponents:
     """Build an engine over any executor.
 
@@ -166,6 +167,7 @@ def build_components(
         clock: None: the machine's.
         costs: None: all zero.
         debug: the engine checks its accounting after every step.
+        disk: keeps cached prefixes; None: nothing does.
         model_config, cost_model, chat_template, hf_config, stored: see `EngineComponents`.
     """
     clock = WallClock() if clock is None else clock
@@ -184,6 +186,7 @@ def build_components(
         fill_masks=MaskFiller(),
         adapters=tuple(config.lora_modules or ()),
         host_memory=getattr(executor, "host", None) if config.cache.swap_space else None,
+        disk=disk,
         share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
         debug=debug,
     )

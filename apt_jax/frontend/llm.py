@@ -281,6 +281,11 @@ class LLM:
             found.append(embedding(output.pooled, dimensions=dimensions, normalize=normalize))
         return found
 
+    def shutdown(self) -> None:
+        """Write all cached prefixes to `prefix_cache_dir`, where there is one, so that the next engine finds them. Nothing
+        may be generated afterwards."""
+        self.engine.close()
+
     def _abort_unfinished(self, requests: Sequence[EngineRequest]) -> None:
         """Abort the unfinished requests of an interrupted call, so that the next one starts clean."""
         for request in requests:

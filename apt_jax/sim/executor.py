@@ -112,6 +112,9 @@ class SimulatedHostMemory:
     num_blocks: int
     block_bytes: int = 0
 
+    def save_now(self, saves: NDArray[np.int32]) -> None:
+        """Nothing happens: blocks have no contents."""
+
     def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.ones(len(spans), np.bool_)
 

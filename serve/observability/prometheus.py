@@ -308,6 +308,12 @@ class _Scrape(Collector):
                 [(("used",), stats.used_host_blocks), (("free",), stats.host_blocks - stats.used_host_blocks)],
                 ("state",),
             )
+        if parts.config.cache.prefix_cache_dir is not None:
+            yield self._gauge(
+                "aptjax:disk_used_bytes",
+                "Bytes of all files of cached prefixes, as far as this server knows.",
+                [((), stats.disk_bytes)],
+            )
         if stats.expected_wait_s is not None:
             yield self._gauge(
                 "aptjax:expected_wait_seconds",
@@ -410,6 +416,8 @@ class _Scrape(Collector):
         )
         if stats.host_blocks:
             yield from self._host_memory()
+        if self._parts.config.cache.prefix_cache_dir is not None:
+            yield from self._disk()
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
         yield self._counter("vllm:request_success", "Ended requests.", ends, ("finished_reason",))
         pairs = [(o, c) for o in _OBJECTIVES for c in _CLASSES]
@@ -476,6 +484,26 @@ class _Scrape(Collector):
             "aptjax:host_lost_groups",
             "Groups of blocks lost in host memory, by a failed copy or a wrong checksum.",
             [((), stats.num_lost_groups)],
+        )
+
+    def _disk(self) -> Iterable[Metric]:
+        stats = self._stats
+        moved = [(("read",), stats.disk_read_bytes), (("write",), stats.disk_written_bytes)]
+        yield self._counter("aptjax:disk_bytes", "Bytes of cached prefixes read and written.", moved, ("direction",))
+        yield self._counter(
+            "aptjax:disk_hit_tokens",
+            "Positions read from disk for requests that waited for them.",
+            [((), stats.disk_hit_tokens)],
+        )
+        yield self._counter(
+            "aptjax:disk_dropped_files",
+            "Files of cached prefixes removed because they were damaged, or not of this model.",
+            [((), stats.num_dropped_files)],
+        )
+        yield self._counter(
+            "aptjax:disk_unwritten_groups",
+            "Groups of blocks that were not written, as the disk failed, was full or too slow.",
+            [((), stats.num_unwritten_groups)],
         )
 
     def _histograms(self) -> Iterable[Metric]:

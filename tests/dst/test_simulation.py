@@ -39,6 +39,7 @@ RARE_STATES = {
     "finish: stop": 0.56,
     "group evicted": 0.42,
     "group exchanged": 0.12,
+    "group read from disk": 0.006,
     "mixed prefill and decode": 0.42,
     "pinned to hidden": 0.24,
     "positions recomputed": 0.33,

@@ -251,6 +251,8 @@ class FakeHostMemory:
     num_loaded: int = 0
     num_saved_slots: int = 0
     num_loaded_slots: int = 0
+    device: Callable[[], Sequence[NDArray]] | None = None
+    """The memories of the device."""
 
     def __post_init__(self) -> None:
         self.good_slots = np.zeros(self.memory.shape[1:], np.bool_)
@@ -279,6 +281,10 @@ class FakeHostMemory:
         self.num_saved += host.size
         if self.lost is not None:
             self.spoil(np.array([block for block in host.tolist() if self.lost()], np.int32))
+
+    def save_now(self, saves: NDArray[np.int32]) -> None:
+        assert self.device is not None
+        self.save(saves, self.device())
 
     def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.array([self.good_slots[block, first : first + n].all() for block, first, n, _ in spans.tolist()])
@@ -354,6 +360,7 @@ class FakeExecutor:
         self.num_resets = 0
         shape = (3, num_host_blocks + 1, max(self.block_size, self.hidden_block_size))
         self.host = FakeHostMemory(np.full(shape, _STALE_TOKEN, np.int64), np.zeros(shape[1], np.bool_), lost)
+        self.host.device = lambda: (self._token, self._position, self._tag)
         self._busy_until_s = 0.0
         self._make_pool()
 

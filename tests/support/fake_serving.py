@@ -15,6 +15,7 @@ from apt_jax.sched import check_plan, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.view import CacheKindSpec, Plan, SchedulerView
 from apt_jax.utils.clock import VirtualClock
+from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 
@@ -72,6 +73,7 @@ class Served:
         num_host_blocks: int = 0,
         lost=None,
         share_blocks: bool = False,
+        disk: FakeDisk | None = None,
     ) -> None:
         self.adapters = adapters
         self.clock = VirtualClock()
@@ -87,6 +89,8 @@ class Served:
             num_host_blocks=num_host_blocks,
             lost=lost,
         )
+        if disk is not None:
+            disk.host = self.executor.host
         self.batches: list[StepBatch] = []
         execute = self.executor.execute
 
@@ -110,6 +114,7 @@ class Served:
             vocab_size=VOCAB_SIZE,
             adapters=adapters,
             host_memory=self.executor.host if num_host_blocks else None,
+            disk=disk,
             share_blocks=share_blocks,
             debug=debug,
         )

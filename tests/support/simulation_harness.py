@@ -37,6 +37,7 @@ from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND
 from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
 from apt_jax.utils.clock import VirtualClock
+from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens
 from tests.support.faults import fail_allocations
 from tests.support.random_plan_policy import PerturbedPolicy, RandomPlanPolicy, RandomPolicy
@@ -102,6 +103,11 @@ class Scenario:
     share_blocks: bool
     p_best_effort: float
     """A request is of the best-effort class."""
+    has_disk: bool
+    p_disk_failure: float
+    """A group is not written, or not read."""
+    disk_latency: int
+    """Most iterations that a group takes to be read."""
 
 
 def scenario_rng(seed: int) -> np.random.Generator:
@@ -118,7 +124,7 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
     second_failure = bool(rng.random() < 0.04)
     block_size = int(rng.choice([1, 2, 3, 4, 8, 16]))
     # Layer inputs may have another width than keys, but are smaller than keys and values.
-    sizes, conversions, tiers, classes = rng.spawn(4)
+    sizes, conversions, tiers, classes, disks = rng.spawn(5)
     is_odd = sizes.random() < 0.4
     inputs = int(sizes.integers(block_size // 2 + 1, 2 * block_size + 2))
     hidden_block_size = inputs if is_odd else block_size
@@ -166,6 +172,9 @@ def draw_scenario(rng: np.random.Generator) -> Scenario:
         p_lost_copy=float(tiers.uniform(0, 0.3)) if tiers.random() < 0.4 else 0.0,
         share_blocks=share_blocks,
         p_best_effort=float(classes.uniform(0.2, 0.8)) if share_blocks else 0.0,
+        has_disk=num_host_blocks > 0 and bool(disks.random() < 0.6),
+        p_disk_failure=float(disks.uniform(0, 0.3)) if disks.random() < 0.4 else 0.0,
+        disk_latency=int(disks.choice([1, 1, 3])),
     )
 
 
@@ -279,6 +288,17 @@ class Simulation:
             num_host_blocks=scenario.num_host_blocks,
             lost=lambda: self.faults_on and self._fault_rng.random() < self.scenario.p_lost_copy,
         )
+        has_disk = scenario.has_disk and scenario.prefix_caching
+        self._disk_rng = np.random.default_rng([2, seed])
+        self.disk = (
+            None
+            if not has_disk
+            else FakeDisk(
+                self.executor.host,
+                latency=lambda: int(self._disk_rng.integers(scenario.disk_latency)),
+                fails=lambda: self.faults_on and self._disk_rng.random() < scenario.p_disk_failure,
+            )
+        )
         if not full_checks:
             self.executor._check = lambda batch: None  # type: ignore[method-assign]
         kinds = (
@@ -316,6 +336,7 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             output_processor=self,
             host_memory=self.executor.host if scenario.num_host_blocks else None,
+            disk=self.disk,
             share_blocks=scenario.share_blocks and scenario.prefix_caching,
             debug=scenario.debug and full_checks,
         )
@@ -661,7 +682,13 @@ class Simulation:
         self.note["blocks cached at the end"] += stats.cached_blocks
         self.note["slots saved for a request of the other class"] += self.executor.host.num_saved_slots
         self.note["slots loaded"] += self.executor.host.num_loaded_slots
+        if self.disk is not None:
+            self.note["group written to disk"] += self.disk.num_written
+            self.note["group read from disk"] += stats.disk_hit_tokens > 0
+            self.note["disk failed"] += self.disk.num_failed
         expect(0 <= stats.prefix_cache_hits <= stats.prefix_cache_queries, "hits are miscounted")
+        engine.check_integrity()
+        engine.close()
         engine.check_integrity()
 
     def _step(self) -> bool:

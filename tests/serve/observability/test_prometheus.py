@@ -362,6 +362,29 @@ def test_classes_are_told_apart():
     run(scenario)
 
 
+def test_a_disk_is_told_where_there_is_one():
+    async def scenario(served):
+        assert not any(name.startswith("aptjax:disk") for name in (await scrape(served)).kinds)
+        engine, config = served.parts.engine, served.parts.config
+        stats = engine.stats
+        cache = dataclasses.replace(config.cache, swap_space=1.0, prefix_cache_dir="/somewhere")
+        object.__setattr__(served.parts, "config", dataclasses.replace(config, cache=cache))
+        engine.stats = lambda: dataclasses.replace(
+            stats(), disk_bytes=900, disk_read_bytes=300, disk_written_bytes=200, disk_hit_tokens=16,
+            num_dropped_files=2, num_unwritten_groups=1,
+        )  # fmt: skip
+        found = await scrape(served)
+        assert found.value("aptjax:disk_used_bytes") == 900
+        assert [found.value("aptjax:disk_bytes_total", direction=way) for way in ("read", "write")] == [300, 200]
+        assert found.value("aptjax:disk_hit_tokens_total") == 16
+        assert found.value("aptjax:disk_dropped_files_total") == 2
+        assert found.value("aptjax:disk_unwritten_groups_total") == 1
+        engine.stats = stats
+        object.__setattr__(served.parts, "config", config)
+
+    run(scenario)
+
+
 def test_the_grafana_board_asks_for_what_there_is():
     board = json.loads(Path(serve.__file__).with_name("dashboard").joinpath("grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]

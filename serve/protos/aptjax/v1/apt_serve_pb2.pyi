@@ -252,7 +252,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens", "num_doubtful", "expected_wait_s", "num_conversions", "recomputed_by_cause", "host_blocks", "used_host_blocks", "saved_blocks", "loaded_blocks", "saved_bytes", "loaded_bytes", "host_hit_tokens", "restores", "num_lost_groups")
+    __slots__ = ("model", "scheduling_policy", "cache", "uptime_s", "max_model_len", "num_waiting", "num_running", "num_ending", "waiting_prompt_tokens", "requests_by_kind", "total_blocks", "free_blocks", "blocks_by_kind", "block_size", "iterations", "finished", "num_refused", "num_preemptions", "kind_switches", "recomputed_tokens", "prompt_tokens", "generation_tokens", "step_failures", "compilations", "host_p50_ms", "host_p99_ms", "schedule_p50_ms", "dispatch_p50_ms", "schedule_p99_ms", "mask_p50_ms", "mask_p99_ms", "prefix_cache_queries", "prefix_cache_hits", "cached_blocks", "waiting_uncached_tokens", "num_doubtful", "expected_wait_s", "num_conversions", "recomputed_by_cause", "host_blocks", "used_host_blocks", "saved_blocks", "loaded_blocks", "saved_bytes", "loaded_bytes", "host_hit_tokens", "restores", "num_lost_groups", "disk_bytes", "disk_read_bytes", "disk_written_bytes", "disk_hit_tokens", "num_dropped_files", "num_unwritten_groups")
     class RequestsByKindEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -350,6 +350,12 @@ class GetStatsResponse(_message.Message):
     HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESTORES_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FILES_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNWRITTEN_GROUPS_FIELD_NUMBER: _ClassVar[int]
     model: str
     scheduling_policy: str
     cache: str
@@ -398,7 +404,13 @@ class GetStatsResponse(_message.Message):
     host_hit_tokens: int
     restores: _containers.ScalarMap[str, int]
     num_lost_groups: int
-    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ..., num_doubtful: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., num_conversions: _Optional[int] = ..., recomputed_by_cause: _Optional[_Mapping[str, int]] = ..., host_blocks: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., restores: _Optional[_Mapping[str, int]] = ..., num_lost_groups: _Optional[int] = ...) -> None: ...
+    disk_bytes: int
+    disk_read_bytes: int
+    disk_written_bytes: int
+    disk_hit_tokens: int
+    num_dropped_files: int
+    num_unwritten_groups: int
+    def __init__(self, model: _Optional[str] = ..., scheduling_policy: _Optional[str] = ..., cache: _Optional[str] = ..., uptime_s: _Optional[float] = ..., max_model_len: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_ending: _Optional[int] = ..., waiting_prompt_tokens: _Optional[int] = ..., requests_by_kind: _Optional[_Mapping[str, int]] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks_by_kind: _Optional[_Mapping[str, int]] = ..., block_size: _Optional[int] = ..., iterations: _Optional[_Mapping[str, int]] = ..., finished: _Optional[_Mapping[str, int]] = ..., num_refused: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kind_switches: _Optional[_Mapping[str, int]] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., step_failures: _Optional[int] = ..., compilations: _Optional[int] = ..., host_p50_ms: _Optional[float] = ..., host_p99_ms: _Optional[float] = ..., schedule_p50_ms: _Optional[float] = ..., dispatch_p50_ms: _Optional[float] = ..., schedule_p99_ms: _Optional[float] = ..., mask_p50_ms: _Optional[float] = ..., mask_p99_ms: _Optional[float] = ..., prefix_cache_queries: _Optional[int] = ..., prefix_cache_hits: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., waiting_uncached_tokens: _Optional[int] = ..., num_doubtful: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., num_conversions: _Optional[int] = ..., recomputed_by_cause: _Optional[_Mapping[str, int]] = ..., host_blocks: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., saved_blocks: _Optional[int] = ..., loaded_blocks: _Optional[int] = ..., saved_bytes: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., restores: _Optional[_Mapping[str, int]] = ..., num_lost_groups: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_read_bytes: _Optional[int] = ..., disk_written_bytes: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., num_dropped_files: _Optional[int] = ..., num_unwritten_groups: _Optional[int] = ...) -> None: ...
 
 class WatchSchedulerRequest(_message.Message):
     __slots__ = ("capacity",)
