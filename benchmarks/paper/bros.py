@@ -282,7 +282,8 @@ def fig13(options: Options) -> list[Row]:
     """With and without bidirectional blocks; beside it what lies between the two."""
     point = ("opt-30b", 10.0)
     cases = {
-        key: options.case(key[0], key[1], point, key[2]) for key in itertools.product(MEMORIES, DATASETS, options.seeds)
+        (policy, dataset, seed): options.case(policy, dataset, point, seed)
+        for policy, dataset, seed in itertools.product(map(str, MEMORIES), DATASETS, options.seeds)
     }
     results = run_cases(list(cases.values()), options.store, options.workers)
     write_csv(options.out / "bros_fig13.csv", [{**dataclasses.asdict(c), **results[c]} for c in cases.values()])

@@ -93,9 +93,9 @@ class Mixed:
     swap_gib: float = 0.0
     """Host memory for cached blocks in all; 0: preempted requests are computed again."""
     share_blocks: bool = False
-    """Whether RT and BE requests share blocks (BROS §5); needs host memory."""
+    """RT and BE requests share blocks (BROS §5); needs host memory."""
     is_lazy: bool = True
-    """Whether single slots are checkpointed, as they are overwritten."""
+    """Single slots are checkpointed, as they are overwritten."""
     overhead_s: float = 0.0
     """Added to every step: an engine whose host is slower than the modelled one's."""
 

@@ -528,7 +528,7 @@ class BrosPolicy:
         return step
 
     def _may_wait(self, view: SchedulerView, step: _Candidates, i: int) -> bool:
-        """Whether the i-th request of a step may be replaced: by default if the next step is in time for it."""
+        """Return True if the i-th request of a step may be replaced: by default if the next step is in time for it."""
         if step.slack_s[i] == -np.inf:
             return False
         if self.replacement == "any":

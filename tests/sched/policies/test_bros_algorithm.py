@@ -148,8 +148,8 @@ def random_state(rng: np.random.Generator) -> tuple[World, BrosPolicy, Scheduler
     for _ in range(num):
         arrival_s = float(10.0 - rng.uniform(0, urgency))
         prompt = int(rng.integers(1, 40))
-        slo = {"ttft_s": float(rng.uniform(0.5, 1.5) * urgency), "tbt_s": float(rng.uniform(0.5, 1.5) * urgency)}
-        row = world.add(prompt, 60, arrival_s=arrival_s, **slo)
+        ttft_s, tbt_s = (rng.uniform(0.5, 1.5, 2) * urgency).tolist()
+        row = world.add(prompt, 60, arrival_s=arrival_s, ttft_s=ttft_s, tbt_s=tbt_s)
         best_effort = bool(rng.random() < share)
         table.best_effort[row] = best_effort
         waiting = bool(rng.random() < 0.5)
@@ -179,7 +179,7 @@ def random_state(rng: np.random.Generator) -> tuple[World, BrosPolicy, Scheduler
             table.checkpointed_blocks[row] = cpu
             grown = -(-(context + min(left, budget)) // SIZE) - -(-context // SIZE)
             new = max(GROUP * grown + missing, cpu)
-        slo_s = slo["tbt_s"] if outputs else slo["ttft_s"]
+        slo_s = tbt_s if outputs else ttft_s
         steps = -(-left // budget)
         requests.append(
             {
