@@ -50,7 +50,7 @@ class Run:
     """One run: what interactive requests waited, and what the flood got done."""
 
     ttft_s: NDArray[np.float64]
-    """(requests,) inf where there has been no token when the run ended."""
+    """(requests,) inf: none had come when the run ended."""
     best_effort_tokens_per_s: float
     saved_slots: float
     num_preemptions: int
