@@ -50,7 +50,7 @@ _NOTHING = {
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--pp-size"), "models are sharded by tensors alone (-tp DEVICES)"
     ),
-    **dict.fromkeys(("--swap-space", "--cpu-offload-gb"), "the cache has no part in host memory; leave it out"),
+    "--cpu-offload-gb": "weights stay on the device; host memory for the cache is --swap-space GIB",
     **dict.fromkeys(
         ("--guided-decoding-backend", "--structured-outputs-config", "--grammar-backend"),
         "llguidance serves every constraint; leave it out",
