@@ -6,7 +6,7 @@
 3. Between two steps, what has been read gets blocks of host memory and a node in the tree of prefixes, as if it had never
    left. From there it is copied to the device like everything else (`apt_jax.engine.restore` may still think better).
 
-A read that fails, or that does not go on, ends: the request computes what is missing.
+A read that fails or stalls is ended: the request computes what is missing.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from apt_jax.executor import DiskRead, DiskStore
 from apt_jax.utils.clock import Clock
 
 _STALLED_S = 2.0
-"""A read of which nothing has come for so long is cancelled."""
+"""A read that returns nothing for so long is cancelled."""
 _NEWEST = 0.1
 """Weight of the last read in the speed of reads."""
 _FORGOTTEN = 0.05
