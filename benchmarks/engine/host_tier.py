@@ -15,17 +15,11 @@ token, wall time. Answers must be the same.
 import argparse
 import csv
 import dataclasses
-import json
-import os
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -39,7 +33,7 @@ from apt_jax.frontend.progress import ProgressBars
 from apt_jax.sched import HIDDEN, KV
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import with_transfers
-from benchmarks.engine.prefix_cache import draw, fresh, serve
+from benchmarks.engine.prefix_cache import draw, fresh, print_facts, serve
 
 WAYS = ("recompute", "copy KV", "copy X", "copy X, to KV")
 
@@ -223,15 +217,7 @@ def main() -> int:
                 writer = csv.DictWriter(file, fieldnames=list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    facts: dict[str, Any] = {
-        "command": " ".join(sys.argv), "revision": revision, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__,
-        "python": platform.python_version(), "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "seed": args.seed,
-    }  # fmt: skip
-    print(json.dumps(facts))
+    print_facts(args.seed)
     return 0
 
 

@@ -164,6 +164,19 @@ def plot(runs: list[Run], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def print_facts(seed: int) -> None:
+    """Print what was run, and where, as a line of JSON."""
+    revision = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    facts: dict[str, Any] = {
+        "command": " ".join(sys.argv), "revision": revision, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__,
+        "python": platform.python_version(), "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "seed": seed,
+    }  # fmt: skip
+    print(json.dumps(facts))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Conversations with and without prefix caching.")
     parser.add_argument("--model", default="tiny-opt")
@@ -211,14 +224,7 @@ def main() -> int:
             writer.writerows(dataclasses.asdict(r) for r in runs)
     if args.png:
         plot(runs, args.png)
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    facts: dict[str, Any] = {
-        "command": " ".join(sys.argv), "revision": revision, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__,
-        "python": platform.python_version(), "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "seed": args.seed,
-    }  # fmt: skip
-    print(json.dumps(facts))
+    print_facts(args.seed)
     return 0
 
 

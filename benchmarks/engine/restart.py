@@ -8,18 +8,11 @@ likely to be in the page cache of the operating system, as they are after a rest
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +22,7 @@ from apt_jax.frontend.builder import build_engine, open_disk_store
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.request import EngineRequest, SamplingParams
+from benchmarks.engine.prefix_cache import print_facts
 
 
 def started(parts: EngineComponents, directory: Path | None) -> EngineComponents:
@@ -114,15 +108,7 @@ def main() -> int:
             f"{cache:8} {1e3 * without_s:7.1f} ms {1e3 * with_s:7.1f} ms {share:8.2f} {cached:7} {size / 2**20:6.1f} MiB "
             f"{1e3 * end_s:6.0f} ms"
         )
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    facts: dict[str, Any] = {
-        "command": " ".join(sys.argv), "revision": revision, "date": time.strftime("%Y-%m-%d"), "jax": jax.__version__,
-        "python": platform.python_version(), "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "seed": args.seed,
-    }  # fmt: skip
-    print(json.dumps(facts))
+    print_facts(args.seed)
     return 0
 
 

@@ -12,7 +12,7 @@ from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import num_cases
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeHostMemory
-from tests.support.fake_serving import COSTS, Served, prompt, prompt_with_shared_beginning, unsteady
+from tests.support.fake_serving import COSTS, Served, prompt, serve_random_requests, unsteady
 
 
 @pytest.fixture(params=[KV, HIDDEN], ids=["kv", "hidden"])
@@ -273,18 +273,7 @@ def test_tokens_do_not_depend_on_it(shares):
                 disk=disk,
                 share_blocks=shares,
             )
-            served.engine.debug = False
-            for number in range(int(rng.integers(4, 9))):
-                served.add(prompt_with_shared_beginning(rng, number), int(rng.integers(1, 14)))
-                for _ in range(int(rng.integers(0, 6))):
-                    served.step()
-                    served.engine.check_integrity()
-            for _ in range(3000):
-                if not served.engine.has_work:
-                    break
-                served.step()
-                served.engine.check_integrity()
-            served.assert_as_expected()
+            serve_random_requests(served, rng, int(rng.integers(4, 9)))
             totals[0] += served.engine.stats().disk_hit_tokens
             served.engine.close()
             served.engine.check_integrity()

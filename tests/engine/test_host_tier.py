@@ -11,7 +11,15 @@ from apt_jax.sched import POLICIES
 from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import cover, num_cases
 from tests.support.fake_executor import Fault, FaultKind
-from tests.support.fake_serving import COSTS, OneKind, Served, prompt, prompt_with_shared_beginning, unsteady
+from tests.support.fake_serving import (
+    COSTS,
+    OneKind,
+    Served,
+    prompt,
+    prompt_with_shared_beginning,
+    serve_random_requests,
+    unsteady,
+)
 from tests.support.policy_names import LEADING
 
 
@@ -194,18 +202,7 @@ def test_tokens_do_not_depend_on_it(overlap):
             hidden_block_size=int(rng.choice([3, 4, 5])),
             lost=lambda rng=rng, lost=lost: rng.random() < lost,
         )
-        served.engine.debug = False
-        for number in range(int(rng.integers(6, 16))):
-            served.add(prompt_with_shared_beginning(rng, number), int(rng.integers(1, 14)))
-            for _ in range(int(rng.integers(0, 6))):
-                served.step()
-                served.engine.check_integrity()
-        for _ in range(3000):
-            if not served.engine.has_work:
-                break
-            served.step()
-            served.engine.check_integrity()
-        served.assert_as_expected()
+        serve_random_requests(served, rng, int(rng.integers(6, 16)))
         saved, loaded = served.executor.host.num_saved, served.executor.host.num_loaded
         totals += saved, loaded, served.engine.stats().num_lost_groups
     assert (totals > 0).all(), totals

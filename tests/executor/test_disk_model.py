@@ -24,7 +24,7 @@ from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import CacheKindSpec, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
-from tests.support.paged_driver import draw_greedily
+from tests.support.host_executor import make_host_executor
 from tests.support.parallel_cases import MODELS, distinct_params
 
 BLOCK_BYTES = 2 * 4 * 64 * 4  # layers, positions, lanes, float32
@@ -32,18 +32,7 @@ BLOCK_BYTES = 2 * 4 * 64 * 4  # layers, positions, lanes, float32
 
 @functools.cache
 def executor() -> JaxExecutor:
-    config = MODELS["opt"]
-    made = JaxExecutor(
-        distinct_params(config), config, cache=CacheConfig(block_size=4, num_blocks_override=60, swap_space=2 / 1024),
-        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96,
-    )  # fmt: skip
-    made.buckets.decode, made.buckets.prefill, made.buckets.masked = [4], [32], []  # fewer programs to compile
-    assert made.host is not None
-    made.host.sizes = [4, 16]
-    with pytest.MonkeyPatch.context() as patch:
-        draw_greedily(patch)
-        made.warm_up()
-    return made
+    return make_host_executor()
 
 
 @functools.cache

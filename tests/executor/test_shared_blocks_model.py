@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
 from apt_jax.executor.host_saver import HostSaver
@@ -20,8 +20,8 @@ from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from tests.support.cases import num_cases
-from tests.support.paged_driver import GREEDY, Driver, draw_greedily, few_programs, make_executor, reference_greedy
-from tests.support.parallel_cases import MODELS, distinct_params
+from tests.support.host_executor import make_host_executor
+from tests.support.paged_driver import GREEDY, Driver, few_programs, make_executor, reference_greedy
 from tests.support.random_plan_policy import PerturbedPolicy, RandomPlanPolicy
 
 PROMPTS = {0: [5, 6, 7, 8, 9, 10, 11], 1: [12, 13, 14, 15, 16], 2: [17, 18], 3: [19] * 9}
@@ -81,18 +81,7 @@ def test_two_requests_fill_one_block_from_both_ends(kind):
 @functools.cache
 def sharing_executor() -> JaxExecutor:
     """A pool of 30 blocks of four positions, and host memory."""
-    config = MODELS["opt"]
-    made = JaxExecutor(
-        distinct_params(config), config, cache=CacheConfig(block_size=4, num_blocks_override=30, swap_space=2 / 1024),
-        max_num_seqs=6, max_num_batched_tokens=32, max_model_len=96, shares_blocks=True,
-    )  # fmt: skip
-    made.buckets.decode, made.buckets.prefill, made.buckets.masked = [6], [32], []  # fewer programs to compile
-    assert made.host is not None
-    made.host.sizes = [16]
-    with pytest.MonkeyPatch.context() as patch:
-        draw_greedily(patch)
-        made.warm_up()
-    return made
+    return make_host_executor(num_blocks=30, max_num_seqs=6, host_sizes=(16,), shares_blocks=True)
 
 
 Requests = list[tuple[list[int], str]]

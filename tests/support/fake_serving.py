@@ -229,3 +229,20 @@ def unsteady(rng: np.random.Generator, seed: int, *, fails: Collection[int], ove
 def prompt_with_shared_beginning(rng: np.random.Generator, number: int) -> np.ndarray:
     """A prompt that begins as others do."""
     return np.concatenate([prompt(12)[: int(rng.integers(0, 13))], prompt(int(rng.integers(1, 30)), number)])
+
+
+def serve_random_requests(served: Served, rng: np.random.Generator, num: int) -> None:
+    """Serve requests with common beginnings that come at random, and check the cache after every step and the tokens at
+    the end."""
+    served.engine.debug = False
+    for number in range(num):
+        served.add(prompt_with_shared_beginning(rng, number), int(rng.integers(1, 14)))
+        for _ in range(int(rng.integers(0, 6))):
+            served.step()
+            served.engine.check_integrity()
+    for _ in range(3000):
+        if not served.engine.has_work:
+            break
+        served.step()
+        served.engine.check_integrity()
+    served.assert_as_expected()
