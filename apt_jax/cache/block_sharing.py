@@ -309,8 +309,9 @@ class BlockSharing:
             involved = np.fromiter({*self.preempted, *self._shared_by}, np.int32)
             held = slots[rows]
             plain = (held == NO_SLOT) | ~np.isin(held, involved)
-            if not self._fits(rows[plain], rows[~plain], slots, num_tokens, kinds):  # else their order is of no account
-                plain &= (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
+            roomy = (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
+            if not roomy[plain].all() and not self._fits(rows[plain], rows[~plain], slots, num_tokens, kinds):
+                plain &= roomy  # the order of the others decides who gets blocks
             index = rows[plain]
             if index.size:
                 held = slots[index]
