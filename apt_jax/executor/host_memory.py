@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
 from apt_jax.executor.buckets import bucket_for, power_of_two_buckets
-from apt_jax.executor.host_saver import HostSaver
+from apt_jax.executor.host_saver import HostSaver, stages_in_pinned_memory
 from apt_jax.executor.host_slots import HostSlots
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.pool_memory import HostBlocks
@@ -81,7 +81,7 @@ class HostPool:
         self._held = np.full(num_blocks + 1, -1, np.int64)
         self._announced = np.zeros(num_blocks + 1, np.int64)
         self._saving: dict[int, concurrent.futures.Future[None]] = {}
-        self._saver = HostSaver()
+        self._saver = HostSaver(pinned=stages_in_pinned_memory())
         self._checkers = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "apt-jax-checks")
 
     @property

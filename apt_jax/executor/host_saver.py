@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 logger = logging.getLogger("apt_jax.executor")
@@ -14,11 +15,29 @@ _MAX_SAVES = 4
 """Arrays that wait on the device to be copied, at most."""
 
 
+PINNED = "pinned_host"
+
+
+def stages_in_pinned_memory() -> bool:
+    """Return True where copies from the device are faster through pinned memory that JAX allocates.
+
+    Of a GPU: `jax.Array.copy_to_host_async` goes through one fixed buffer of the runtime, where copies and transfers
+    alternate (jax-ml/jax#22114). On a CPU the device's memory is the host's.
+    """
+    device = jax.local_devices()[0]
+    return device.platform != "cpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
+
+
 class HostSaver:
     """Stores arrays of the device one after the other, in the order of their dispatch: of two that go to one place the
-    later one stays."""
+    later one stays.
 
-    def __init__(self) -> None:
+    Args:
+        pinned: arrays are copied to pinned memory of the host, and stored from there.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self.pinned = pinned
         self._under_way: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "apt-jax-saves")
 
@@ -32,7 +51,10 @@ class HostSaver:
         """
         while len(self._under_way) >= _MAX_SAVES:
             concurrent.futures.wait([self._under_way.popleft()])
-        array.copy_to_host_async()
+        if self.pinned:
+            array = jax.device_put(array, array.sharding.with_memory_kind(PINNED))
+        else:
+            array.copy_to_host_async()
         future = self._thread.submit(self._store, array, what, store)
         self._under_way.append(future)
         return future

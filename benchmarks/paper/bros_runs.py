@@ -6,7 +6,7 @@ Each runs the engine that serves, in virtual time.
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,17 +41,23 @@ POLICIES = {"fcfs": "vLLM", "round-robin": "RR", "bros": "BROS"}
 MEMORIES = ("bros", "bros-eager", "bros-swap", "bros-recompute")
 """BROS's scheduler with shared blocks; with them, but whole groups are checkpointed at once; with host memory for whole
 requests; and without host memory."""
+COMBINED = ("bros", "bros-recompute", "bros-kinds", "bros-kinds-recompute", "apt-plus", "apt-plus-last")
+"""BROS with keys and values and with the kind that costs least; and apt-plus, with classes and without."""
 PURE = ("fcfs", "tgi", "bros-recompute")
 SHOWN = {
     **POLICIES,
     "bros-eager": "shared blocks, whole groups at once",
     "bros-swap": "host memory, blocks not shared",
     "bros-recompute": "recomputation",
+    "bros-kinds": "hybrid cache",
+    "bros-kinds-recompute": "hybrid cache, recomputation",
+    "apt-plus": "apt-plus",
+    "apt-plus-last": "apt-plus, best-effort last",
     "tgi": "TGI",
     "longest-wait": "preemptive, 64 tokens",
     "longest-wait-256": "preemptive, 256 tokens",
 }
-MAX_NUM_SEQS = {"bros": 1024, "tgi": 1024}
+MAX_NUM_SEQS = {"bros": 1024, "tgi": 1024, "apt": 1024}
 """Maximum number of running requests; 256 for other policies."""
 VARIANTS: dict[str, Callable[[], Policy]] = {
     "longest-wait": LongestWaitPolicy,
@@ -61,6 +67,8 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "bros-eager": BrosPolicy,
     "bros-swap": BrosPolicy,
     "bros-recompute": BrosPolicy,
+    "bros-kinds": lambda: BrosPolicy(kinds="by-cost"),
+    "bros-kinds-recompute": lambda: BrosPolicy(kinds="by-cost"),
     "bros-groups": lambda: BrosPolicy(token_group=8),
     "bros-any": lambda: BrosPolicy(replacement="any", most_replacements=None),
     "bros-literal": lambda: BrosPolicy(
@@ -98,6 +106,8 @@ class Mixed:
     """Single slots are checkpointed, as they are overwritten."""
     overhead_s: float = 0.0
     """Added to every step: an engine whose host is slower than the modelled one's."""
+    cache_mode: Literal["kv", "hidden", "hybrid"] = "kv"
+    """Attention over hidden cache is by absorption."""
 
     def run(self) -> dict[str, Any]:
         rng = np.random.default_rng([self.seed, 0xB05])
@@ -163,7 +173,8 @@ class Feed:
             return transfer_s
 
         config = SchedulerConfig(
-            policy="fcfs" if case.policy in VARIANTS else case.policy,
+            policy="fcfs" if case.policy in VARIANTS else case.policy.removesuffix("-last"),
+            best_effort_last=case.policy.endswith("-last"),
             max_num_seqs=case.max_num_seqs,
             max_num_batched_tokens=budget,
             max_num_queued_reqs=real_time.num_requests + 2 * case.be_batch + 1,
@@ -185,10 +196,10 @@ class Feed:
             self.executor,
             self.policy,
             self.clock,
-            hardware.kinds("kv"),
+            hardware.kinds(case.cache_mode),
             config,
             # The second tier keeps what prefix caching registers. Prompts are all different: a request finds its own.
-            CacheConfig(block_size=hardware.block_size, mode="kv", enable_prefix_caching=memory is not None),
+            CacheConfig(block_size=hardware.block_size, mode=case.cache_mode, enable_prefix_caching=memory is not None),
             costs=costs,
             host_memory=memory,
             share_blocks=case.share_blocks,

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 import zlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
+from apt_jax.executor.host_saver import PINNED, HostSaver, stages_in_pinned_memory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.pool_memory import HostBlocks
 from apt_jax.frontend.builder import build_engine
@@ -164,6 +166,29 @@ def test_a_copy_that_has_changed_is_computed_again():
     assert talks.serve(prompts(1)) == expected(1)
     stats = talks.engine.stats()
     assert stats.num_lost_groups > 0
+
+
+def test_saves_through_pinned_memory_say_the_same(monkeypatch):
+    """As on a GPU."""
+    if all(memory.kind != PINNED for memory in jax.local_devices()[0].addressable_memories()):
+        pytest.skip(f"no {PINNED} memory in this version of JAX on a CPU")
+    assert not stages_in_pinned_memory()
+    monkeypatch.setattr(host()._saver, "pinned", True)
+    kinds: set[str] = set()
+    store = HostSaver._store
+
+    def seen(array: jax.Array, *args: Any) -> None:
+        kinds.add(array.sharding.memory_kind)
+        store(array, *args)
+
+    monkeypatch.setattr(HostSaver, "_store", staticmethod(seen))
+    talks = Talks("hybrid", tier=True)
+    for seed in (1, 2, 1):
+        assert talks.serve(prompts(seed)) == expected(seed)
+    assert kinds == {PINNED}
+    stats = talks.engine.stats()
+    assert stats.loaded_blocks > 0
+    assert (stats.compilations, stats.num_lost_groups) == (0, 0)
 
 
 def test_a_load_waits_for_the_save_of_its_block():

@@ -4,14 +4,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.sched.cache_kinds import kinds_by_cost
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
 from apt_jax.sched.policies.apt import growth
-from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,
-    allowed_kinds,
     held_blocks_for,
     resolve_prefill_deadlock,
     split_running,
@@ -43,9 +42,6 @@ RESERVE_TOKENS = 16
 LEFTOVER_TOKENS = 64
 """The same before a request that cannot attain any more is admitted: it would be the first to go."""
 
-TYPICAL_TOKENS = 256
-"""Least length at which the price of memory is reckoned: requests grow."""
-
 
 class AptPlusPolicy:
     """All running requests decode in every step, beside prompts; memory goes to requests that can still attain their
@@ -55,7 +51,7 @@ class AptPlusPolicy:
        (Apt-Serve-S, §6.7). A step takes as many prompt tokens as the cost model allows without a gap above `TBT_SHARE`
        of the objective of anyone who can still attain.
     2. *Kind by the price of memory.* A request takes the hidden kind where the blocks that it saves, filled with more
-       requests, gain more than its slower reads cost (`kinds`): always with absorption, hardly ever with reprojection.
+       requests, gain more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with reprojection.
     3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they
        began now. The others get what is left beyond `LEFTOVER_TOKENS` of everybody's growth: those without a first
        token, then those that were paused, by arrival.
@@ -232,42 +228,13 @@ class AptPlusPolicy:
         needed = held_blocks_for(view, rows, view.table.num_tokens[rows] + np.int32(ahead))
         return int(np.maximum(needed - view.table.num_blocks[rows], 0).sum())
 
-    def kinds(self, view: SchedulerView, rows: Rows) -> NDArray[np.int8]:
-        """The kind that each waiting row would take.
-
-        Say the pool is full of N typical requests with KV and a step takes T. A request of m tokens that takes the
-        hidden kind instead saves a share s of the pool. Filled, that brings s N more requests per step: the rate N / T
-        gains s, and loses the share by which the step grows, of its own slower reads and of the newcomers':
-
-            s T > t(m) + s N (per request + per token * typical length)
-        """
-        allowed = allowed_kinds(view, rows)
-        kind = np.where(allowed[:, KV], KV, HIDDEN).astype(np.int8)
-        both = allowed[:, KV] & allowed[:, HIDDEN]
-        if not both.any():
-            return kind
-        hidden = view.kinds[HIDDEN]
-        tokens = np.maximum(view.table.num_tokens[rows], TYPICAL_TOKENS)
-        saved = view.blocks_for(tokens, KV) - view.blocks_for(tokens, HIDDEN)
-        share = saved / view.total_blocks
-        extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
-        # T less the newcomers' part of it is what does not grow with the number of requests.
-        kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
-        hits = view.table.cached_prefix_tokens[rows]
-        if hits.any():
-            # Half of the prompt is worth more than what either kind costs in reads or memory.
-            gain = hits[np.arange(rows.size), 1 - kind] - hits[np.arange(rows.size), kind]
-            other = both & (gain > view.table.num_tokens[rows] // 2)
-            kind[other] = 1 - kind[other]
-        return kind
-
 
 class _Waiting:
     """The waiting requests as one decision sees them; arrays in the order of `view.waiting`."""
 
     def __init__(self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float) -> None:
         table, rows = view.table, view.waiting
-        self.kind = policy.kinds(view, rows)
+        self.kind = kinds_by_cost(view, rows)
         self.blocks = start_blocks_for(view, rows, target_tokens(view, rows, 1), self.kind)
         pending_s = np.maximum(view.now_s - table.last_token_s[rows], 1e-6)
         at_best_s = pending_s + prefill_s(view, rows, self.kind, partial, decode_s)

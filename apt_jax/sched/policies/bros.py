@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.sched.cache_kinds import kinds_by_cost
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.policies.overdue import OverdueRequests, share_of_step
 from apt_jax.sched.request_table import HIDDEN
@@ -39,6 +40,7 @@ AVERAGE_WEIGHT = 0.1
 
 Packing = Literal["adapted", "paper"]
 Replacement = Literal["in-time", "any"]
+Kinds = Literal["first", "by-cost"]
 
 MOST_REPLACEMENTS = 4
 """Real-time requests that make way for best-effort ones in one step."""
@@ -208,6 +210,9 @@ class BrosPolicy:
             The first real-time request goes in any case, as nothing would after a missed deadline; while one is late it
             goes alone. For comparison, not for service.
         most_replacements: in one step; None: no limit, as in the paper.
+        kinds: of requests that begin where both are on offer. "first": keys and values, as in the paper; "by-cost": as
+            apt-plus, the hidden kind where the memory that it saves is worth more than its slower reads
+            (`kinds_by_cost`). Real-time and best-effort requests share blocks of their own kind.
     """
 
     name = "bros"
@@ -224,6 +229,7 @@ class BrosPolicy:
         most_replacements: int | None = MOST_REPLACEMENTS,
         best_effort_wait: float | None = None,
         best_effort_tokens: int = BEST_EFFORT_TOKENS,
+        kinds: Kinds = "first",
     ) -> None:
         if token_group < 1:
             raise ValueError(f"{token_group=} must be at least 1")
@@ -235,6 +241,7 @@ class BrosPolicy:
         self.packing: Packing = packing
         self.replacement: Replacement = replacement
         self.most_replacements = most_replacements
+        self.kinds: Kinds = kinds
         self._batch_size = BASE_BATCH
         self._average_s = 0.0
         self._groups = _Groups(token_group)
@@ -245,7 +252,10 @@ class BrosPolicy:
         if not running.size and not waiting.size:
             return Plan.idle()
         pending = self._candidates(view, running, table.kind[running], holds=True)
-        kind = allowed_kinds(view, waiting).argmax(axis=1).astype(np.int8)
+        if self.kinds == "by-cost":
+            kind = kinds_by_cost(view, waiting)
+        else:
+            kind = allowed_kinds(view, waiting).argmax(axis=1).astype(np.int8)
         theirs, low = table.best_effort[running], table.best_effort[waiting]
         queued = self._candidates(view, waiting[~low], kind[~low], holds=False)
         real_time, limit_s = self._pull_real_time(view, pending.take(~theirs), queued)

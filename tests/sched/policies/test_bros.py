@@ -15,6 +15,7 @@ from apt_jax.sched.policies.bros import (
     poll,
     prefix_step_s,
 )
+from apt_jax.sim.hardware import load_hardware
 from tests.support.cases import num_cases
 from tests.support.sched_world import HIDDEN, KV, World
 
@@ -48,6 +49,21 @@ def test_the_least_remaining_time_goes_first():
     world.table.last_token_s[decoding] = world.now_s
     plan = world.schedule(make_policy("bros"))
     assert plan.rows.tolist() == [decoding, urgent, relaxed]
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention", "kind"),
+    [("bros", "absorb", KV), ("bros?kinds=by-cost", "absorb", HIDDEN), ("bros?kinds=by-cost", "reproject", KV)],
+)
+def test_kinds_of_requests_that_begin(policy, attention, kind):
+    hardware = load_hardware("opt-13b", "a100-40gb")
+    costs = hardware.step_costs(attention)
+    world = World(num_blocks=hardware.num_blocks, block_size=16, costs=costs, max_num_batched_tokens=2048)
+    world.kinds = hardware.kinds("hybrid", attention)
+    holds = world.hold(best_effort(world, world.add(300, 100)), KV)
+    begins = [world.add(300, 100, ttft_s=60.0), best_effort(world, world.add(300, 100))]
+    plan = world.schedule(make_policy(policy))
+    assert dict(zip(plan.rows.tolist(), plan.kind.tolist(), strict=True)) == {holds: KV} | dict.fromkeys(begins, kind)
 
 
 @given(

@@ -1,0 +1,48 @@
+"""The cache kind of a waiting request, by what the memory that it takes is worth (docs/apt-plus.md, rule 2)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.sched.step_packer import Rows, allowed_kinds
+from apt_jax.sched.view import SchedulerView
+
+TYPICAL_TOKENS = 256
+"""Least length at which memory is priced: requests grow."""
+
+
+def kinds_by_cost(view: SchedulerView, rows: Rows) -> NDArray[np.int8]:
+    """Return the kind that each waiting row would take.
+
+    Say the pool is full of N typical requests with KV and a step takes T. A request of m tokens that takes the
+    hidden kind instead saves a share s of the pool. Filled, that brings s N more requests per step: the rate N / T
+    gains s, and loses the share by which the step grows, of its own slower reads and of the newcomers':
+
+        s T > t(m) + s N (per request + per token * typical length)
+
+    Args:
+        view: kinds on offer, costs, the pool, and the prefixes that are found in either kind.
+        rows: (n,) waiting requests.
+
+    Returns:
+        (n,) `KV` or `HIDDEN`.
+    """
+    allowed = allowed_kinds(view, rows)
+    kind = np.where(allowed[:, KV], KV, HIDDEN).astype(np.int8)
+    both = allowed[:, KV] & allowed[:, HIDDEN]
+    if not both.any():
+        return kind
+    hidden = view.kinds[HIDDEN]
+    tokens = np.maximum(view.table.num_tokens[rows], TYPICAL_TOKENS)
+    saved = view.blocks_for(tokens, KV) - view.blocks_for(tokens, HIDDEN)
+    share = saved / view.total_blocks
+    extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
+    # T less the newcomers' part of it is what does not grow with the number of requests.
+    kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
+    hits = view.table.cached_prefix_tokens[rows]
+    if hits.any():
+        # Half of the prompt is worth more than what either kind costs in reads or memory.
+        gain = hits[np.arange(rows.size), 1 - kind] - hits[np.arange(rows.size), kind]
+        other = both & (gain > view.table.num_tokens[rows] // 2)
+        kind[other] = 1 - kind[other]
+    return kind
