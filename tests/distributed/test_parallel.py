@@ -93,6 +93,14 @@ def test_each_device_has_its_share_of_host_memory(devices, kind):
     assert min(one["loaded"], cut["loaded"], one["saved"], cut["saved"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])
+def test_blocks_that_requests_share_are_cut(devices, kind):
+    one, cut = (results(devices, f"shared blocks, {kind}", size) for size in (1, 4))
+    assert cut["tokens"] == one["tokens"]
+    assert min(one["loaded"], cut["loaded"], one["saved"], cut["saved"]) > 0
+
+
 def test_numbers_of_devices_that_do_not_fit_are_refused_with_those_that_do():
     config = MODELS["llama grouped"]
     assert parallel.sizes_that_fit(config) == [1, 2, 4, 8]

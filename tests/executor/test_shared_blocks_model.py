@@ -1,28 +1,22 @@
 """Blocks of two requests in the programs: positions from the right end of a block, in every way to attend."""
 
-import dataclasses
 import functools
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.config import SLO, SchedulerConfig
-from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
 from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.utils.clock import WallClock
+from apt_jax.sched import HIDDEN, KV, Policy, make_policy
 from tests.support.cases import num_cases
 from tests.support.host_executor import make_host_executor
 from tests.support.paged_driver import GREEDY, Driver, few_programs, make_executor, reference_greedy
 from tests.support.random_plan_policy import PerturbedPolicy, RandomPlanPolicy
+from tests.support.shared_serving import draw_requests, serve
 
 PROMPTS = {0: [5, 6, 7, 8, 9, 10, 11], 1: [12, 13, 14, 15, 16], 2: [17, 18], 3: [19] * 9}
 
@@ -84,64 +78,6 @@ def sharing_executor() -> JaxExecutor:
     return make_host_executor(num_blocks=30, max_num_seqs=6, host_sizes=(16,), shares_blocks=True)
 
 
-Requests = list[tuple[list[int], str]]
-"""Prompts and classes."""
-
-
-def serve(
-    requests: Requests, kind: str, policy: Policy, *, share: bool, aborted: Mapping[int, int] | None = None
-) -> list[list[int]]:
-    """Tokens of requests that come one a step.
-
-    Args:
-        share: with blocks that two requests share, host memory and prefix caching.
-        aborted: requests that are aborted, and after how many tokens; None: none is.
-    """
-    made = sharing_executor()
-    made.reset()
-    kinds = (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=kind in ("kv", "hybrid")),
-        CacheKindSpec(name="hidden", blocks_per_group=1, offered=kind in ("hidden", "hybrid")),
-    )
-    engine = Engine(
-        made, policy, WallClock(), kinds, SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32),
-        dataclasses.replace(made.cache_config, enable_prefix_caching=share, swap_space=0.0), costs=StepCosts(prefill_per_token_s=1e-4),
-        host_memory=made.host if share else None, share_blocks=share, vocab_size=97, debug=True,
-    )  # fmt: skip
-    said: dict[str, list[int]] = {}
-    waiting = list(enumerate(requests))
-    while waiting or engine.has_work:
-        if waiting:
-            number, (prompt, slo_class) = waiting.pop(0)
-            said[str(number)] = []
-            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-            engine.add_request(EngineRequest(
-                request_id=str(number), prompt=None, prompt_token_ids=np.array(prompt, np.int32), params=params,
-                slo=SLO(), slo_class=slo_class, arrival_s=engine.clock.now_s(),  # type: ignore[arg-type]
-            ))  # fmt: skip
-        for output in engine.step():  # in debug mode, both pools and the preemption table are recounted after it
-            assert output.finish_reason in (None, "length", "abort"), output.error
-            said[output.request_id] += output.new_token_ids
-        for number, after in (aborted or {}).items():
-            if len(said.get(str(number), ())) >= after:
-                engine.abort(str(number))
-    stats = engine.stats()
-    assert (stats.free_blocks, stats.compilations) == (stats.total_blocks, 0)
-    return list(said.values())
-
-
-def draw_requests(rng: np.random.Generator) -> Requests:
-    """Seven requests of both classes, some with a common beginning."""
-    beginnings = [rng.integers(3, 97, int(n)).tolist() for n in rng.integers(4, 20, 2)]
-    requests = []
-    for _ in range(7):
-        prompt = rng.integers(3, 97, int(rng.integers(3, 30))).tolist()
-        if rng.random() < 0.4:
-            prompt = [*beginnings[int(rng.integers(2))], *prompt[:10]]
-        requests.append((prompt, "be" if rng.random() < 0.6 else "rt"))
-    return requests
-
-
 @pytest.mark.seeds
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])
@@ -156,7 +92,7 @@ def test_requests_that_share_blocks_say_what_they_say_alone(kind, monkeypatch):
     for seed in range(num_cases(4, 700)):
         rng = np.random.default_rng([seed, 5])
         requests, lost = draw_requests(rng), np.random.default_rng(seed)
-        expected = serve(requests, kind, make_policy("fcfs"), share=False)
+        expected = serve(made, requests, kind, make_policy("fcfs"), share=False)
 
         def fail(*args: Any, seed=seed, lost=lost) -> None:
             if seed % 3 == 0 and lost.random() < 0.2:
@@ -169,7 +105,7 @@ def test_requests_that_share_blocks_say_what_they_say_alone(kind, monkeypatch):
         if seed % 2:
             policy = PerturbedPolicy(policy, seed, RandomPlanPolicy(preempt=0.03, skip=0.1, chunk=0.2, flip=0.2))
         aborted = {int(rng.integers(7)): int(rng.integers(1, 8))} if seed % 4 == 0 else {}
-        said = serve(requests, kind, policy, share=True, aborted=aborted)
+        said = serve(made, requests, kind, policy, share=True, aborted=aborted)
         for number, (tokens, same) in enumerate(zip(said, expected, strict=True)):
             assert tokens == (same[: len(tokens)] if number in aborted else same), (seed, number)
         saved, loaded = (

@@ -32,8 +32,10 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params, param_names
 from apt_jax.pallas import triton_decode_shards
+from apt_jax.sched import make_policy
 from tests.support.generation import greedy
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
+from tests.support.shared_serving import draw_requests, serve
 
 BASE: dict[str, Any] = {
     "family": "test", "vocab_size": 97, "hidden_size": 64, "num_layers": 2, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8,
@@ -131,6 +133,8 @@ def make_executor(
     quantization: Quantization,
     ops: str,
     swap_space: float = 0.0,
+    *,
+    shares_blocks: bool = False,
 ) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     if ops != "xla":  # rows few and short, of which some steps still have little
@@ -138,9 +142,12 @@ def make_executor(
         programs.__dict__["ROOM_STEP"] = triton_decode_shards.__dict__["ROOM_STEP"] = 32
     config = MODELS[model]
     params = distinct_params(config)
+    num_blocks = 44 if swap_space else 120
+    if shares_blocks and kind == "hidden":  # so short that real-time requests take slots of others
+        num_blocks //= 2
     cache = CacheConfig(
         block_size=4,
-        num_blocks_override=44 if swap_space else 120,
+        num_blocks_override=num_blocks,
         mode="hybrid" if kind == "hybrid" else kind,  # type: ignore[arg-type]
         hidden_attention=attention,
         enable_prefix_caching=bool(swap_space),
@@ -158,6 +165,7 @@ def make_executor(
         mesh=None if size == 1 else parallel.tensor_mesh(size),
         conversion=True,
         keep_params=kind == "kv",
+        shares_blocks=shares_blocks,
     )
     for sizes in (executor.buckets.decode, executor.buckets.prefill):
         del sizes[:-1]  # fewer programs to compile
@@ -178,9 +186,25 @@ def run_with_host_memory(kind: str, size: int) -> dict[str, Any]:
 
 
 @functools.cache
+def run_with_shared_blocks(kind: str, size: int) -> dict[str, Any]:
+    """Requests of two classes, of which real-time ones take slots of best-effort ones."""
+    executor, _ = make_executor("opt", kind, "absorb", size, None, "xla", swap_space=1 / 1024, shares_blocks=True)
+    host = executor.host
+    assert host is not None
+    assert host.slots is not None
+    host.sizes = [16]
+    executor.warm_up()
+    rng = np.random.default_rng(5)
+    said = [serve(executor, draw_requests(rng), kind, make_policy("bros"), share=True) for _ in range(5)]
+    return {"tokens": said, "loaded": host.slots.loaded_bytes, "saved": host.slots.saved_bytes}
+
+
+@functools.cache
 def run(case: str, size: int) -> dict[str, Any]:
     if case.startswith("host memory, "):
         return run_with_host_memory(case.removeprefix("host memory, "), size)
+    if case.startswith("shared blocks, "):
+        return run_with_shared_blocks(case.removeprefix("shared blocks, "), size)
     model, kind, attention = CASES[case]
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 97, n).tolist() for n in (1, 5, 53, 18)]
