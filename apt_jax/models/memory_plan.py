@@ -40,6 +40,10 @@ class MemoryPlan:
     num_blocks: int
     tokens: dict[str, int]
     """Tokens that the pool holds if all are of one kind of cache."""
+    host_blocks: int
+    """Blocks that `swap_space` GiB of host memory hold, of all devices together."""
+    host_tokens: dict[str, int]
+    """Tokens that they hold if all are of one kind of cache."""
     step_bytes: int
     """Memory of a step's temporaries, the scores over the vocabulary of every row and the widest activations, and of
     what is kept for each of `max_num_seqs` requests."""
@@ -155,15 +159,20 @@ def _plan(
             f"the weights take {weights / 2**30:.2f} GiB on each device ({num_devices}) and a step {step / 2**30:.2f} GiB: "
             f"the {device_bytes / 2**30:.2f} GiB that JAX takes leave no room for {max(least, num_blocks)} blocks of cache"
         )
-    tokens = {} if cache.mode == "hidden" else {"kv": num_blocks // 2 * cache.block_size}
-    if hidden:
-        tokens["hidden"] = num_blocks * config.hidden_block_size(cache.block_size)
+
+    def tokens(blocks: int) -> dict[str, int]:
+        of_kv = {} if cache.mode == "hidden" else {"kv": blocks // 2 * cache.block_size}
+        return of_kv | ({"hidden": blocks * config.hidden_block_size(cache.block_size)} if hidden else {})
+
+    host_blocks = int(cache.swap_space * 2**30) // (block * num_devices)
     return MemoryPlan(
         leaves=leaves,
         weight_bytes=weights,
         pool_bytes=num_blocks * block,
         num_blocks=num_blocks,
-        tokens=tokens,
+        tokens=tokens(num_blocks),
+        host_blocks=host_blocks,
+        host_tokens=tokens(host_blocks),
         step_bytes=step,
     )
 

@@ -78,7 +78,12 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     args.command_line = shlex.join(["apt-jax", command, *without_key(list(argv))])
     try:
-        return int(module.run(args) or 0)
+        if "-" not in (getattr(args, "json", None), getattr(args, "save_json", None)):
+            return int(module.run(args) or 0)
+        from serve.cli.output import tables_on_stderr  # heavy to import
+
+        with tables_on_stderr():
+            return int(module.run(args) or 0)
     except (ConfigError, InvalidRequestError) as error:
         return _fail(prog, str(error), 2)
     except (AptJaxError, CommandError) as error:

@@ -346,4 +346,6 @@ def read_api_key(path: str | None) -> str | None:
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; -: stdout")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the results as JSON; -: to stdout, and all else to stderr"
+    )

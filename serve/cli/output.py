@@ -1,11 +1,12 @@
 """Output of commands: tables for people, JSON for programs."""
 
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +24,21 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     for name, value in rows:
         table.add_row(Text(name), Text(str(value)))
     Console(highlight=False, emoji=False).print(table)
+
+
+@contextlib.contextmanager
+def tables_on_stderr() -> Iterator[None]:
+    """Print to stderr all but what `write_json` writes to stdout."""
+    json_out.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        json_out.pop()
+
+
+json_out: list[TextIO] = []
+"""Where JSON goes, the last of them; empty: to stdout."""
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
@@ -54,7 +70,7 @@ def write_json(path: str | None, values: Any) -> None:
         return
     text = json.dumps(rounded(values), indent=1, default=str) + "\n"
     if path == "-":
-        sys.stdout.write(text)
+        (json_out or [sys.stdout])[-1].write(text)
         return
     try:
         Path(path).write_text(text)

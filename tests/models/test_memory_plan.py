@@ -7,6 +7,7 @@ import pytest
 
 from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
+from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.memory_plan import MemoryPlan, memory_plan
 from apt_jax.models.params import dummy_params
@@ -44,6 +45,17 @@ def test_weights_step_and_pool_fit_the_device():
     assert made.weight_bytes == pytest.approx(2 * 54.4e6, rel=0.01)  # of two bytes each
     assert made.pool_bytes == pytest.approx(0.9 * (GIB - made.weight_bytes - made.step_bytes), rel=0.01)
     assert made.tokens["hidden"] > made.tokens["kv"]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_host_memory_holds_blocks_of_all_devices(num_devices):
+    model = read_model_config(PRESETS["opt-125m"])[1]
+    made = memory_plan(
+        model, "bfloat16", CacheConfig(swap_space=1), num_devices=num_devices, device_bytes=GIB, max_num_seqs=8, max_num_batched_tokens=64
+    )  # fmt: skip
+    memory = PoolMemory(model, 16, "bfloat16", jax.local_devices()[0], None)
+    assert made.host_blocks == memory.host_blocks().num_blocks(1)
+    assert made.host_tokens == {"kv": made.host_blocks // 2 * 16, "hidden": made.host_blocks * 16}
 
 
 @pytest.mark.parametrize(

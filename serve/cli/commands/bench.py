@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search ends")
     group = parser.add_argument_group("results")
     group.add_argument("--save-csv", metavar="FILE", help="one row per request; with --find-rate one row per run")
-    group.add_argument("--save-json", "--json", metavar="FILE", help="summary with command, versions and date; -: stdout")
+    group.add_argument("--save-json", "--json", metavar="FILE", help="summary with command, versions and date; -: to stdout, and all else to stderr")
     group.add_argument("--save-png", metavar="FILE", help="plot distributions and attainment; with --find-rate attainment over the rate")
     # fmt: on
 

@@ -179,6 +179,10 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     } | {f"{kind}: pool (tokens)": count for kind, count in plan.tokens.items()}
     if config.cache.mode == "hybrid" and "hidden" not in plan.tokens:
         each["hidden: pool (tokens)"] = "not offered for this model"
+    if config.cache.swap_space:
+        each["host memory, of all devices (--swap-space, GiB)"] = config.cache.swap_space
+        each["host memory (blocks)"] = plan.host_blocks
+        each |= {f"{kind}: host memory (tokens)": count for kind, count in plan.host_tokens.items()}
     longest = config.max_model_len or model.max_position
     fits = max(plan.tokens.values())
     each["longest context (tokens)"] = (

@@ -152,14 +152,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.requests}: {error} (--requests, --chunk-step)") from None
     solve_s = time.monotonic() - start_s
     replay = check_schedule(problem, schedule)
-    to_stdout = args.json == "-"
-    if not to_stdout:
-        _print(problem, schedule, replay, solve_s)
-        if starts:
-            print_table(
-                "starts",
-                [(name, _value(problem, start.objective)) for name, start in starts.items()],
-            )
+    _print(problem, schedule, replay, solve_s)
+    if starts:
+        print_table("starts", [(name, _value(problem, start.objective)) for name, start in starts.items()])
     values = {name: start.objective for name, start in starts.items()}
     write_json(args.json, {**_facts(problem, schedule, replay, solve_s), "starts": values})
     if args.png is not None:
@@ -271,11 +266,10 @@ def _tell_better(
     answer: str,
     found: OptimalSchedule | None,
 ) -> int:
-    if args.json != "-":
-        rows = [("best start", _value(problem, best.objective)), ("better", answer)]
-        if found is not None:
-            rows.append(("found", _value(problem, found.objective)))
-        print_table(f"a schedule that is {args.better_by:g} % better", rows)
+    rows = [("best start", _value(problem, best.objective)), ("better", answer)]
+    if found is not None:
+        rows.append(("found", _value(problem, found.objective)))
+    print_table(f"a schedule that is {args.better_by:g} % better", rows)
     write_json(
         args.json,
         {
