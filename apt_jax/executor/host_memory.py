@@ -31,7 +31,7 @@ from apt_jax.executor.host_saver import HostSaver, stages_in_pinned_memory
 from apt_jax.executor.host_slots import HostSlots
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.pool_memory import HostBlocks
-from apt_jax.executor.ready_programs import ProgramName
+from apt_jax.executor.ready_programs import Kind, ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import Program
 
@@ -47,6 +47,7 @@ class HostPool:
 
     Args:
         runner: calls the programs.
+        ready: those that it may call.
         blocks: what one block looks like.
         num_blocks: of host memory, with ids in [1, num_blocks].
         place: puts an array of the host to where the load program takes it from.
@@ -61,9 +62,14 @@ class HostPool:
     """
 
     def __init__(
-        self, runner: ProgramRunner, blocks: HostBlocks, num_blocks: int, place: Callable[[np.ndarray], Any]
+        self,
+        runner: ProgramRunner,
+        ready: ReadyPrograms,
+        blocks: HostBlocks,
+        num_blocks: int,
+        place: Callable[[np.ndarray], Any],
     ) -> None:
-        self.runner, self._blocks, self._place = runner, blocks, place
+        self.runner, self._ready, self._blocks, self._place = runner, ready, blocks, place
         self._num_blocks = num_blocks
         most = max(1, min(_MAX_TRANSFER_BLOCKS, _TRANSFER_BYTES // blocks.block_bytes))
         self.sizes = power_of_two_buckets(1, most)
@@ -90,7 +96,7 @@ class HostPool:
 
     def share_slots(self, widths: tuple[int | None, int | None], place: Callable[[np.ndarray], Any]) -> None:
         """Let single slots be saved, too: see `HostSlots`."""
-        self.slots = HostSlots(self.runner, self._memory, self._saver, widths, place)
+        self.slots = HostSlots(self.runner, self._ready, self._memory, self._saver, widths, place)
 
     def slots_ready(self, spans: Ints) -> NDArray[np.bool_]:
         """See `apt_jax.executor.HostMemory`."""
@@ -124,10 +130,11 @@ class HostPool:
             row[:] = self._memory[block - 1]
         return self.runner.load_call(ids, self._place(rows))
 
-    def _parts(self, pairs: Ints) -> Iterator[tuple[Ints, int]]:
-        for at in range(0, len(pairs), self.sizes[-1]):
-            part = pairs[at : at + self.sizes[-1]]
-            yield part, bucket_for(self.sizes, len(part))
+    def _parts(self, pairs: Ints, kind: Kind) -> Iterator[tuple[Ints, int]]:
+        sizes = self._ready.transfers(kind, self.sizes)
+        for at in range(0, len(pairs), sizes[-1]):
+            part = pairs[at : at + sizes[-1]]
+            yield part, bucket_for(sizes, len(part))
 
     # --- transfers of a step ---------------------------------------------------------------------------------------
 
@@ -139,7 +146,7 @@ class HostPool:
 
     def save(self, saves: Ints) -> None:
         """Dispatch the saves of a step, as `StepBatch.saves`; they have been announced."""
-        for part, size in self._parts(saves):
+        for part, size in self._parts(saves, "save"):
             array = self._save_call(part[:, 0], size).run()
             blocks = part[:, 1].copy()
             store = functools.partial(self._store, blocks=blocks, generations=self._announced[blocks])
@@ -162,7 +169,7 @@ class HostPool:
 
     def load(self, loads: Ints) -> None:
         """Dispatch the loads of a step, as `StepBatch.loads`."""
-        for part, size in self._parts(loads):
+        for part, size in self._parts(loads, "load"):
             self._load_call(part, size).run()
             self.loaded_bytes += len(part) * self._blocks.block_bytes
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from apt_jax.executor.buckets import bucket_for
 from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.packing import Ints
-from apt_jax.executor.ready_programs import Kind, ProgramName
+from apt_jax.executor.ready_programs import Kind, ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import Program
 from apt_jax.sched.request_table import HIDDEN, KV
@@ -38,6 +38,7 @@ class HostSlots:
 
     Args:
         runner: calls the programs.
+        ready: those that it may call.
         memory: (blocks, layers, C, E) of the host; block b is row b - 1.
         saver: that whole blocks are saved by, so that all saves to a block come in their order.
         widths: values of a slot, by kind; None: the kind is not offered.
@@ -50,12 +51,13 @@ class HostSlots:
     def __init__(
         self,
         runner: ProgramRunner,
+        ready: ReadyPrograms,
         memory: np.ndarray,
         saver: HostSaver,
         widths: tuple[int | None, int | None],
         place: Callable[[np.ndarray], Any],
     ) -> None:
-        self._runner, self._widths, self._place = runner, widths, place
+        self._runner, self._ready, self._widths, self._place = runner, ready, widths, place
         self._memory = memory.reshape(memory.shape[0], memory.shape[1], -1)
         self.saved_bytes = self.loaded_bytes = 0
         self._saver = saver
@@ -112,9 +114,10 @@ class HostSlots:
         for kind in (KV, HIDDEN):
             spans = saves[saves[:, 4] == kind]
             places, copies = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)
-            for at in range(0, len(places), _SIZES[-1]):
-                part, targets = places[at : at + _SIZES[-1]], copies[at : at + _SIZES[-1]]
-                array = self._save_call(part, bucket_for(_SIZES, len(part)), kind).run()
+            sizes = self._ready.transfers(_NAMES[kind][0], _SIZES) if len(places) else _SIZES
+            for at in range(0, len(places), sizes[-1]):
+                part, targets = places[at : at + sizes[-1]], copies[at : at + sizes[-1]]
+                array = self._save_call(part, bucket_for(sizes, len(part)), kind).run()
                 generations = self._announced[tuple(targets.T)]
                 store = functools.partial(
                     self._store, targets=targets, generations=generations, width=self._width(kind)
@@ -136,9 +139,10 @@ class HostSlots:
         for kind in (KV, HIDDEN):
             spans = loads[loads[:, 4] == kind]
             sources, places = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)
-            for at in range(0, len(places), _SIZES[-1]):
-                part = slice(at, at + _SIZES[-1])
-                self._load_call(sources[part], places[part], bucket_for(_SIZES, len(places[part])), kind).run()
+            sizes = self._ready.transfers(_NAMES[kind][1], _SIZES) if len(places) else _SIZES
+            for at in range(0, len(places), sizes[-1]):
+                part = slice(at, at + sizes[-1])
+                self._load_call(sources[part], places[part], bucket_for(sizes, len(places[part])), kind).run()
                 self.loaded_bytes += len(places[part]) * self._slot_bytes(kind)
 
     def are_ready(self, spans: Ints) -> NDArray[np.bool_]:

@@ -170,17 +170,17 @@ class JaxExecutor:
         self.runner = self._sized_runner(mesh, specs)
         self.programs, self.step_format = self.runner.programs, self.runner.step_format
         self.num_blocks = self.step_format.num_blocks
+        self.ready = ReadyPrograms(self.buckets)
         self.host: HostPool | None = None
         if cache.swap_space:
             blocks = self._memory.host_blocks()
             num_host_blocks = blocks.num_blocks(cache.swap_space)
-            self.host = HostPool(self.runner, blocks, num_host_blocks, self._memory.placed_rows)
+            self.host = HostPool(self.runner, self.ready, blocks, num_host_blocks, self._memory.placed_rows)
             if shares_blocks:
                 kv, hidden = self.kinds_offered
                 widths = (self.config.lane if kv else None, self.config.hidden_size if hidden else None)
                 self.host.share_slots(widths, self._memory.placed_slots)
         self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
-        self.ready = ReadyPrograms(self.buckets)
         self._compiled_at_warm_up = 0
         self._huge_pages = huge_pages
         if self.platform == "cpu":
@@ -337,8 +337,8 @@ class JaxExecutor:
             The others, in the order in which they help most. Each is to be compiled, in any thread, and then given to
             `add_program`.
         """
-        first, others = first_and_others(self._all_programs(), self.ready)
-        self._warm_up([*first, *self._transfers()], progress)
+        first, others = first_and_others([*self._all_programs(), *self._transfers()], self.ready)
+        self._warm_up(first, progress)
         self.ready.forget()
         for program in first:
             self.ready.add(program.name)

@@ -6,6 +6,7 @@ sampler that serves all rows, so that there is always one: a step never waits fo
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, SamplerVariant, bucket_for
@@ -14,6 +15,10 @@ Kind = Literal[
     "decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts",
     "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
 ]  # fmt: skip
+TRANSFERS: tuple[Kind, ...] = (
+    "save", "load", "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
+)  # fmt: skip
+"""Kinds that move blocks or slots between the device and host memory."""
 _SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
 """The field of `Buckets` that has the sizes of programs of a kind."""
 
@@ -36,6 +41,7 @@ class ReadyPrograms:
     def __init__(self, buckets: Buckets) -> None:
         self._all = self.sizes = buckets
         self._samplers: dict[SamplerVariant, list[int]] | None = None
+        self._transfers: dict[Kind, list[int]] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -51,7 +57,7 @@ class ReadyPrograms:
     def forget(self) -> None:
         """From now on steps run nothing but what `add` names."""
         self.sizes = Buckets(decode=[], masked=[], prefill=[], copies=[], conversions=[])
-        self._samplers = {}
+        self._samplers, self._transfers = {}, {}
 
     def add(self, name: ProgramName) -> None:
         """A program is ready."""
@@ -59,6 +65,9 @@ class ReadyPrograms:
             return
         if name.variant is not None:
             self._samplers[name.variant] = sorted({*self._samplers.get(name.variant, ()), name.size})
+            return
+        if name.kind in TRANSFERS:
+            self._transfers[name.kind] = sorted({*self._transfers.get(name.kind, ()), name.size})
             return
         field = _SIZES.get(name.kind)
         if field is None:  # has one size
@@ -69,6 +78,10 @@ class ReadyPrograms:
     def finish(self) -> None:
         """All programs are ready."""
         self.sizes, self._samplers = self._all, None
+
+    def transfers(self, kind: Kind, sizes: Sequence[int]) -> Sequence[int]:
+        """Sizes, ascending, that programs of a kind of transfer may be run with, of all that there are."""
+        return sizes if self._samplers is None else self._transfers[kind]
 
     def sampler(self, num_rows: int, variant: SamplerVariant) -> tuple[int, SamplerVariant]:
         """Size and variant of the sampler for so many rows that need at least `variant`."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from apt_jax.executor.buckets import CHANGES_PER_CALL, SamplerVariant
-from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
+from apt_jax.executor.ready_programs import TRANSFERS, ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 
 MAX_COMPILERS = 8
@@ -93,12 +93,15 @@ def largest_programs(programs: Iterable[Program]) -> list[Program]:
 def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple[list[Program], list[Program]]:
     """The fewest programs that serve every step, and the others, in the order in which they make most steps faster:
     what one client needs, then what two need, and so on, the rarer samplers last."""
-    first, programs = ready.first(), list(programs)
+    programs = list(programs)
+    transfers = [p.name for p in programs if p.name.kind in TRANSFERS]
+    largest = {kind: max(name.size for name in transfers if name.kind == kind) for kind, *_ in transfers}
+    first = ready.first() | {ProgramName(kind, size) for kind, size in largest.items()}
 
     def place(program: Program) -> tuple[bool, int, int]:
         name = program.name
         rare = name.variant is not None and (name.variant.penalised or name.variant.masked)
-        kinds = ("sample", "decode", "prefill", "copy", "convert")
+        kinds = ("sample", "decode", "prefill", "copy", "convert", *TRANSFERS)
         return rare, name.size, kinds.index(name.kind)
 
     return [p for p in programs if p.name in first], sorted((p for p in programs if p.name not in first), key=place)

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from apt_jax.executor.buckets import SAMPLED
-from apt_jax.executor.ready_programs import ProgramName
+from apt_jax.executor.ready_programs import TRANSFERS, ProgramName
 from apt_jax.frontend.early_start import BackgroundPreparation, Unprepared
 from apt_jax.request import SamplingParams
+from apt_jax.sched import make_policy
 from apt_jax.sched.request_table import KV
 from tests.executor.test_jax_executor import PROMPTS, Driver, few_programs, make_executor, reference_greedy
+from tests.support.host_executor import make_host_executor
+from tests.support.paged_driver import draw_greedily
+from tests.support.shared_serving import draw_requests, serve
 
 WEIGHTS = np.arange(1 << 20)
 GREEDY = SamplingParams(temperature=0.0)
@@ -184,3 +188,32 @@ def test_steps_have_the_same_tokens_and_compile_nothing_whatever_is_ready(params
         assert driver.tokens[slot] == reference_greedy(prompt, 6)
     assert not executor.ready.is_complete
     assert np.isin(executor.ready.sizes.decode, executor.buckets.decode).all()
+
+
+def test_transfers_begin_with_the_largest_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw_greedily(monkeypatch)
+    executor = make_host_executor(
+        num_blocks=30, max_num_seqs=6, host_sizes=(1, 4, 16), warm_up=False, mixed=False, shares_blocks=True
+    )
+    executor.buckets.masked = [6]
+    others = [p for p in executor.warm_up_first() if p.name.kind in TRANSFERS]
+    assert executor.host is not None
+    assert executor.host.slots is not None
+    kinds = TRANSFERS[:4]
+    assert [executor.ready.transfers(kind, ()) for kind in kinds] == [[16], [16], [512], [512]]
+    requests = draw_requests(np.random.default_rng(8))
+    expected = serve(executor, requests, "kv", make_policy("fcfs"), share=False)
+    said = [serve(executor, requests, "kv", make_policy("bros"), share=True)]
+    assert executor.host.slots.loaded_bytes > 0
+    for program in others:
+        program.compile()
+        executor.add_program(program)
+        if program.name.kind in ("save", "save kv slots"):
+            said.append(serve(executor, requests, "kv", make_policy("bros"), share=True))
+    assert all(tokens == expected for tokens in said)
+    assert [executor.ready.transfers(kind, ()) for kind in kinds] == [
+        [1, 4, 16],
+        [1, 4, 16],
+        [8, 64, 512],
+        [8, 64, 512],
+    ]

@@ -11,7 +11,12 @@ from tests.support.parallel_cases import MODELS, distinct_params
 
 
 def make_host_executor(
-    *, num_blocks: int = 60, max_num_seqs: int = 4, host_sizes: tuple[int, ...] = (4, 16), **options: Any
+    *,
+    num_blocks: int = 60,
+    max_num_seqs: int = 4,
+    host_sizes: tuple[int, ...] = (4, 16),
+    warm_up: bool = True,
+    **options: Any,
 ) -> JaxExecutor:
     """Return an executor of "opt" with blocks of four positions and 2 MiB of host memory, its programs compiled.
 
@@ -19,6 +24,7 @@ def make_host_executor(
         num_blocks: of the pool.
         max_num_seqs: rows of every decode step.
         host_sizes: blocks that programs move.
+        warm_up: False: the caller compiles its programs.
         options: others of `JaxExecutor`.
     """
     config = MODELS["opt"]
@@ -31,6 +37,8 @@ def make_host_executor(
     made.buckets.conversions = [3]
     assert made.host is not None
     made.host.sizes = list(host_sizes)
+    if not warm_up:
+        return made
     with pytest.MonkeyPatch.context() as patch:
         draw_greedily(patch)
         made.warm_up()
