@@ -11,7 +11,7 @@ of it, everything in one command buffer (one CUDA graph), and no more bytes from
 What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
 
     python -m benchmarks.gpu.gate             # check; exit status 1 and the reasons where something fails
-    python -m benchmarks.gpu.gate --quick     # a fifth of the work (see `quick`)
+    python -m benchmarks.gpu.gate --quick     # a tenth of the work, another one tomorrow (see `quick`)
     python -m benchmarks.gpu.gate --write     # and refresh the tables in docs/kernels.md and benchmarks/results/kernel-gate/
 """
 
@@ -19,6 +19,7 @@ import argparse
 import concurrent.futures
 import csv
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
 import importlib.util
@@ -259,12 +260,15 @@ def _model_cases() -> list[StepCase]:
 
 
 def quick(
-    kernels: Sequence[KernelCase], steps: Sequence[tuple[StepCase, str]]
+    kernels: Sequence[KernelCase], steps: Sequence[tuple[StepCase, str]], day: int
 ) -> list[KernelCase | tuple[StepCase, str]]:
-    """Return cases for a fifth of the time.
+    """Return cases for a tenth of the time.
 
-    All kernels at all shapes, chips and dtypes in turn, and every op on every chip; all steps, with few layers, for the
-    chips in turn.
+    On two days: all kernels at all shapes, chips and dtypes in turn, and every op on every chip; all steps, with few
+    layers, for the chips in turn. Each day has every other of these.
+
+    Args:
+        day: even or odd.
     """
     by_kernel: dict[tuple[str, str], list[KernelCase]] = {}
     for kernel in kernels:
@@ -285,7 +289,7 @@ def quick(
     for case, arch in steps:
         archs.setdefault(case, []).append(arch)
     short = [(case, of_case[i % len(of_case)]) for i, (case, of_case) in enumerate(archs.items())]
-    return [(with_few_layers(case), arch) for case, arch in short] + chosen
+    return [(with_few_layers(case), arch) for case, arch in short[day % 2 :: 2]] + chosen[day % 2 :: 2]
 
 
 def with_few_layers(case: StepCase) -> StepCase:
@@ -627,7 +631,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")
     parser.add_argument("--only", choices=("kernels", "steps"), help="half of the gate")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the work: not every case on every chip")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the work: not every case on every chip")
+    parser.add_argument(
+        "--day",
+        type=int,
+        default=datetime.datetime.now(datetime.UTC).toordinal(),
+        help="of --quick: an even and an odd one have different cases (default: today)",
+    )
     parser.add_argument("--match", default="", help="only items whose description contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     options = parser.parse_args(arguments)
@@ -640,7 +650,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     steps = [] if options.only == "kernels" else step_cases()
     kernels = [] if options.only == "steps" else kernel_cases()
-    items = quick(kernels, steps) if options.quick else [*steps, *kernels]
+    items = quick(kernels, steps, options.day) if options.quick else [*steps, *kernels]
     items = [item for item in items if options.match in str(item)]
     outcomes = run(items, options.jobs)
     for table in (kernel_table(outcomes), kernel_table(outcomes, SMALL_ARCHS), step_table(outcomes)):

@@ -55,6 +55,7 @@ def results(devices: subprocess.Popen[str], case: str, size: int) -> dict[str, A
     return found
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "several", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )

@@ -83,6 +83,7 @@ def cached(executor: JaxExecutor, table: np.ndarray, num: int) -> np.ndarray:
     return blocks.reshape(*blocks.shape[:2], -1, executor.config.lane)[:, :, :num]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

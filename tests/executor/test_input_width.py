@@ -205,6 +205,7 @@ def assert_most_likely(name: str, prompt: list[int], said: list[int]) -> None:
 BLOCK_SIZES = dict(zip(MODELS, (16, 7, 14, 16), strict=True))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("name", "attention"),
     cover(
@@ -306,6 +307,7 @@ def converse(served: Served, name: str) -> None:
     assert len(different) > 12  # the model says something
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("name", "block_size"), [("narrow", 16), pytest.param("narrow", 6, marks=pytest.mark.slow), ("wide", 7)]
 )

@@ -68,6 +68,7 @@ def only(*ids: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("mixed", "ops", "attention"),
     [
@@ -117,6 +118,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("layout", "attention"),
     [
@@ -181,6 +183,7 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         np.testing.assert_allclose(result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05)
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("mode", "ops", "mixed", "slots", "all_sizes"),
     [

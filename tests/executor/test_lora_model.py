@@ -132,6 +132,7 @@ def test_adapters_change_what_the_model_says():
     assert all(len(answers) == 3 for answers in by_prompt.values())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [

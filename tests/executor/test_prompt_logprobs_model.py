@@ -112,6 +112,7 @@ def assert_close(executor: JaxExecutor, prompts: list[np.ndarray], found: dict[s
         assert ((low <= scores.rank) & (scores.rank <= high)).all()
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("offered", [(True, False), (False, True)], ids=["kv", "hidden"])
 @pytest.mark.parametrize("budget", [7, 160])
 def test_chunks_and_kinds_give_those_of_a_forward_pass(offered, budget):

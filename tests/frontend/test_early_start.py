@@ -168,6 +168,7 @@ def test_nothing_to_prepare_is_no_thread() -> None:
     assert preparation.stop()
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.0, logprobs=2)])
 def test_steps_have_the_same_tokens_and_compile_nothing_whatever_is_ready(params: SamplingParams) -> None:
     executor = few_programs(make_executor("kv", mixed=False, max_num_seqs=4))

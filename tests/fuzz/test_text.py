@@ -148,6 +148,7 @@ def _seconds(tokenizer: Tokenizer, text: str) -> float:
     return time.thread_time() - began_s
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("name", _MAKERS)
 def test_R22_encoding_takes_linear_time(name):
     """Four times as long a text takes at most about four times as long: ten times passes, a square (sixteen) does
@@ -194,6 +195,7 @@ def check_ids(name: str, ids: list[int], skip: bool) -> None:
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.seeds
 @pytest.mark.parametrize("name", _MAKERS)
 def test_R17_R22_E9_any_text_comes_back_and_its_pieces_are_the_whole(name):

@@ -103,6 +103,7 @@ def test_keys_that_hidden_rows_need_are_widened(tmp_path, monkeypatch) -> None:
     np.testing.assert_array_equal(np.asarray(kept.wk).reshape(32, 64), kept.wqkv.dequantized(jnp.float32)[64:96])
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("backend", ["xla", None])
 @pytest.mark.parametrize(("cache", "other"), [("kv", None), ("hidden", None), ("kv", "Q8_0"), ("kv", "Q5_0")])
 def test_a_step_is_near_a_plain_pass_over_the_same_weights(

@@ -178,6 +178,7 @@ def _caches(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(name, marks=pytest.mark.slow) if name.startswith("Llama") else name for name in SERVED],

@@ -409,6 +409,7 @@ def test_the_reference_of_prefill_computes_what_numpy_does(layout: str, dtype: s
     check(reference_prefill(arguments, named | {"slot_ranges": rows[5]}), expected, dtype)
 
 
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("layout", "dtype", "shared"),

@@ -25,6 +25,7 @@ def plain(tokens):
 
 # The TPU's kernels do not reproject: XLA does there. Absorption by Triton's kernels differs from it in one op, which
 # the test of the benchmarks' script takes from the same registry.
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("ops", "attention"), cover(CASES, [("triton-interpret", "reproject"), ("tpu-interpret", "absorb")])
 )

@@ -166,6 +166,7 @@ def test_decode_with_absorbed_values(ops: str, name: str | None, norm: str | Non
     )  # fmt: skip
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("ops", "name", "norm"),
     _of_both(

@@ -96,6 +96,7 @@ def _check(name: str, op: str, dtype: str, ranged: bool, interpret, rows=None, r
     np.testing.assert_array_equal(np.asarray(actual), np.asarray(decode(q, pool, tables, lens)))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("name", "dtype", "ranged"), _pairs(KV_SHAPES))
 def test_kv_decode_matches_the_reference(name: str, dtype: str, ranged: bool) -> None:
     _check(name, "decode_kv", dtype, ranged, True)
@@ -105,6 +106,7 @@ def test_kv_decode_of_many_heads_matches_the_reference() -> None:
     _check("seventy-two-heads", "decode_kv", "bfloat16", True, True)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("name", "dtype", "ranged"), _pairs(ABSORBED_SHAPES))
 def test_absorbed_decode_matches_the_reference(name: str, dtype: str, ranged: bool) -> None:
     _check(name, "decode_absorbed", dtype, ranged, True)

@@ -176,6 +176,7 @@ def test_ops_match_their_references_in_every_dtype(op: str, shape: str, dtype: s
     _case(op, shape, dtype, LENGTHS).check()
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("op", "shape"),
     cover(

@@ -104,6 +104,7 @@ def check(arguments: list[Any], named: dict[str, Any], dtype: str) -> np.ndarray
 
 
 # The layouts that are left out here are those of the tests below, or of the same class as others.
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     "layout",
     cover(
@@ -117,6 +118,7 @@ def test_head_layouts(layout: str) -> None:
     assert not actual[int(arguments[5][5]) :].any()
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [("width-80", "bfloat16"), ("partial-rotary", "float16"), ("grouped", "float32")],

@@ -151,6 +151,7 @@ def test_time_of_the_host_is_hidden_behind_the_device_as_far_as_it_is_shorter():
     assert overlapped(workload, overlap=False, host_s=0.03).duration_s == pytest.approx(50 * 0.13)
 
 
+@pytest.mark.in_turn(7)
 @pytest.mark.seeds
 @pytest.mark.parametrize("policy", cover(sorted(POLICIES), LEADING))
 def test_every_policy_serves_all_with_overlap(policy):
@@ -215,6 +216,7 @@ def test_narrow_layer_inputs_take_fewer_blocks():
     assert most == {None: 1, 21: 2}
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.seeds
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_serves_all_and_a_seed_fixes_the_run(policy):

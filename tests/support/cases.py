@@ -1,5 +1,6 @@
-"""Cases that a test runs: some of them in `make test`, all in `make test-slow`."""
+"""Cases that a test runs: some of them in `make test`, or others every day, and all in `make test-slow`."""
 
+import collections
 import os
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -23,3 +24,25 @@ def cover(every: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
 
     return [case if case in quick else slow(case) for case in cases]
+
+
+def mark_all_but_those_in_turn(items: Iterable[pytest.Item]) -> None:
+    """Mark as `slow` the cases of tests with the marker `in_turn` that have no turn today.
+
+    The day is that of $APT_JAX_SEED_BASE.
+    """
+    day = int(os.environ["APT_JAX_SEED_BASE"]) // 10_000
+    groups: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    sizes: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("in_turn")
+        if marker is not None and item.get_closest_marker("slow") is None:
+            name = marker.kwargs.get("group") or item.nodeid.partition("[")[0]
+            groups[name].append(item)
+            sizes[name] = marker.args[0]
+    for name, members in groups.items():
+        members.sort(key=lambda item: item.nodeid)
+        today = {(day * sizes[name] + i) % len(members) for i in range(sizes[name])}
+        for i, item in enumerate(members):
+            if i not in today:
+                item.add_marker(pytest.mark.slow)

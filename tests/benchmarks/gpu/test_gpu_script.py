@@ -37,6 +37,7 @@ def failures(out: Path) -> list[str]:
     return [f"{row['case']}: {row['status']}" for row in found if row["status"] not in ("ok", "not installed")]
 
 
+@pytest.mark.in_turn(1, group="stages of the GPU script")
 def test_kernel_stages(tmp_path: Path) -> None:
     printed = start(tmp_path, "--tiny", "--stages", "start,bandwidth,correctness,kernels,peers,tune")
     assert failures(tmp_path) == []
@@ -49,6 +50,7 @@ def test_kernel_stages(tmp_path: Path) -> None:
         assert {"tokens", "lanes", "warps", "stages"} <= set(found["tile"])
 
 
+@pytest.mark.in_turn(1, group="stages of the GPU script")
 @pytest.mark.parametrize("num_buckets", cover([1, 2], [1]))
 def test_whole_model_stages(num_buckets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from apt_jax.sim.hardware import load_hardware
