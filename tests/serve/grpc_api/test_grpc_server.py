@@ -797,6 +797,11 @@ def test_messages_convert_numpy_ids():
     assert make_request(np.array([1, 2]).tolist()).token_ids.ids == [1, 2]
 
 
+def test_a_class_that_is_none_is_named_by_the_client():
+    with pytest.raises(ValueError, match="slo_class: 'batch' must be 'rt' \\(real time\\) or 'be' \\(best effort\\)"):
+        make_request("hi", slo_class="batch")
+
+
 # --- watching the scheduler ----------------------------------------------------------------------------------------
 
 
