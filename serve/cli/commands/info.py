@@ -226,6 +226,9 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
     if isinstance(executor, JaxExecutor) and executor.host is not None:
         facts["host memory (MiB)"] = round(executor.host.num_blocks * executor.block_bytes / 2**20, 1)
         facts["host memory (blocks)"] = executor.host.num_blocks
+    if parts.config.cache.prefix_cache_dir is not None:
+        facts["prefixes on disk"] = str(parts.config.cache.prefix_cache_dir)
+        facts["prefixes on disk, at most (GiB)"] = parts.config.cache.prefix_cache_size
     facts["scheduling policy"] = parts.policy.name
     model = parts.cost_model
     facts["calibration"] = (

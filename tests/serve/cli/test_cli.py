@@ -487,6 +487,18 @@ def test_quiet_is_quiet(monkeypatch):
     assert run("generate", "tiny-opt", "hi", "--quiet") == (1, "", "apt-jax generate: enough\n")
 
 
+def test_info_of_a_model(tmp_path):
+    flags = ("--num-blocks-override", "64", "--swap-space", "0.01", "--prefix-cache-dir", str(tmp_path / "prefixes"))
+    code, out, _ = run("info", "tiny-opt", *flags, "--json", "-")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["model"]["family"] == "opt"
+    cache = facts["cache and kernels"]
+    assert (cache["blocks"], cache["kv: pool (tokens)"], cache["hidden: pool (tokens)"]) == (64, 512, 1024)
+    assert cache["host memory (blocks)"] == int(0.01 * 2**30) // (cache["kv: bytes a token"] * 8)
+    assert cache["prefixes on disk"] == str(tmp_path / "prefixes")
+
+
 def test_info_of_a_server(server):
     target, _ = server
     code, out, err = run("info", "--target", target, "--json", "-")
