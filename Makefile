@@ -18,7 +18,7 @@
 #   make clean       remove the environments
 #
 # PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests
-# wait, so that one more than the cores keeps these busy), GATE_FLAGS=... and GATE_TPU_FLAGS=... what the gates do
+# wait, so that one more than the cores keeps these busy), GATE_FLAGS=..., GATE_TPU_FLAGS=... and REFERENCE_FLAGS=... what these do
 # (docs/kernels.md, docs/tpu.md).
 
 SHELL := /bin/bash
@@ -84,7 +84,7 @@ clients: .venv/.ready
 	PYTHONPATH=$(CURDIR)/.venv-clients/model .venv/bin/python -m tests.clients --write $(CLIENTS)
 
 reference: .venv-ref/.ready
-	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n $(WORKERS) --dist loadfile tests/parity
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(REFERENCE_FLAGS) tests/parity
 
 gate: .venv-gate/.ready
 	PYTHONPATH=.venv-gate .venv/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py

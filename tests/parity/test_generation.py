@@ -54,6 +54,7 @@ def executors(model):
     return {attention: make_executor(model.params, model.config, attention) for attention in ("reproject", "absorb")}
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.seeds
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("mode", MODES)
