@@ -95,7 +95,7 @@ def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple
     what one client needs, then what two need, and so on, the rarer samplers last."""
     programs = list(programs)
     transfers = [p.name for p in programs if p.name.kind in TRANSFERS]
-    largest = {kind: max(name.size for name in transfers if name.kind == kind) for kind, *_ in transfers}
+    largest = {name.kind: max(other.size for other in transfers if other.kind == name.kind) for name in transfers}
     first = ready.first() | {ProgramName(kind, size) for kind, size in largest.items()}
 
     def place(program: Program) -> tuple[bool, int, int]:

@@ -175,7 +175,7 @@ def test_saves_through_pinned_memory_say_the_same(monkeypatch):
         pytest.skip(f"no {PINNED} memory in this version of JAX on a CPU")
     assert not stages_in_pinned_memory()
     monkeypatch.setattr(host()._saver, "pinned", True)
-    kinds: set[str] = set()
+    kinds: set[str | None] = set()
     store = HostSaver._store
 
     def seen(array: jax.Array, *args: Any) -> None:
