@@ -95,8 +95,8 @@ def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple
     what one client needs, then what two need, and so on, the rarer samplers last."""
     programs = list(programs)
     transfers = [p.name for p in programs if p.name.kind in TRANSFERS]
-    largest = {name.kind: max(other.size for other in transfers if other.kind == name.kind) for name in transfers}
-    first = ready.first() | {ProgramName(kind, size) for kind, size in largest.items()}
+    largest = {name.kind: name for name in sorted(transfers, key=lambda name: name.size)}
+    first = {*ready.first(), *largest.values()}
 
     def place(program: Program) -> tuple[bool, int, int]:
         name = program.name
