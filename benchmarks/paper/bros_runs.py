@@ -15,6 +15,7 @@ from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import (
+    AptPlusPolicy,
     BrosPolicy,
     Plan,
     Policy,
@@ -22,6 +23,7 @@ from apt_jax.sched import (
     SchedulerView,
     make_policy,
 )
+from apt_jax.sched.policies.real_time_first import RealTimeFirst
 from apt_jax.sim.executor import SimulatedExecutor, SimulatedHostMemory
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
@@ -41,18 +43,28 @@ POLICIES = {"fcfs": "vLLM", "round-robin": "RR", "bros": "BROS"}
 MEMORIES = ("bros", "bros-eager", "bros-swap", "bros-recompute")
 """BROS's scheduler with shared blocks; with them, but whole groups are checkpointed at once; with host memory for whole
 requests; and without host memory."""
-COMBINED = ("bros", "bros-recompute", "bros-kinds", "bros-kinds-recompute", "apt-plus", "apt-plus-last")
-"""BROS with keys and values and with the kind that costs least; and apt-plus, with classes and without."""
+COMBINED = (
+    "bros",
+    "bros-recompute",
+    "bros-kinds",
+    "apt-plus-blind",
+    "apt-plus-blind-last",
+    "apt-plus",
+    "apt-plus-memory",
+)
+"""BROS with keys and values and with the kind that costs least; apt-plus that does not tell classes apart, with
+`--best-effort-last` and without; and as it is, without host memory and with it."""
 PURE = ("fcfs", "tgi", "bros-recompute")
 SHOWN = {
     **POLICIES,
     "bros-eager": "shared blocks, whole groups at once",
     "bros-swap": "host memory, blocks not shared",
     "bros-recompute": "recomputation",
-    "bros-kinds": "hybrid cache",
-    "bros-kinds-recompute": "hybrid cache, recomputation",
+    "bros-kinds": "BROS, hybrid cache",
+    "apt-plus-blind": "apt-plus, one class",
+    "apt-plus-blind-last": "apt-plus, one class, --best-effort-last",
     "apt-plus": "apt-plus",
-    "apt-plus-last": "apt-plus, best-effort last",
+    "apt-plus-memory": "apt-plus, host memory",
     "tgi": "TGI",
     "longest-wait": "preemptive, 64 tokens",
     "longest-wait-256": "preemptive, 256 tokens",
@@ -68,7 +80,9 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "bros-swap": BrosPolicy,
     "bros-recompute": BrosPolicy,
     "bros-kinds": lambda: BrosPolicy(kinds="by-cost"),
-    "bros-kinds-recompute": lambda: BrosPolicy(kinds="by-cost"),
+    "apt-plus-memory": AptPlusPolicy,
+    "apt-plus-blind": lambda: AptPlusPolicy(two_classes=False),
+    "apt-plus-blind-last": lambda: RealTimeFirst(AptPlusPolicy(two_classes=False), AptPlusPolicy(two_classes=False)),
     "bros-groups": lambda: BrosPolicy(token_group=8),
     "bros-any": lambda: BrosPolicy(replacement="any", most_replacements=None),
     "bros-literal": lambda: BrosPolicy(
@@ -173,8 +187,7 @@ class Feed:
             return transfer_s
 
         config = SchedulerConfig(
-            policy="fcfs" if case.policy in VARIANTS else case.policy.removesuffix("-last"),
-            best_effort_last=case.policy.endswith("-last"),
+            policy="fcfs" if case.policy in VARIANTS else case.policy,
             max_num_seqs=case.max_num_seqs,
             max_num_batched_tokens=budget,
             max_num_queued_reqs=real_time.num_requests + 2 * case.be_batch + 1,

@@ -62,12 +62,15 @@ class AptPlusPolicy:
        that their memory is of use for longest. Their recomputation may take `RECOMPUTE_SHARE` of the time, so that
        pauses cost a few per cent of the throughput at most. Where the next positions do not fit the pool, the same
        ones go first.
+    5. *Two classes.* Best-effort requests have no objectives: they pause before all others, compete for no memory, get
+       what is left after all real-time requests, and no step is shorter for them.
 
     Args:
         violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is
             left.
         spend_late_gaps: False: a late gap counts as a miss whoever has it. Then only those that have missed an
             objective are paused.
+        two_classes: False: best-effort requests are requests like others.
         urgent_s, recompute_share, largest_share, reserve_tokens, leftover_tokens: the constants above.
     """
 
@@ -78,6 +81,7 @@ class AptPlusPolicy:
         violation_decay: float = 0.0,
         *,
         spend_late_gaps: bool = True,
+        two_classes: bool = True,
         urgent_s: float = URGENT_S,
         recompute_share: float = RECOMPUTE_SHARE,
         largest_share: float = LARGEST_SHARE,
@@ -86,6 +90,7 @@ class AptPlusPolicy:
     ) -> None:
         self.violation_decay = violation_decay
         self.spend_late_gaps = spend_late_gaps
+        self.has_classes = two_classes
         self.urgent_s = urgent_s
         self.recompute_share = recompute_share
         self.largest_share = largest_share
@@ -122,7 +127,8 @@ class AptPlusPolicy:
 
         packer = StepPacker(view, preempt)
         packer.decode(decoding)
-        packer.tokens_left = _prompt_tokens(view, decoding, decode_s, packer.tokens_left)
+        attain = decoding[~(has_missed(view, decoding) | self._best_effort(view, decoding))]
+        packer.tokens_left = _prompt_tokens(view, attain, decode_s, packer.tokens_left)
         if partial.size:
             packer.continue_prefill(partial)
         if waiting is not None and packer.slots_left > 0 and packer.tokens_left > 0:
@@ -136,15 +142,20 @@ class AptPlusPolicy:
     def _pause_order(self, view: SchedulerView, decoding: Rows) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
         """Positions in `decoding` in the order in which they pause, and whether a pause costs each no attainment.
 
-        Those that it costs none go first, the latest arrived before others.
+        Best-effort requests go first, where there are classes, then those that it costs none, then others; the latest
+        arrived of each before the others.
         """
-        is_free = self.may_wait(view, decoding)
-        return np.lexsort((-np.arange(decoding.size), ~is_free)), is_free
+        is_free, low = self.may_wait(view, decoding), self._best_effort(view, decoding)
+        return np.lexsort((-np.arange(decoding.size), ~is_free, ~low)), is_free
+
+    def _best_effort(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
+        """(n,) of the best-effort class, where there are classes."""
+        return view.table.best_effort.take(rows) if self.has_classes else np.zeros(rows.size, np.bool_)
 
     def may_wait(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
         """(n,) of requests with tokens: whether a pause of any length costs no attainment, as in rule 4."""
         table = view.table
-        free = has_missed(view, rows)
+        free = has_missed(view, rows) | self._best_effort(view, rows)
         if self.spend_late_gaps:
             late = table.num_late_gaps.take(rows) + 1
             free |= late <= 0.01 * (table.num_outputs.take(rows) - 1)
@@ -215,7 +226,7 @@ class AptPlusPolicy:
             first = first[:0]
         rest = np.flatnonzero(value <= 0)
         has_token = view.table.num_delivered[view.waiting[rest]] > 0
-        rest = rest[np.argsort(has_token, kind="stable")]
+        rest = rest[np.lexsort((has_token, self._best_effort(view, view.waiting[rest])))]
         room -= int(blocks[first].sum()) + self._growth(view, decoding, self.leftover_tokens)
         rest = rest[: int(np.searchsorted(np.cumsum(blocks[rest]), room, side="right"))]
         chosen = np.concatenate([first, rest])
@@ -240,8 +251,9 @@ class _Waiting:
         at_best_s = pending_s + prefill_s(view, rows, self.kind, partial, decode_s)
         started = table.num_delivered[rows] > 0
         objective_s = np.where(started, table.slo_tbt_s[rows], table.slo_ttft_s[rows])
-        on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows))
-        self.value = np.where(on_time, pending_s, policy.violation_decay * pending_s)
+        low = policy._best_effort(view, rows)
+        on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
+        self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
         """p_i of those on time, less or nothing of the others."""
         urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
         density = self.value[urgent] / self.blocks[urgent]
@@ -293,14 +305,13 @@ def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: R
     return partial[:num_kept], partial[num_kept:]
 
 
-def _prompt_tokens(view: SchedulerView, decoding: Rows, decode_s: float, limit: int) -> int:
-    """Prompt tokens that may ride along: no gap of anyone who can still attain may come near its objective.
+def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: int) -> int:
+    """Prompt tokens that may ride along: no gap of those who can still `attain` may come near its objective.
 
     At least one block of them: prompts must go on, whatever the objectives.
     """
     costs = view.costs
     per_token_s = costs.prefill_per_token_s
-    attain = decoding[~has_missed(view, decoding)]
     if per_token_s <= 0 or not attain.size:
         return limit
     table = view.table

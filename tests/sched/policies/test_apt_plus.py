@@ -230,6 +230,60 @@ def test_the_less_is_left_for_pauses_the_smaller_those_that_they_are_for():
         assert w.schedule(policy).preempt.tolist() == expected
 
 
+# --- classes -------------------------------------------------------------------------------------------------------
+
+
+BLIND = {"two_classes": False}
+
+
+def test_best_effort_requests_pause_before_all_others():
+    def preempted(best_effort: list[int], **options: bool) -> list[int]:
+        w = world(num_blocks=1000)
+        for prompt in (47, 15, 15):
+            w.hold(w.add(prompt, 200, tbt_s=1.0), KV, num_outputs=2)
+        w.num_blocks = w.used_blocks
+        w.table.num_late_gaps[1] = 1
+        w.table.best_effort[best_effort] = True
+        return w.schedule(AptPlusPolicy(**options)).preempt.tolist()
+
+    assert preempted([]) == [1]  # who has missed
+    assert preempted([0]) == [0]
+    assert preempted([0], **BLIND) == [1]
+
+
+def test_an_urgent_request_takes_the_memory_of_best_effort_ones():
+    w = urgent_world(50)
+    assert not w.schedule(AptPlusPolicy()).preempt.size
+    w.table.best_effort[0] = True
+    assert w.schedule(AptPlusPolicy()).preempt.tolist() == [0]
+    assert not w.schedule(AptPlusPolicy(**BLIND)).preempt.size
+    w.table.best_effort[2] = True  # the one that waits
+    assert not w.schedule(AptPlusPolicy()).preempt.size
+
+
+def test_best_effort_requests_get_what_real_time_ones_leave():
+    w = world(num_blocks=2 * 17, block_size=16, max_num_batched_tokens=512)
+    first, late = w.add(200, 4, ttft_s=1.0), w.add(200, 4, ttft_s=1.0)
+    pending(w, first, 0.5)  # on time
+    pending(w, late, 5.0)
+    w.table.best_effort[first] = True
+    assert w.schedule(AptPlusPolicy()).rows.tolist() == [late]
+    assert w.schedule(AptPlusPolicy(**BLIND)).rows.tolist() == [first]
+
+
+def test_no_step_is_shorter_for_a_best_effort_request():
+    def chunk(**options: bool) -> int:
+        w = world(block_size=16, max_num_batched_tokens=512)
+        w.hold(w.add(15, 30, tbt_s=0.2), KV, num_outputs=2)
+        w.add(400, 30)
+        w.table.best_effort[0] = True
+        pending(w, 0, 0.01)
+        return int(w.schedule(AptPlusPolicy(**options)).num_tokens[1])
+
+    assert chunk() == 400
+    assert chunk(**BLIND) < 200
+
+
 def test_who_has_missed_an_objective():
     w = world()
     row = w.hold(w.add(5, arrival_s=0.0, tbt_s=1.0), KV, num_outputs=50)

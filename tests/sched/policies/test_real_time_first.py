@@ -17,7 +17,7 @@ def best_effort(world: World, row: int) -> int:
     return row
 
 
-@pytest.mark.parametrize("name", ["apt", "apt-plus", "vllm-v1", "fcfs", "sarathi"])
+@pytest.mark.parametrize("name", ["apt", "apt-plus?two_classes=false", "vllm-v1", "fcfs", "sarathi"])
 def test_a_first_token_waits_for_no_best_effort_request(name):
     world = World(num_blocks=400, mode="kv", max_num_seqs=16)
     be = [best_effort(world, world.hold(world.add(8, 40), KV)) for _ in range(12)]
@@ -49,7 +49,7 @@ def test_the_latest_best_effort_requests_make_room_and_no_more_of_them_than_are_
     assert world.step(policy).rows.tolist() == [rt, *be[:2]]
 
 
-@pytest.mark.parametrize("name", ["tgi", "fcfs", "apt", "apt-plus", "vllm-v1", "fcfs-ef", "infermax"])
+@pytest.mark.parametrize("name", ["tgi", "fcfs", "apt", "apt-plus?two_classes=false", "vllm-v1", "fcfs-ef", "infermax"])
 def test_policies_that_want_more_than_a_step_needs_get_it(name):
     """Some reserve the whole output, some a share of the pool: what best-effort requests hold is free for them."""
     world = World(num_blocks=100, mode="kv", max_num_seqs=16, max_num_batched_tokens=512)
@@ -86,7 +86,7 @@ def test_with_one_class_it_decides_as_the_policy_does():
 
 
 def test_policies_with_classes_keep_their_own():
-    for name in ("bros", "round-robin"):
+    for name in ("bros", "round-robin", "apt-plus"):
         assert not isinstance(make_policy(name, CONFIG), RealTimeFirst)
 
 
