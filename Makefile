@@ -18,7 +18,8 @@
 #   make clean       remove the environments
 #
 # PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests
-# wait, so that one more than the cores keeps these busy), GATE_FLAGS=..., GATE_TPU_FLAGS=... and REFERENCE_FLAGS=... what these do
+# wait, so that one more than the cores keeps these busy), GATE_FLAGS=..., GATE_TPU_FLAGS=... and REFERENCE_FLAGS=... what
+# the gates and the reference tests do
 # (docs/kernels.md, docs/tpu.md).
 
 SHELL := /bin/bash

@@ -83,7 +83,7 @@ def make_request(
     Raises:
         ValueError: a field or value that the message cannot hold.
     """
-    if slo_class not in _CLASSES:
+    if slo_class not in tuple(_CLASSES):
         raise ValueError(f"slo_class: {slo_class!r:.60} must be 'rt' (real time) or 'be' (best effort)")
     constraint = sampling.get("structured_outputs")
     if isinstance(constraint, Mapping):

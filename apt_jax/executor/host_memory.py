@@ -8,7 +8,7 @@ The pool is one array of the host, allocated and touched at start, a row a block
 A save does not stall the step that it belongs to: the program reads the blocks before the step writes them, and a thread
 of its own does the rest. Where four of these arrays wait for the thread, dispatch waits for the oldest, so that the
 device's memory for them is bounded. A load waits for the save of its blocks, if that is still under way, and for nothing else. All
-blocks of a step travel together, in programs of fixed sizes; nothing is compiled while serving.
+blocks of a step travel together, in programs of fixed sizes, which no step compiles.
 
 A block is good once it has been saved whole, and as long as its checksum is that of its contents. One whose transfer
 failed is not, and never is what was in it before: it stops to be good when the save is announced.
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
 from apt_jax.executor.buckets import bucket_for, power_of_two_buckets
-from apt_jax.executor.host_saver import HostSaver, stages_in_pinned_memory
+from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.host_slots import HostSlots
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.pool_memory import HostBlocks
@@ -51,6 +51,7 @@ class HostPool:
         blocks: what one block looks like.
         num_blocks: of host memory, with ids in [1, num_blocks].
         place: puts an array of the host to where the load program takes it from.
+        pinned: see `HostSaver`.
 
     Attributes:
         sizes: numbers of blocks that programs move, ascending.
@@ -68,6 +69,8 @@ class HostPool:
         blocks: HostBlocks,
         num_blocks: int,
         place: Callable[[np.ndarray], Any],
+        *,
+        pinned: bool = False,
     ) -> None:
         self.runner, self._ready, self._blocks, self._place = runner, ready, blocks, place
         self._num_blocks = num_blocks
@@ -87,7 +90,7 @@ class HostPool:
         self._held = np.full(num_blocks + 1, -1, np.int64)
         self._announced = np.zeros(num_blocks + 1, np.int64)
         self._saving: dict[int, concurrent.futures.Future[None]] = {}
-        self._saver = HostSaver(pinned=stages_in_pinned_memory())
+        self._saver = HostSaver(pinned=pinned)
         self._checkers = concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "apt-jax-checks")
 
     @property

@@ -9,23 +9,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from apt_jax.errors import one_line
+
 logger = logging.getLogger("apt_jax.executor")
 
 _MAX_SAVES = 4
-"""Arrays that wait on the device to be copied, at most."""
+"""Arrays that wait to be stored, at most: on the device or in pinned memory."""
 
 
 PINNED = "pinned_host"
 
 
-def stages_in_pinned_memory() -> bool:
-    """Return True where copies from the device are faster through pinned memory that JAX allocates.
+def stages_in_pinned_memory(device: jax.Device) -> bool:
+    """Return True for a GPU with pinned memory that JAX allocates.
 
-    Of a GPU: `jax.Array.copy_to_host_async` goes through one fixed buffer of the runtime, where copies and transfers
-    alternate (jax-ml/jax#22114). On a CPU the device's memory is the host's.
+    `jax.Array.copy_to_host_async` goes through one fixed buffer of the runtime there, where copies and transfers
+    alternate (jax-ml/jax#22114).
     """
-    device = jax.local_devices()[0]
-    return device.platform != "cpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
+    return device.platform == "gpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
 
 
 class HostSaver:
@@ -52,8 +53,12 @@ class HostSaver:
         while len(self._under_way) >= _MAX_SAVES:
             concurrent.futures.wait([self._under_way.popleft()])
         if self.pinned:
-            array = jax.device_put(array, array.sharding.with_memory_kind(PINNED))
-        else:
+            try:
+                array = jax.device_put(array, array.sharding.with_memory_kind(PINNED))
+            except Exception as error:
+                logger.warning("no more copies through pinned memory of the host: %s", one_line(str(error)))
+                self.pinned = False
+        if not self.pinned:
             array.copy_to_host_async()
         future = self._thread.submit(self._store, array, what, store)
         self._under_way.append(future)

@@ -114,7 +114,9 @@ class HostSlots:
         for kind in (KV, HIDDEN):
             spans = saves[saves[:, 4] == kind]
             places, copies = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)
-            sizes = self._ready.transfers(_NAMES[kind][0], _SIZES) if len(places) else _SIZES
+            if not len(places):
+                continue
+            sizes = self._ready.transfers(_NAMES[kind][0], _SIZES)
             for at in range(0, len(places), sizes[-1]):
                 part, targets = places[at : at + sizes[-1]], copies[at : at + sizes[-1]]
                 array = self._save_call(part, bucket_for(sizes, len(part)), kind).run()
@@ -139,7 +141,9 @@ class HostSlots:
         for kind in (KV, HIDDEN):
             spans = loads[loads[:, 4] == kind]
             sources, places = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)
-            sizes = self._ready.transfers(_NAMES[kind][1], _SIZES) if len(places) else _SIZES
+            if not len(places):
+                continue
+            sizes = self._ready.transfers(_NAMES[kind][1], _SIZES)
             for at in range(0, len(places), sizes[-1]):
                 part = slice(at, at + sizes[-1])
                 self._load_call(sources[part], places[part], bucket_for(sizes, len(places[part])), kind).run()

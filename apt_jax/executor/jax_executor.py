@@ -42,6 +42,7 @@ from apt_jax.executor.base import (
 from apt_jax.executor.buckets import SamplerVariant, bucket_for
 from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
 from apt_jax.executor.host_memory import HostPool
+from apt_jax.executor.host_saver import stages_in_pinned_memory
 from apt_jax.executor.packing import (
     Ints,
     pack_conversions,
@@ -175,7 +176,14 @@ class JaxExecutor:
         if cache.swap_space:
             blocks = self._memory.host_blocks()
             num_host_blocks = blocks.num_blocks(cache.swap_space)
-            self.host = HostPool(self.runner, self.ready, blocks, num_host_blocks, self._memory.placed_rows)
+            self.host = HostPool(
+                self.runner,
+                self.ready,
+                blocks,
+                num_host_blocks,
+                self._memory.placed_rows,
+                pinned=stages_in_pinned_memory(self.device),
+            )
             if shares_blocks:
                 kv, hidden = self.kinds_offered
                 widths = (self.config.lane if kv else None, self.config.hidden_size if hidden else None)

@@ -35,7 +35,7 @@ class ReadyPrograms:
     """The programs that steps may run.
 
     Attributes:
-        sizes: of the programs that do not sample, as `Buckets`.
+        sizes: of the programs that neither sample nor move blocks to or from host memory, as `Buckets`.
     """
 
     def __init__(self, buckets: Buckets) -> None:
@@ -49,7 +49,7 @@ class ReadyPrograms:
         return self._samplers is None
 
     def first(self) -> set[ProgramName]:
-        """The fewest programs that serve every step."""
+        """The fewest programs that serve every step, without those of `TRANSFERS`."""
         names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in _SIZES.items()}
         names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
         return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}

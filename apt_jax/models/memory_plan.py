@@ -165,6 +165,11 @@ def _plan(
         return of_kv | ({"hidden": blocks * config.hidden_block_size(cache.block_size)} if hidden else {})
 
     host_blocks = int(cache.swap_space * 2**30) // (block * num_devices)
+    if cache.swap_space and host_blocks < 2:
+        raise ConfigError(
+            f"swap_space={cache.swap_space:g} GiB holds no two blocks of {block * num_devices:,} bytes; give more, or 0 "
+            "for none (--swap-space)"
+        )
     return MemoryPlan(
         leaves=leaves,
         weight_bytes=weights,

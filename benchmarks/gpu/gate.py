@@ -289,7 +289,13 @@ def quick(
     for case, arch in steps:
         archs.setdefault(case, []).append(arch)
     short = [(case, of_case[i % len(of_case)]) for i, (case, of_case) in enumerate(archs.items())]
-    return [(with_few_layers(case), arch) for case, arch in short[day % 2 :: 2]] + chosen[day % 2 :: 2]
+    today = [(with_few_layers(case), arch) for i, (case, arch) in enumerate(short) if _has_turn(i, day)]
+    return [*today, *(case for i, case in enumerate(chosen) if _has_turn(i, day))]
+
+
+def _has_turn(i: int, day: int) -> bool:
+    """True for half of the cases, whose chips alternate: pairs of two chips take turns."""
+    return (i // len(ARCHS) + day) % 2 == 0
 
 
 def with_few_layers(case: StepCase) -> StepCase:

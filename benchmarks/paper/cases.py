@@ -54,7 +54,7 @@ def _sources(policy: str, *, has_host_memory: bool) -> str:
         made = POLICIES[policy](SchedulerConfig(policy=policy), 0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
     else:  # a variant that a script makes
-        files |= {ROOT / "apt_jax/sched/policies" / name for name in ("bros.py", "round_robin.py")}
+        files |= set((ROOT / "apt_jax/sched/policies").glob("*.py"))
         files.add(ROOT / "benchmarks/paper/longest_wait.py")
     digest = hashlib.sha256()
     for file in sorted(files):

@@ -1,6 +1,7 @@
 """Output of commands: tables for people, JSON for programs."""
 
 import contextlib
+import io
 import json
 import math
 import sys
@@ -26,19 +27,39 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
     Console(highlight=False, emoji=False).print(table)
 
 
+_json_out: list[TextIO] = []
+"""Where JSON goes, the last of them; empty: to stdout."""
+
+
+class _Stderr(io.TextIOBase):
+    """Standard error, which nobody needs to read."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+    @property
+    def encoding(self) -> str:
+        return sys.stderr.encoding
+
+
 @contextlib.contextmanager
 def tables_on_stderr() -> Iterator[None]:
     """Print to stderr all but what `write_json` writes to stdout."""
-    json_out.append(sys.stdout)
+    _json_out.append(sys.stdout)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(_Stderr()):
             yield
     finally:
-        json_out.pop()
-
-
-json_out: list[TextIO] = []
-"""Where JSON goes, the last of them; empty: to stdout."""
+        _json_out.pop()
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
@@ -70,7 +91,7 @@ def write_json(path: str | None, values: Any) -> None:
         return
     text = json.dumps(rounded(values), indent=1, default=str) + "\n"
     if path == "-":
-        (json_out or [sys.stdout])[-1].write(text)
+        (_json_out or [sys.stdout])[-1].write(text)
         return
     try:
         Path(path).write_text(text)

@@ -25,7 +25,8 @@ from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerC
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine, recalibrate
 from apt_jax.frontend.components import EngineComponents, with_policy
-from serve.cli.output import starting_bars
+from serve.cli.options import add_json_argument
+from serve.cli.output import starting_bars, write_json
 from serve.client import AsyncAptClient
 from serve.demo.workload import (
     Answer,
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("demo-results"),
         help="folder for the plot and the numbers (default: demo-results)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    add_json_argument(parser)
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:
@@ -259,9 +260,9 @@ def run(args: argparse.Namespace) -> int:
     picture = args.output / "attainment.png"
     plot_runs(runs, workload, picture)
     numbers = _numbers(runs, stats, workload)
-    for path in [args.output / "results.json", *([args.json] if args.json else [])]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(numbers, indent=1))
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "results.json").write_text(json.dumps(numbers, indent=1))
+    write_json(args.json, numbers)
     console.print(
         f"\nPlot: {picture}   numbers: {args.output / 'results.json'}   {time.monotonic() - started:.0f} s in all"
     )

@@ -13,7 +13,6 @@ import pytest
 
 from apt_jax.engine import Engine
 from apt_jax.sched.request_table import KV, NO_KIND
-from tests.support.seeds import seed_base
 from tests.support.simulation_harness import SimulationError, simulate
 
 SEEDS = [3, 5, 56, 79, 194, 278, 32, 33, 1, 383, 0, 14, 16, 20, 37, 42, 96]
@@ -529,20 +528,15 @@ def first_failure(
     return None
 
 
-def _of_today(engines: Sequence[type[Engine]], count: int) -> list[Any]:
-    """All of them; those that are not today's have the marker `slow`."""
-    first = seed_base() // 10_000 * count
-    today = {(first + i) % len(engines) for i in range(count)}
-    return [engine if i in today else pytest.param(engine, marks=pytest.mark.slow) for i, engine in enumerate(engines)]
-
-
-@pytest.mark.parametrize("engine_class", _of_today([*ENGINES, RegisteredTooEarly, *COUNTS], 3))
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("engine_class", [*ENGINES, RegisteredTooEarly, *COUNTS])
 def test_a_planted_bug_is_found(engine_class):
     failure = first_failure(engine_class, full_checks=True, seeds=MANY_SEEDS)
     assert failure is not None
 
 
-@pytest.mark.parametrize("engine_class", _of_today(ENGINES, 2))
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("engine_class", ENGINES)
 def test_a_planted_bug_is_found_without_recounting(engine_class):
     failure = first_failure(engine_class, full_checks=False, seeds=MANY_SEEDS)
     assert failure is not None

@@ -20,8 +20,6 @@ from apt_jax.frontend.streams import OpenStreams, RequestStream
 from serve.generate_call import CallService
 from serve.http_api.calls import DisconnectWatcher, HttpCall, ResponseWriter
 from serve.preprocessing import BodyBudget, FairQueue
-from tests.support.cases import ALL
-from tests.support.seeds import seed_base
 from tests.support.serving_simulation import simulate_serving
 from tests.support.serving_simulation.router import Router
 from tests.support.simulation_harness import SimulationError
@@ -369,14 +367,9 @@ def first_failure(plant: Bug, seeds: Iterable[int] = SEEDS) -> tuple[int, str] |
     return None
 
 
-def _of_today() -> list[Any]:
-    names = sorted(BUGS)
-    today = {names[(seed_base() // 10_000 * 3 + i) % len(names)] for i in range(3)}
-    return [n if ALL or n in today else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", _of_today())
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("name", sorted(BUGS))
 def test_a_planted_bug_is_found(name):
     failure = first_failure(BUGS[name])
     assert failure is not None

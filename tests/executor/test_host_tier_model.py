@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -173,7 +174,7 @@ def test_saves_through_pinned_memory_say_the_same(monkeypatch):
     """As on a GPU."""
     if all(memory.kind != PINNED for memory in jax.local_devices()[0].addressable_memories()):
         pytest.skip(f"no {PINNED} memory in this version of JAX on a CPU")
-    assert not stages_in_pinned_memory()
+    assert not stages_in_pinned_memory(jax.local_devices()[0])
     monkeypatch.setattr(host()._saver, "pinned", True)
     kinds: set[str | None] = set()
     store = HostSaver._store
@@ -190,6 +191,21 @@ def test_saves_through_pinned_memory_say_the_same(monkeypatch):
     stats = talks.engine.stats()
     assert stats.loaded_blocks > 0
     assert (stats.compilations, stats.num_lost_groups) == (0, 0)
+
+
+def test_where_pinned_memory_is_short_saves_go_on_without(monkeypatch, caplog):
+    monkeypatch.setattr(host()._saver, "pinned", True)
+
+    def device_put(*_: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("apt_jax.executor.host_saver.jax", SimpleNamespace(device_put=device_put))
+        talks = Talks("hybrid", tier=True)
+        for seed in (1, 2, 1):
+            assert talks.serve(prompts(seed)) == expected(seed)
+    assert talks.engine.stats().loaded_blocks > 0
+    assert caplog.text.count("no more copies through pinned memory of the host: RESOURCE_EXHAUSTED: planted") == 1
 
 
 def test_a_load_waits_for_the_save_of_its_block():

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import random
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -29,7 +30,7 @@ def cover(every: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 def mark_all_but_those_in_turn(items: Iterable[pytest.Item]) -> None:
     """Mark as `slow` the cases of tests with the marker `in_turn` that have no turn today.
 
-    The day is that of $APT_JAX_SEED_BASE.
+    They are drawn for each day, that of $APT_JAX_SEED_BASE. In `make test-slow` none has.
     """
     day = int(os.environ["APT_JAX_SEED_BASE"]) // 10_000
     groups: dict[str, list[pytest.Item]] = collections.defaultdict(list)
@@ -39,10 +40,9 @@ def mark_all_but_those_in_turn(items: Iterable[pytest.Item]) -> None:
         if marker is not None and item.get_closest_marker("slow") is None:
             name = marker.kwargs.get("group") or item.nodeid.partition("[")[0]
             groups[name].append(item)
-            sizes[name] = marker.args[0]
+            sizes[name] = 0 if ALL else marker.args[0]
     for name, members in groups.items():
         members.sort(key=lambda item: item.nodeid)
-        today = {(day * sizes[name] + i) % len(members) for i in range(sizes[name])}
-        for i, item in enumerate(members):
-            if i not in today:
-                item.add_marker(pytest.mark.slow)
+        random.Random(f"{day} {name}").shuffle(members)
+        for item in members[sizes[name] :]:
+            item.add_marker(pytest.mark.slow)

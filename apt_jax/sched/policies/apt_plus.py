@@ -4,7 +4,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.cache_kinds import kinds_by_cost
+from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
 from apt_jax.sched.policies.apt import growth

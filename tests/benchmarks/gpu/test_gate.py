@@ -218,7 +218,11 @@ def test_every_kernel_of_the_family_is_compiled_at_every_shape_dtype_and_chip():
 def test_the_quick_gate_has_every_kernel_at_every_shape_every_dtype_and_every_step_on_two_days():
     kernels, steps = gate.kernel_cases(), gate.step_cases()
     first, second = (gate.quick(kernels, steps, day) for day in (738_000, 738_001))
-    assert abs(len(first) - len(second)) <= 2
+    assert abs(len(first) - len(second)) <= 4
+    for items in (first, second):
+        chips = [item.arch if isinstance(item, gate.KernelCase) else item[1] for item in items]
+        assert set(chips) == {case.arch for case in kernels}
+        assert {chip for chip, item in zip(chips, items, strict=True) if isinstance(item, tuple)} == set(gate.ARCHS)
     assert not set(map(str, first)) & set(map(str, second))
     items = [*first, *second]
     chosen = [item for item in items if isinstance(item, gate.KernelCase)]

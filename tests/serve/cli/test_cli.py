@@ -412,6 +412,16 @@ def test_the_known_models_are_listed():
     assert " opt-13b " in err
 
 
+def test_json_needs_nobody_who_reads_stderr():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "serve.cli", "info", "--list", "--json", "-"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write, check=False)
+    os.close(write)
+    assert json.loads(done.stdout)["models"]["tiny-opt"] == "bundled"
+    assert done.returncode == 0
+
+
 class Terminal(io.StringIO):
     """Standard error of somebody who looks at it."""
 
