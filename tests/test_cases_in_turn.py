@@ -9,7 +9,7 @@ from tests.support import cases
 
 
 class Item:
-    """What is used of a pytest item."""
+    """The part of a pytest item that is used."""
 
     def __init__(self, nodeid: str, *markers: pytest.Mark) -> None:
         self.nodeid = nodeid

@@ -20,7 +20,7 @@ _MAX_SAVES = 4
 PINNED = "pinned_host"
 
 
-def stages_in_pinned_memory(device: jax.Device) -> bool:
+def stages_in_pinned_memory(device: Any) -> bool:
     """Return True for a GPU with pinned memory that JAX allocates.
 
     `jax.Array.copy_to_host_async` goes through one fixed buffer of the runtime there, where copies and transfers
