@@ -62,8 +62,8 @@ class AptPlusPolicy:
        that their memory is of use for longest. Their recomputation may take `RECOMPUTE_SHARE` of the time, so that
        pauses cost a few per cent of the throughput at most. Where the next positions do not fit the pool, the same
        ones go first.
-    5. *Two classes.* Best-effort requests have no objectives: they pause before all others, compete for no memory, get
-       what is left after all real-time requests, and no step is shorter for them.
+    5. *Two classes.* Best-effort requests have no objectives: they pause before all others, for want of slots too,
+       compete for no memory, get what is left after all real-time requests, and no step is shorter for them.
 
     Args:
         violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is
@@ -106,20 +106,23 @@ class AptPlusPolicy:
             return Plan.idle()
         ones = np.ones(decoding.size, np.int32)
         decode_s = view.costs.step_s(ones, table.num_cached[decoding], table.kind[decoding])
+        low = self._best_effort(view, partial)
+        partial, low_partial = partial[~low], partial[low]
         waiting = _Waiting(self, view, partial, decode_s) if view.waiting.size else None
         order, is_free = self._pause_order(view, decoding)
         since_s = 0.0 if self._last_s is None else max(view.now_s - self._last_s, 0.0)
         self._last_s = view.now_s
         self._allowance_s = min(self._allowance_s + self.recompute_share * since_s, RECOMPUTE_MOST_S)
-        num_out = self._num_paused(view, decoding, partial, waiting, order, is_free)
+        num_out = self._num_paused(view, decoding, np.concatenate([partial, low_partial]), waiting, order, is_free)
         lost = float(table.num_cached[decoding[order[:num_out]]].sum())
         lost_s = view.costs.prefill_per_token_s * lost
         self._allowance_s = max(self._allowance_s - lost_s, -RECOMPUTE_MOST_S)
         stays = np.ones(decoding.size, np.bool_)
         stays[order[:num_out]] = False
         preempt, decoding = decoding[~stays], decoding[stays]
-        if partial.size:
-            partial, given_up = _keep_prompts(view, decoding, partial, preempt)
+        if partial.size or low_partial.size:
+            kept, given_up = _keep_prompts(view, decoding, np.concatenate([partial, low_partial]), preempt)
+            partial, low_partial = kept[: partial.size], kept[partial.size :]
             preempt = np.concatenate([preempt, given_up])
         if decoding.size > view.max_num_batched_tokens:
             oldest = np.argsort(table.last_token_s[decoding], kind="stable")
@@ -131,10 +134,13 @@ class AptPlusPolicy:
         packer.tokens_left = _prompt_tokens(view, attain, decode_s, packer.tokens_left)
         if partial.size:
             packer.continue_prefill(partial)
+        under_way = np.concatenate([partial, low_partial])
         if waiting is not None and packer.slots_left > 0 and packer.tokens_left > 0:
-            self._admit(view, waiting, packer, decoding, partial)
-        if packer.is_empty and partial.size and not preempt.size:
-            return resolve_prefill_deadlock(view, partial)
+            self._admit(view, waiting, packer, decoding, under_way, low_partial)
+        elif low_partial.size:
+            packer.continue_prefill(low_partial)
+        if packer.is_empty and under_way.size and not preempt.size:
+            return resolve_prefill_deadlock(view, under_way)
         return packer.plan()
 
     # --- who pauses ------------------------------------------------------------------------------------------------
@@ -199,10 +205,14 @@ class AptPlusPolicy:
         # Pausing the first n of `order` frees what they hold and what they would have grown by.
         enough = np.where(wanted > 0, np.searchsorted(freed, wanted) + 1, 0)
         cost_s = np.cumsum(table.num_cached[decoding][order]) * per_token_s
-        num_free = int(np.count_nonzero(is_free))
-        num_free = min(num_free, int(np.searchsorted(cost_s, self._allowance_s, side="right")))
-        served = int(np.searchsorted(enough, num_free, side="right"))
-        return max(num_out, int(enough[served - 1])) if served else num_out
+        num_cheap = int(np.searchsorted(cost_s, self._allowance_s, side="right"))
+        served = int(np.searchsorted(enough, min(int(np.count_nonzero(is_free)), num_cheap), side="right"))
+        if served:
+            num_out = max(num_out, int(enough[served - 1]))
+        # Best-effort requests, which come first in `order`, make way for want of slots, too.
+        num_low = int(np.count_nonzero(self._best_effort(view, decoding)))
+        num_slots = served - (view.max_num_seqs - view.running.size)
+        return max(num_out, min(num_slots, num_low, num_cheap))
 
     # --- who is admitted -------------------------------------------------------------------------------------------
 
@@ -213,7 +223,10 @@ class AptPlusPolicy:
         packer: StepPacker,
         decoding: Rows,
         partial: Rows,
+        low_partial: Rows,
     ) -> None:
+        """Begin waiting requests: real-time ones, then the prompts of best-effort ones that are under way go on, then
+        others."""
         blocks, value = waiting.blocks, waiting.value
         room = packer.blocks_left - growth(view, partial)
         first = np.flatnonzero(value > 0)
@@ -230,7 +243,12 @@ class AptPlusPolicy:
         room -= int(blocks[first].sum()) + self._growth(view, decoding, self.leftover_tokens)
         rest = rest[: int(np.searchsorted(np.cumsum(blocks[rest]), room, side="right"))]
         chosen = np.concatenate([first, rest])
-        packer.start(view.waiting[chosen], waiting.kind[chosen], in_order=False, split=True)
+        low = self._best_effort(view, view.waiting[chosen])
+        for part in (chosen[~low], chosen[low]):
+            packer.start(view.waiting[part], waiting.kind[part], in_order=False, split=True)
+            if low_partial.size and packer.tokens_left > 0:
+                packer.continue_prefill(low_partial)
+                low_partial = low_partial[:0]
 
     def _growth(self, view: SchedulerView, rows: Rows, ahead: int) -> int:
         """Blocks that running `rows` lack for `ahead` more tokens than they have."""

@@ -271,6 +271,35 @@ def test_best_effort_requests_get_what_real_time_ones_leave():
     assert w.schedule(AptPlusPolicy(**BLIND)).rows.tolist() == [first]
 
 
+def test_best_effort_requests_make_way_for_want_of_slots():
+    def plan(best_effort: list[int], waited_s: float = 0.9) -> tuple[list[int], list[int]]:
+        w = world(num_blocks=1000, max_num_seqs=3)
+        for _ in range(3):
+            w.hold(w.add(15, 200, tbt_s=1.0), KV, num_outputs=2)
+        pending(w, w.add(20, 30, ttft_s=1.0), waited_s)
+        w.table.best_effort[best_effort] = True
+        made = w.schedule(AptPlusPolicy())
+        return made.preempt.tolist(), made.rows.tolist()
+
+    assert plan([0, 1]) == ([1], [0, 2, 3])
+    assert plan([0, 1], 0.1) == ([], [0, 1, 2])  # it can still wait
+    assert plan([]) == ([], [0, 1, 2])
+    assert plan([0, 3]) == ([], [0, 1, 2])  # of the class itself
+
+
+def test_prompts_of_real_time_requests_come_before_those_of_best_effort_ones_under_way():
+    def tokens(**options: bool) -> dict[int, int]:
+        w = world(num_blocks=1000, max_num_batched_tokens=64)
+        low = w.hold(w.add(100, 20), KV, cached=30)
+        w.table.best_effort[low] = True
+        pending(w, w.add(50, 20, ttft_s=1.0), 0.1)
+        made = w.schedule(AptPlusPolicy(**options))
+        return dict(zip(made.rows.tolist(), made.num_tokens.tolist(), strict=True))
+
+    assert tokens() == {1: 50, 0: 14}
+    assert tokens(**BLIND) == {0: 64}
+
+
 def test_no_step_is_shorter_for_a_best_effort_request():
     def chunk(**options: bool) -> int:
         w = world(block_size=16, max_num_batched_tokens=512)
