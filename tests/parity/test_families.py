@@ -68,7 +68,7 @@ def test_the_plain_forward_pass(pair) -> None:
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.in_turn(30)
+@pytest.mark.in_turn(18)
 @pytest.mark.parametrize("attention", ["absorb", "reproject"])
 def test_the_paged_decoder(pair, attention) -> None:
     """A prompt at once, the same in chunks, and 32 decode steps, in each cache kind that the model offers."""

@@ -54,7 +54,7 @@ def executors(model):
     return {attention: make_executor(model.params, model.config, attention) for attention in ("reproject", "absorb")}
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(3)
 @pytest.mark.seeds
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("mode", MODES)
@@ -64,6 +64,7 @@ def test_greedy_tokens_are_those_of_transformers(mode, condition, executors, pro
     assert greedy(executors[attention], prompts[::every], MAX_TOKENS, kind, condition) == expected[::every]
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("policy", ["apt", "fcfs"])
 def test_hybrid_on_a_tight_pool_gives_the_same_tokens(policy: str, model, prompts, expected) -> None:
     """A pool for about three KV requests: preemptions and both kinds happen by themselves."""

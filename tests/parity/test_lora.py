@@ -56,7 +56,7 @@ def logits_of(model: Any, tokens: list[int]) -> np.ndarray:
         return model(torch.tensor([tokens])).logits[0].float().numpy()
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_merged_weights(name, tmp_path):
     """Beside rows of another adapter and of none; prompts at once and in chunks, decoding, in each kind of cache."""

@@ -61,6 +61,7 @@ def _their_choices(model: Any, prompt: list[int], output: list[int]) -> list[int
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+@pytest.mark.in_turn(2, group="SmolLM2-135M")
 def test_chat_prompts_are_tokenised_as_transformers_does(llm, their_tokenizer) -> None:
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
@@ -69,6 +70,7 @@ def test_chat_prompts_are_tokenised_as_transformers_does(llm, their_tokenizer) -
         assert llm.parts.chat_prompt(messages) == want
 
 
+@pytest.mark.in_turn(2, group="SmolLM2-135M")
 def test_greedy_text_is_that_of_transformers(llm, theirs, their_tokenizer) -> None:
     """Twenty prompts: ten through the chat template, ten plain."""
     prompts = [llm.parts.chat_prompt([{"role": "user", "content": q}]) for q in QUESTIONS]
@@ -82,6 +84,7 @@ def test_greedy_text_is_that_of_transformers(llm, theirs, their_tokenizer) -> No
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == len(prompts)
 
 
+@pytest.mark.in_turn(2, group="SmolLM2-135M")
 def test_logits_of_a_long_text(llm, theirs) -> None:
     """Log probabilities of the best tokens after 200 of them, float32, within 1e-3 of values of size ten."""
     ids = llm.tokenizer.encode(" ".join(TEXTS + QUESTIONS))[:200]
@@ -102,6 +105,7 @@ def _documents(count: int) -> list[str]:
     return [piece[:900] for piece in pieces[:: max(1, len(pieces) // count)]][:count]
 
 
+@pytest.mark.in_turn(2, group="SmolLM2-135M")
 @pytest.mark.seeds
 @pytest.mark.timeout(1800)
 def test_log_likelihoods_of_documents(llm, theirs) -> None:

@@ -31,7 +31,7 @@ def llm() -> LLM:
 
 
 @pytest.mark.seeds
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(2, group="SmolLM2-135M")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("template", ["own", "qwen"])
 def test_every_required_call_parses_and_validates(llm, template):

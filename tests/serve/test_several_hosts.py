@@ -204,6 +204,7 @@ def test_O8_two_processes_serve_what_one_serves_and_listen_on_no_open_interface(
             assert "Traceback" not in rank.said
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("victim", [1, 0])
 def test_D5_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
     with replica(model, tmp_path, "--max-num-seqs=1", "--cache=kv", module=COLD) as served:

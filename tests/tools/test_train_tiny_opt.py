@@ -78,6 +78,7 @@ def uninterrupted(prepared: Path) -> tuple[Path, dict]:
     return work_dir, train.train(work_dir, _CFG, _TRAIN, progress_bar=False)
 
 
+@pytest.mark.in_turn(2, group="training of the bundled model")
 def test_training_lowers_the_loss(uninterrupted: tuple[Path, dict]) -> None:
     with (uninterrupted[0] / "loss.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
@@ -87,6 +88,7 @@ def test_training_lowers_the_loss(uninterrupted: tuple[Path, dict]) -> None:
     assert result["val_perplexity"]["64"] < result["unigram_perplexity"]
 
 
+@pytest.mark.in_turn(2, group="training of the bundled model")
 def test_resuming_gives_the_parameters_of_an_uninterrupted_run(
     prepared: Path, uninterrupted: tuple[Path, dict]
 ) -> None:
@@ -98,6 +100,7 @@ def test_resuming_gives_the_parameters_of_an_uninterrupted_run(
         assert [int(r["step"]) for r in csv.DictReader(stream)] == [4, 8, 12, 16, 20, 24]
 
 
+@pytest.mark.in_turn(2, group="training of the bundled model")
 def test_export_has_the_names_and_shapes_of_transformers_and_loads_back(
     prepared: Path, uninterrupted: tuple[Path, dict]
 ) -> None:
@@ -180,6 +183,7 @@ def test_a_download_with_another_digest_is_refused(tmp_path: Path) -> None:
         corpus.fetch(source, tmp_path)
 
 
+@pytest.mark.in_turn(2, group="training of the bundled model")
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_stages_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     if not whole:
@@ -244,6 +248,7 @@ def test_bundled_tokenizer_round_trips_and_prepends_the_start_token(bundled: Pat
     assert codec.decode(ids, skip_special_tokens=True) == text
 
 
+@pytest.mark.in_turn(2, group="training of the bundled model")
 def test_bundled_model_prefers_english_to_shuffled_english(bundled: Path) -> None:
     cfg, params = export.load(bundled)
     codec = Tokenizer.from_file(str(bundled / "tokenizer.json"))

@@ -535,6 +535,7 @@ def test_the_gateway_knows_the_load_of_each_server(fleet):
     assert until(fleet.is_free) < 5.0
 
 
+@pytest.mark.in_turn(1, group="gateways whose servers end")
 @pytest.mark.parametrize(
     ("policy", "busy"),
     [("power_of_two", 1), *(pytest.param("least_load", busy, marks=pytest.mark.slow) for busy in (0, 1))],
@@ -574,6 +575,7 @@ def test_the_idle_server_gets_the_requests(policy, busy, tmp_path):
         assert served[1 - busy] == 8
 
 
+@pytest.mark.in_turn(1, group="gateways whose servers end")
 @pytest.mark.parametrize("kind", KINDS)
 def test_N1_when_a_server_dies_the_next_requests_succeed(kind, tmp_path):
     with fleet_of(kind, tmp_path, "round_robin") as fleet:
@@ -589,6 +591,7 @@ def test_N1_when_a_server_dies_the_next_requests_succeed(kind, tmp_path):
         assert fleet.is_free()
 
 
+@pytest.mark.in_turn(1, group="gateways whose servers end")
 @pytest.mark.parametrize("kind", KINDS)
 def test_H1_a_server_that_is_stopped_ends_its_streams_and_gets_no_more(kind, tmp_path):
     with fleet_of(kind, tmp_path, "round_robin") as fleet:
