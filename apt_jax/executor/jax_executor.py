@@ -74,6 +74,7 @@ from apt_jax.models.weight_layout import by_layers, fuse_products, tile_params
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.utils.activity import activity
 from apt_jax.utils.allocator import huge_pages_for, keep_freed_memory, use_huge_pages
+from apt_jax.utils.swap_space import blocks_of
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +176,11 @@ class JaxExecutor:
         self.host: HostPool | None = None
         if cache.swap_space:
             blocks = self._memory.host_blocks()
-            num_host_blocks = blocks.num_blocks(cache.swap_space)
             self.host = HostPool(
                 self.runner,
                 self.ready,
                 blocks,
-                num_host_blocks,
+                blocks_of(cache.swap_space, blocks.block_bytes),
                 self._memory.placed_rows,
                 pinned=stages_in_pinned_memory(self.device),
             )

@@ -17,7 +17,6 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.loader import free_memory_bytes
 
-_GIB = 1 << 30
 MAX_CPU_POOL_BYTES = 4 << 30
 """Largest pool on a CPU whose size was not given."""
 
@@ -33,20 +32,6 @@ class HostBlocks:
     @property
     def block_bytes(self) -> int:
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-
-    def num_blocks(self, swap_space: float) -> int:
-        """Blocks that so many GiB hold.
-
-        Raises:
-            ConfigError: fewer than two, one of keys and one of values.
-        """
-        num_blocks = int(swap_space * _GIB) // self.block_bytes
-        if num_blocks < 2:
-            raise ConfigError(
-                f"swap_space={swap_space:g} GiB holds no two blocks of {self.block_bytes:,} bytes; give more, or 0 for "
-                "none (--swap-space)"
-            )
-        return num_blocks
 
 
 def pool_dtype(dtype: Any, platform: str) -> Any:

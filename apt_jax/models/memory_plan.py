@@ -13,6 +13,7 @@ from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, is_matrix, param_names
 from apt_jax.utils.device_memory import MEMORY_FRACTION
+from apt_jax.utils.swap_space import blocks_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,12 +165,7 @@ def _plan(
         of_kv = {} if cache.mode == "hidden" else {"kv": blocks // 2 * cache.block_size}
         return of_kv | ({"hidden": blocks * config.hidden_block_size(cache.block_size)} if hidden else {})
 
-    host_blocks = int(cache.swap_space * 2**30) // (block * num_devices)
-    if cache.swap_space and host_blocks < 2:
-        raise ConfigError(
-            f"swap_space={cache.swap_space:g} GiB holds no two blocks of {block * num_devices:,} bytes; give more, or 0 "
-            "for none (--swap-space)"
-        )
+    host_blocks = blocks_of(cache.swap_space, block * num_devices) if cache.swap_space else 0
     return MemoryPlan(
         leaves=leaves,
         weight_bytes=weights,

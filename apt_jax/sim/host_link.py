@@ -5,13 +5,13 @@ import dataclasses
 from apt_jax.errors import ConfigError
 from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.costs.model import StepCosts
+from apt_jax.utils.swap_space import blocks_of
 
 _PCIE_BYTES_PER_S = {"a100": 32e9, "h100": 64e9, "h200": 64e9}
 """Each way, of one device: half of the 64 GB/s (PCIe 4.0 x16; A100) and 128 GB/s (PCIe 5.0 x16; H100, H200) of NVIDIA's
 data sheets, which count both."""
 _EFFICIENCY = 0.8
 """Share of it that large copies reach. An assumption."""
-_GIB = 1 << 30
 
 
 def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
@@ -31,8 +31,12 @@ def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
 
 
 def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
-    """Blocks that so many GiB of host memory hold."""
-    return int(swap_space * _GIB) // block_bytes(hardware)
+    """Blocks that so many GiB of host memory hold.
+
+    Raises:
+        ConfigError: fewer than two, or the size of the model is not known.
+    """
+    return blocks_of(swap_space, block_bytes(hardware))
 
 
 def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:

@@ -23,6 +23,7 @@ from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
+from apt_jax.utils.swap_space import blocks_of
 from tests.support.cases import num_cases
 from tests.support.fake_serving import OneKind
 from tests.support.host_executor import make_host_executor
@@ -261,9 +262,9 @@ def test_more_blocks_than_a_program_takes_travel_there_and_back():
 
 def test_too_little_is_refused():
     blocks = HostBlocks((2, 4, 64), np.float32)
-    assert blocks.num_blocks(2 / 1024) == 2 * 2**20 // BLOCK_BYTES
+    assert blocks_of(2 / 1024, blocks.block_bytes) == 2 * 2**20 // BLOCK_BYTES
     with pytest.raises(ConfigError, match=r"holds no two blocks of 2,048 bytes.*--swap-space"):
-        blocks.num_blocks(1e-6)
+        blocks_of(1e-6, blocks.block_bytes)
 
 
 @pytest.mark.parametrize(

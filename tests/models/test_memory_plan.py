@@ -12,6 +12,7 @@ from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.memory_plan import MemoryPlan, memory_plan
 from apt_jax.models.params import dummy_params
 from apt_jax.models.quantize import quantize_params
+from apt_jax.utils.swap_space import blocks_of
 
 GIB = 2**30
 USUAL = {
@@ -54,7 +55,7 @@ def test_host_memory_holds_blocks_of_all_devices(num_devices):
         model, "bfloat16", CacheConfig(swap_space=1), num_devices=num_devices, device_bytes=GIB, max_num_seqs=8, max_num_batched_tokens=64
     )  # fmt: skip
     memory = PoolMemory(model, 16, "bfloat16", jax.local_devices()[0], None)
-    assert made.host_blocks == memory.host_blocks().num_blocks(1)
+    assert made.host_blocks == blocks_of(1, memory.host_blocks().block_bytes)
     assert made.host_tokens == {"kv": made.host_blocks // 2 * 16, "hidden": made.host_blocks * 16}
 
 

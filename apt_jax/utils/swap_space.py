@@ -1,0 +1,22 @@
+"""Host memory in blocks, as `--swap-space` asks for it."""
+
+from apt_jax.errors import ConfigError
+
+
+def blocks_of(swap_space: float, block_bytes: int) -> int:
+    """Return how many blocks so many GiB of host memory hold.
+
+    Args:
+        swap_space: GiB.
+        block_bytes: of one block over all layers and devices.
+
+    Raises:
+        ConfigError: fewer than two, one of keys and one of values.
+    """
+    num_blocks = int(swap_space * 2**30) // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"swap_space={swap_space:g} GiB holds no two blocks of {block_bytes:,} bytes; give more, or 0 for none "
+            "(--swap-space)"
+        )
+    return num_blocks
