@@ -116,6 +116,11 @@ class PrefixFiles:
                 f"{directory}: cannot be used for cached prefixes ({error.strerror}) (--prefix-cache-dir)"
             ) from error
 
+    @property
+    def num_groups(self) -> int:
+        """Groups on disk that this model can use."""
+        return len(self._known)
+
     def _read_salt(self) -> bytes:
         """The directory's salt; the first server draws it."""
         with contextlib.suppress(FileNotFoundError):

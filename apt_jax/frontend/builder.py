@@ -186,6 +186,12 @@ def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | 
         identity = model_identity(executor)
     max_bytes = int(cache.prefix_cache_size * (1 << 30))
     files = PrefixFiles(Path(cache.prefix_cache_dir), identity, executor.host.block_bytes, (2, 1), max_bytes)
+    logger.info(
+        "%s: %d cached groups of blocks are of this model and these flags; %.2f GiB in all",
+        cache.prefix_cache_dir,
+        files.num_groups,
+        files.num_bytes / 2**30,
+    )
     return FileStore(files, executor.host)
 
 

@@ -58,7 +58,7 @@ def test_what_is_written_is_found_by_the_next_process(home, kind, num_blocks, is
     assert again.has(kind, digest(1))
     assert not again.has(1 - kind, digest(1))
     assert same(again.read(kind, digest(1), 1), one)
-    assert again.num_bytes == size
+    assert (again.num_bytes, again.num_groups) == (size, 1)
 
 
 def test_nobody_else_may_read_or_write(home):
@@ -101,6 +101,7 @@ def test_another_model_finds_nothing_and_removes_nothing(home):
     assert same(files.read(KV, digest(1), 1), group(0))
     assert other.num_dropped_files == files.num_dropped_files == 0
     assert other.num_bytes == files.num_bytes  # the bound is that of all
+    assert other.num_groups == 0
 
 
 class TestWhatDoesNotMatch:
