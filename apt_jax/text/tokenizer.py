@@ -26,10 +26,12 @@ import tokenizers.processors
 
 from apt_jax.errors import ModelLoadError, one_line
 from apt_jax.text.long_texts import LONG_CHARS, LongTextTokenizer
+from apt_jax.text.patterns import any_of
 
 _logger = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 256 << 20
 _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
+_SPACE = re.compile(r"\s*")
 _QUICK_CHARS = 1024
 _QUICK_TOKENS = 1024
 """More is encoded and decoded as a batch of one: only then the library lets other threads of Python run."""
@@ -122,8 +124,7 @@ class Tokenizer:
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
         """Matches the text of any special token, of several at one place the longest; None: there are none."""
-        texts = sorted(self._special_tokens, key=lambda text: -len(text))
-        return re.compile("|".join(map(re.escape, texts))) if texts else None
+        return any_of(self._special_tokens) if self._special_tokens else None
 
     @functools.cached_property
     def _trusting(self) -> tokenizers.Tokenizer:
@@ -168,7 +169,7 @@ class Tokenizer:
         assert pattern is not None
         ids: list[int] = []
         end = 0
-        marks = re.compile("|".join(map(re.escape, plain)))
+        marks = any_of(plain)
 
         def add(part: str) -> None:
             backend = self._continuing if ids else self._backend
@@ -179,9 +180,9 @@ class Tokenizer:
             token, start, stop = self._special_tokens[match[0]], match.start(), match.end()
             # A token may swallow the spaces beside it.
             if token.lstrip:
-                start = max(end, len(text[:start].rstrip()))
+                start = end + len(text[end:start].rstrip())
             if token.rstrip:
-                stop = len(text) - len(text[stop:].lstrip())
+                stop = _end_of_space(text, stop)
             add(text[end:start])
             ids.extend(self._trusting.encode(text[start:stop], add_special_tokens=False).ids)
             end = stop
@@ -213,6 +214,12 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id)
             piece = self._pieces[token_id] = b"" if token is None else _token_bytes(token)
         return piece
+
+
+def _end_of_space(text: str, at: int) -> int:
+    """The place after the whitespace that begins at `at`, if there is any."""
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
