@@ -47,6 +47,7 @@ _ROLE = re.compile(ROLE_PATTERN)
 _MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _TOOLS_WORD = re.compile(r"\btools\b")
 _NO_WORD = re.compile(r"[^A-Za-z0-9_. -]")
+_SLICE_CHARS = 2**16
 _PROBE = [{"role": "user", "content": "Hi"}]
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -203,12 +204,12 @@ class ChatTemplate:
             marked_variables = dict(zip(variables, changed, strict=True))
         # The same conversation with nothing in it shows how many special tokens are the template's own. Names and words
         # of tools stay, since templates look at them, without the characters that special tokens are made of.
-        bare_tools = _changed(functions, lambda text: _NO_WORD.sub("_", text))
+        bare_tools = _changed(functions, _words)
         contents = [f"\ue000{nonce}\ue001" if m["content"].strip() else m["content"] for m in checked]
-        bare = _changed_messages([{**m, "content": ""} for m in checked], lambda text: _NO_WORD.sub("_", text))
+        bare = _changed_messages([{**m, "content": ""} for m in checked], _words)
         for message, content in zip(bare, contents, strict=True):
             message["content"] = content
-        bare_variables = {k: _changed(v, lambda text: _NO_WORD.sub("_", text)) for k, v in variables.items()}
+        bare_variables = {k: _changed(v, _words) for k, v in variables.items()}
         end = f"\ue000{nonce}.end\ue001"
         if continue_final_message:
             marked, bare = _with_end(marked, end), _with_end(bare, end)
@@ -256,6 +257,12 @@ class ChatTemplate:
         size = sum(len(m["content"]) for messages in conversations for m in messages)
         worker = self._worker if size <= LONG_CHARS else self._long_worker
         return worker.render(contexts, _MAX_OUTPUT + 2 * size)
+
+
+def _words(text: str) -> str:
+    """A text without the characters that special tokens are made of; in slices, as each holds the interpreter's lock."""
+    slices = range(0, len(text), _SLICE_CHARS)
+    return "".join(_NO_WORD.sub("_", text[start : start + _SLICE_CHARS]) for start in slices)
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:

@@ -42,6 +42,10 @@ Body = Mapping[str, Any]
 
 MAX_CONTAINERS = 2**16
 """Lists and objects of one body: the parser makes them with the interpreter's lock held."""
+MAX_NAMES = 2**16
+"""Names in all objects of one body, likewise."""
+MAX_VALUES = 2**19
+"""Values of one body, likewise: more than there are token ids in a prompt."""
 _MAX_EFFORT_CHARS = 32
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
@@ -59,10 +63,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Parse a body; stricter than `json.loads`, which accepts duplicate names.
 
     Raises:
-        InvalidRequestError: it is not a JSON object, or holds more than `MAX_CONTAINERS` lists and objects.
+        InvalidRequestError: it is not a JSON object, or holds more than `MAX_CONTAINERS` lists and objects,
+            `MAX_NAMES` names or `MAX_VALUES` values.
     """
-    if _has_many_containers(data):
-        raise InvalidRequestError("body", f"holds more than {MAX_CONTAINERS} lists and objects; send less at once")
+    surplus = _surplus(data)
+    if surplus is not None:
+        raise InvalidRequestError("body", f"holds more than {surplus}; send less at once")
 
     def constant(name: str) -> object:
         raise ValueError(f"{name} is not JSON")
@@ -74,7 +80,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
         return made
 
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=constant, object_pairs_hook=pairs)
+        value = json.loads(
+            data.decode("utf-8"), parse_constant=constant, parse_float=_fraction, object_pairs_hook=pairs
+        )
     except UnicodeDecodeError:
         raise InvalidRequestError("body", "is not UTF-8") from None
     except RecursionError:
@@ -89,18 +97,28 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _has_many_containers(data: bytes) -> bool:
-    """Whether more than `MAX_CONTAINERS` lists and objects open outside of strings; linear in `data` of any content.
+def _fraction(text: str) -> float:
+    """Parse a number that is no integer. The parser's own function would hold the interpreter's lock over all of them."""
+    return float(text)
+
+
+def _surplus(data: bytes) -> str | None:
+    """What a body has too much of outside of strings, after its bound; None: nothing. Linear in `data` of any content.
 
     Exact for as much of `data` as is JSON, beyond which the parser does not go.
     """
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
-        return False
+    bounds = ((MAX_CONTAINERS, "lists and objects", b"[{"), (MAX_NAMES, "names", b":"), (MAX_VALUES, "values", b","))
+    doubtful = [bound for bound in bounds if sum(map(data.count, bound[2])) > bound[0]]
+    if not doubtful:
+        return None
     # Without escaped backslashes, then without escaped quotes, every quote begins or ends a string.
     text = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     in_string = np.bitwise_xor.accumulate((text == ord('"')).view(np.uint8)).astype(bool)
-    opens = (text == ord("[")) | (text == ord("{"))
-    return int(np.count_nonzero(opens & ~in_string)) > MAX_CONTAINERS
+    outside = text[~in_string]
+    for most, what, marks in doubtful:
+        if sum(int(np.count_nonzero(outside == mark)) for mark in marks) > most:
+            return f"{most} {what}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

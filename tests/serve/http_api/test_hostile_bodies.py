@@ -4,13 +4,14 @@ import contextlib
 import json
 import random
 import re
+import threading
 import time
 
 import pytest
 
 from apt_jax.errors import InvalidRequestError
 from serve.http_api import openai_request
-from serve.http_api.openai_request import MAX_CONTAINERS, parse_json
+from serve.http_api.openai_request import MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, parse_json
 
 MAX_BODY_BYTES = 2 << 20
 OPENING = b'{"prompt": "' + b"[" * (MAX_CONTAINERS + 1)
@@ -27,6 +28,9 @@ SHAPES = {
     "digits of a fraction": lambda n: b'{"temperature": 0.' + b"0" * n + b"}",
     "an exponent": lambda n: b'{"temperature": 1e' + b"9" * n + b"}",
     "numbers": lambda n: b'{"prompt": [' + b"1," * (n // 2),
+    "numbers of many digits": lambda n: b'{"prompt": [' + (b"9" * 4000 + b",") * (n // 4001) + b"1]}",
+    "fractions": lambda n: b'{"prompt": [' + b"1.5," * (n // 4) + b"1]}",
+    "token ids": lambda n: b'{"prompt": [' + b"12345," * (n // 6) + b"1]}",
     "names": lambda n: b"{" + b",".join(b'"%d":0' % i for i in range(n // 10)) + b"}",
     "one name": lambda n: b"{" + b'"a":0,' * (n // 6) + b'"a":0}',
     "surrogates": lambda n: b'{"prompt": "' + b"\\ud800" * (n // 6),
@@ -60,12 +64,51 @@ def random_value(rng: random.Random, depth: int = 0):
     return {random_value(rng, 9): random_value(rng, depth + 1) for _ in range(rng.randrange(3))}
 
 
-def test_containers_are_counted_outside_of_strings(monkeypatch):
-    monkeypatch.setattr(openai_request, "MAX_CONTAINERS", 3)
+@pytest.mark.parametrize(("bound", "marks"), [("MAX_CONTAINERS", "[{"), ("MAX_NAMES", ":"), ("MAX_VALUES", ",")])
+def test_what_is_bounded_is_counted_outside_of_strings(monkeypatch, bound, marks):
+    monkeypatch.setattr(openai_request, bound, 2)
     rng, verdicts = random.Random(0), []
     for _ in range(3000):
         text = json.dumps(random_value(rng))
         outside = re.sub(r'"(?:[^"\\]|\\.)*"', "", text)
-        verdicts.append(openai_request._has_many_containers(text.encode()))
-        assert verdicts[-1] == (outside.count("[") + outside.count("{") > 3), text
-    assert 500 < sum(verdicts) < 2500
+        verdicts.append(openai_request._surplus(text.encode()) is not None)
+        assert verdicts[-1] == (sum(map(outside.count, marks)) > 2), text
+    assert 300 < sum(verdicts) < 2700
+
+
+def test_what_no_call_needs_is_refused_by_name():
+    for most, what, data in (
+        (MAX_NAMES, "names", lambda n: b"{" + b",".join(b'"%d":0' % i for i in range(n)) + b"}"),
+        (MAX_VALUES, "values", lambda n: b'{"prompt": [' + b"1," * n + b"1]}"),
+    ):
+        parse_json(data(most))
+        with pytest.raises(InvalidRequestError, match=f"body: holds more than {most} {what}; send less at once"):
+            parse_json(data(most + 1))
+
+
+def test_the_longest_prompts_and_texts_are_taken():
+    assert len(parse_json(json.dumps({"input": [[50_000 + i % 9 for i in range(2**15)]] * 8}).encode())["input"]) == 8
+    essay = "What, then: {a, b}? [c, d]" * 60_000
+    assert parse_json(json.dumps({"prompt": essay}).encode())["prompt"] == essay
+
+
+def test_others_run_while_fractions_are_parsed():
+    """Between two numbers the parser gives the interpreter's lock to whoever waits for it."""
+    data = b'{"prompt": [' + b"1.5," * (MAX_VALUES - 1) + b"1]}"
+    turns, is_over = [], threading.Event()
+
+    def other() -> None:
+        while not is_over.is_set():
+            turns.append(time.perf_counter())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        begun = time.perf_counter()
+        parse_json(data)
+        took_s = time.perf_counter() - begun
+    finally:
+        is_over.set()
+        thread.join()
+    within = [0.0, *(turn - begun for turn in turns if 0 <= turn - begun <= took_s), took_s]
+    assert max(b - a for a, b in zip(within, within[1:], strict=False)) < took_s / 2
