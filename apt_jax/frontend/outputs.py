@@ -48,7 +48,9 @@ class OutputDelta:
 
     def merge(self, later: "OutputDelta") -> None:
         """Append the next output, which came before this one was read."""
-        self.text += later.text
+        text, self.text = self.text, ""  # only text that nothing else refers to grows without a copy
+        text += later.text
+        self.text = text
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             self.logprobs = self.logprobs or []

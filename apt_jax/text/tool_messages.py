@@ -28,10 +28,10 @@ def tools_as_text(
         names |= {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
         if message["role"] == "tool":
             text = _result(message, names)
-            if made and made[-1].get("results"):  # templates want turns
-                made[-1]["content"] += f"\n\n{text}"
+            if made and "results" in made[-1]:  # templates want turns
+                made[-1]["results"].append(text)
             else:
-                made.append({"role": "user", "content": text, "results": True})
+                made.append({"role": "user", "results": [text]})
             continue
         plain = {key: value for key, value in message.items() if key != "tool_calls"}
         if calls:
@@ -39,7 +39,9 @@ def tools_as_text(
             text = json.dumps(written[0] if len(written) == 1 else written, ensure_ascii=False)
             plain["content"] = "\n".join(filter(None, (plain["content"], text)))
         made.append(plain)
-    made = [{key: value for key, value in message.items() if key != "results"} for message in made]
+    for message in made:
+        if "results" in message:
+            message["content"] = "\n\n".join(message.pop("results"))
     if tools:
         definitions = "\n".join([_INSTRUCTIONS, *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)])
         if made[0]["role"] in ("system", "developer"):

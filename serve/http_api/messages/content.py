@@ -53,6 +53,9 @@ def messages_of(system: object, given: object) -> list[Message]:
         turn = _turn(made, role, content)
         for at, block in enumerate(content):
             turn = _add(made, turn, role, f"{field}.content[{at}]", block)
+    for message in made:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n\n".join(filter(None, message["reasoning_content"]))
     return made
 
 
@@ -87,7 +90,7 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
         turn["content"].append({"type": "text", "text": _text(field, block.get("text"))})
     elif kind == "thinking":
         thought = _text(field, block.get("thinking"))
-        turn["reasoning_content"] = "\n\n".join(filter(None, (turn.get("reasoning_content"), thought)))
+        turn.setdefault("reasoning_content", []).append(thought)  # joined once all are there
     elif kind == "tool_use":
         name, call_id, arguments = _text(field, block.get("name")), _text(field, block.get("id")), block.get("input")
         if not isinstance(arguments, Mapping):

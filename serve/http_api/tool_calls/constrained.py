@@ -83,16 +83,18 @@ class ConstrainedCalls:
         return True
 
     def _value(self, events: list[OutputEvent], finished: bool) -> bool:
-        """The arguments; `_text` begins with what has been given out of them."""
+        """The arguments."""
         del finished
-        end = self._end.find(self._text)
-        size = len(self._text) if end is None else end
-        if size > self._value_len:
-            events.append(CallArguments(self._num_calls - 1, self._text[self._value_len : size]))
-            self._value_len = size
+        text = self._text
+        end = self._end.find(text, -self._value_len)
+        size = len(text) if end is None else end
+        if size:
+            events.append(CallArguments(self._num_calls - 1, text[:size]))
+            self._value_len += size
+            self._text = text[size:]
         if end is None:
             return False
-        self._text, self._state = self._text[end:], "close"
+        self._state = "close"
         return True
 
     def _close(self, events: list[OutputEvent], finished: bool) -> bool:

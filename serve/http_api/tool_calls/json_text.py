@@ -24,8 +24,8 @@ class JsonEnd:
         """Return the place after the value; None: it is still to come.
 
         Args:
-            text: the same as before and more.
-            start: of the value, a bracket; always the same.
+            text: the same as before and more; what was looked at may have been taken from its beginning.
+            start: of the value, a bracket; always the same, less what was taken.
         """
         if self._end is not None:
             return start + self._end
@@ -36,10 +36,7 @@ class JsonEnd:
                 at = len(text)
                 break
             if found[0] == "\\":
-                if found.end() == len(text):  # what it escapes is still to come
-                    at = found.start()
-                    break
-                at = found.end() + 1
+                at = found.end() + 1  # what it escapes may be still to come
                 continue
             at = found.end()
             if found[0] == '"':

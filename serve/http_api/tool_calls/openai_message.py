@@ -24,27 +24,33 @@ class OpenAIMessage:
         """Take more text. Returns the delta; a call in it comes with its name first, then with pieces of its
         arguments."""
         delta: Json = {}
+        content, reasoning = len(self._content), len(self._reasoning)
         calls: dict[int, Json] = {}
+        arguments: dict[int, list[str]] = {}
         for event in self._parser.push(text, finished):
             match event:
                 case ContentText(piece):
                     self._content.append(piece)
-                    delta["content"] = delta.get("content", "") + piece
                 case ReasoningText(piece):
                     self._reasoning.append(piece)
-                    delta["reasoning_content"] = delta.get("reasoning_content", "") + piece
                 case CallStart(index, call_id, name):
                     self._calls.append((event, []))
                     calls[index] = {
                         "index": index,
                         "id": call_id,
                         "type": "function",
-                        "function": {"name": name, "arguments": ""},
+                        "function": {"name": name},
                     }
                 case CallArguments(index, piece):
                     self._calls[-1][1].append(piece)
-                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                    call["function"]["arguments"] += piece
+                    calls.setdefault(index, {"index": index, "function": {}})
+                    arguments.setdefault(index, []).append(piece)
+        if len(self._content) > content:
+            delta["content"] = "".join(self._content[content:])
+        if len(self._reasoning) > reasoning:
+            delta["reasoning_content"] = "".join(self._reasoning[reasoning:])
+        for index, call in calls.items():
+            call["function"]["arguments"] = "".join(arguments.get(index, ()))
         if calls:
             delta["tool_calls"] = list(calls.values())
         return delta

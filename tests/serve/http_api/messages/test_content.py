@@ -1,5 +1,6 @@
 """Content blocks become messages: results of tools their own, consecutive messages of a role one turn."""
 
+import time
 from typing import Any
 
 import pytest
@@ -39,6 +40,34 @@ def test_a_conversation_with_tools():
         {"role": "assistant", "content": [], "tool_calls": calls[2:]},
         {"role": "tool", "tool_call_id": "t3", "content": ""},
     ]
+
+
+def test_thoughts_of_a_turn_are_one_reasoning():
+    def thought(given: str) -> dict[str, Any]:
+        return {"type": "thinking", "thinking": given}
+
+    turn = [{"role": "assistant", "content": [thought("a"), thought(""), text("x"), thought("b")]}]
+    made = {"role": "assistant", "content": [text("x")]}
+    assert messages_of(None, turn) == [{**made, "reasoning_content": "a\n\nb"}]
+    assert messages_of(None, [*turn, *turn])[0]["reasoning_content"] == "a\n\nb\n\na\n\nb"
+    silent = [{"role": "assistant", "content": [thought(""), text("x")]}]
+    assert messages_of(None, silent) == [{**made, "reasoning_content": ""}]
+
+
+def seconds(num: int) -> float:
+    """CPU time of a long thought and many short ones behind it."""
+    content = [
+        {"type": "thinking", "thinking": "x" * 40 * num},
+        *({"type": "thinking", "thinking": "y"} for _ in range(num)),
+    ]
+    begun = time.thread_time()
+    messages_of(None, [{"role": "assistant", "content": content}, {"role": "user", "content": "a"}])
+    return time.thread_time() - begun
+
+
+def test_many_thoughts_take_linear_time():
+    quick = min(seconds(5000) for _ in range(3))
+    assert min(seconds(40_000) for _ in range(2)) < 24 * quick + 0.05  # 8 times the size
 
 
 def test_consecutive_messages_of_a_role_are_one_turn():

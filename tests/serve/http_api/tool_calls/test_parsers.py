@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 
 import pytest
 
@@ -221,3 +222,28 @@ def test_the_form_is_the_templates(template, mark):
     assert form is not None
     assert form.mark == mark
     assert form_of("none", template) is None
+
+
+def test_long_arguments_of_a_constrained_call_take_linear_time():
+    def seconds(num: int) -> float:
+        form = form_of("hermes", "")
+        assert form is not None
+        parser = ConstrainedCalls(form, NAMES, single=True, free_text=False)
+        parser.push(f'{form.opening}f{form.middle}{{"a": "', False)
+        piece, begun = "\\\\ word" * 8, time.thread_time()
+        for _ in range(num):
+            parser.push(piece, False)
+        return time.thread_time() - begun
+
+    quick = min(seconds(1000) for _ in range(3))
+    assert min(seconds(30_000) for _ in range(2)) < 60 * quick + 0.02  # 30 times the size
+
+
+def test_a_message_of_many_pieces_is_joined_once():
+    message = OpenAIMessage(parser_of("hermes"))
+    text = "word " * 2000
+    assert message.push(text, True) == {"content": text}
+    call = f"<tool_call>{PARIS}</tool_call>"
+    delta = OpenAIMessage(parser_of("hermes")).push(f"{text}{call}{call}", True)
+    assert delta["content"] == text.rstrip() or delta["content"] == text
+    assert [one["function"]["arguments"] for one in delta["tool_calls"]] == ['{"city": "Paris"}'] * 2
