@@ -35,7 +35,13 @@ class _LineError(Exception):
         self.code, self.param = code, param
 
 
-def read_input(path: Path, endpoint: str, config: BatchConfig, check_model: Callable[[Any], None]) -> InputRead:
+def read_input(
+    path: Path,
+    endpoint: str,
+    config: BatchConfig,
+    check_model: Callable[[Any], None],
+    is_over: Callable[[], bool] = lambda: False,
+) -> InputRead | None:
     """Read and check the whole file, in a thread; pauses now and then.
 
     Args:
@@ -43,6 +49,10 @@ def read_input(path: Path, endpoint: str, config: BatchConfig, check_model: Call
         endpoint: of the batch, which every line must have as its `url`.
         config: bounds.
         check_model: raises `UnknownModelError` or `InvalidRequestError` for the body of a request.
+        is_over: asked before each line; once it says so, nothing more is read.
+
+    Returns:
+        None: it was over before the end of the file.
 
     Raises:
         OSError: the file cannot be read.
@@ -53,6 +63,8 @@ def read_input(path: Path, endpoint: str, config: BatchConfig, check_model: Call
     models: set[str | None] = set()
     num_blank = paused_at = 0
     for number, offset, data in _lines_of(path, config.max_line_bytes):
+        if is_over():
+            return None
         if offset - paused_at >= _PAUSE_EVERY_BYTES:
             paused_at = offset
             time.sleep(_PAUSE_S)

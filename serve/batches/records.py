@@ -91,6 +91,8 @@ class BatchRecord:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    num_validations: int = 0
+    """Times that its input file was begun to be read and the server ended within."""
 
     @property
     def is_open(self) -> bool:

@@ -7,10 +7,12 @@ groups, as many as have come while the last group was synced.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,20 @@ from serve.batches.store import BatchStore, DiskFullError, InUseError, NotFoundE
 from serve.generate_call import CallService
 from serve.http_api.openai_request import check_model
 from serve.observability.call_log import log_failure
+from serve.preprocessing import FairQueue
 
 logger = logging.getLogger(__name__)
 
 OUTCOMES = ("completed", "failed", "expired", "cancelled")
 _HOUSEKEEPING_S = 60.0
+_ANY_NUMBER = 2**31
 _SAVE_AGAIN_S = 5.0
+MAX_VALIDATIONS = 2
+"""Times that the server may end while it reads an input file; then it is not read again."""
+
+
+class ValidationInterruptedError(Exception):
+    """The server has ended too often while it read an input file; one line."""
 
 
 class BatchStateError(Exception):
@@ -76,7 +86,10 @@ class BatchRunner:
         """Outcomes that are being stored."""
         self._has_outcomes = asyncio.Event()
         self._feeder = BatchFeeder(store, service, self._note, self._num_uncommitted)
-        self._validating = asyncio.Lock()
+        self._files = FairQueue(
+            "apt-jax-batch-files", 1, max_waiting=_ANY_NUMBER, max_waiting_per_owner=_ANY_NUMBER, full="never"
+        )
+        """Reads input files, each of which takes a core for a while; tenants take turns."""
         self._ended: asyncio.Task[None] | None = None
         self.is_resumed = False
         """The batches of before the start run; until then none can be added or cancelled."""
@@ -110,6 +123,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._files.close()
         if self._outcomes:
             try:
                 await self._commit_group()
@@ -193,7 +207,7 @@ class BatchRunner:
             if record.status in ("finalizing", "cancelling"):
                 await self._finalize(record)
         except Exception as error:
-            if not isinstance(error, DiskFullError | OSError):
+            if not isinstance(error, DiskFullError | OSError | ValidationInterruptedError):
                 log_failure(logger, "batch", error)
             await self._fail(record, error)
         finally:
@@ -208,17 +222,20 @@ class BatchRunner:
     async def _validate(self, batch: RunningBatch) -> None:
         record, store = batch.record, self.store
         parts = self._service.engine().parts
-        async with self._validating:  # it takes a core for a while
-            found = await asyncio.to_thread(
-                read_input,
-                store.path(record.input_file_id),
-                record.endpoint,
-                store.config,
-                lambda body: check_model(parts, body),
-            )
+        read = functools.partial(self._read, record, lambda body: check_model(parts, body))
+        reading = asyncio.ensure_future(self._files.run(read, record.tenant))
+        try:
+            found = await asyncio.shield(reading)
+        except asyncio.CancelledError:  # the server stops: what is being read ends with its line, and is not counted
+            with contextlib.suppress(Exception):
+                await reading
+            raise
 
         def begin() -> None:
             if record.status != "validating":  # it was cancelled meanwhile
+                return
+            if found is None:  # its deadline has passed
+                self._end_as(record, "expired", [], [])
                 return
             self._take(record, found)
             try:
@@ -234,9 +251,47 @@ class BatchRunner:
         if record.status == "in_progress":
             logger.info("batch %s: in_progress, %d requests", record.id, record.total, extra=_fields(record))
 
+    def _read(self, record: BatchRecord, check: Callable[[Any], None]) -> InputRead | None:
+        """Read the input file of a batch, in a thread. None: the batch is cancelled, its deadline has passed, or the
+        server stops.
+
+        That it has begun is on disk meanwhile, so that a file that ends the server does not do so at every start.
+
+        Raises:
+            ValidationInterruptedError: it has been begun too often.
+            DiskFullError, OSError: as `BatchStore.save` and `read_input`.
+        """
+
+        def is_over() -> bool:
+            return self.is_stopped or record.status != "validating" or record.expires_at <= time.time()
+
+        def count(change: int) -> None:
+            record.num_validations += change
+            try:
+                self.store.save(record)
+            except BaseException:
+                record.num_validations -= change
+                raise
+
+        if is_over():
+            return None
+        if record.num_validations >= MAX_VALIDATIONS:
+            raise ValidationInterruptedError(
+                f"the server ended {record.num_validations} times while it read the input file, which is not read again; if the "
+                "file was not the cause, create the batch again, else split the file"
+            )
+        self.store.call(lambda: count(1))
+        found = read_input(
+            self.store.path(record.input_file_id), record.endpoint, self.store.config, check, is_over=is_over
+        )
+        if found is None:
+            with contextlib.suppress(DiskFullError):
+                self.store.call(lambda: count(-1))
+        return found
+
     @staticmethod
     def _take(record: BatchRecord, found: InputRead) -> None:
-        record.model = found.model
+        record.model, record.num_validations = found.model, 0
         if found.errors:
             record.status, record.failed_at, record.errors = "failed", now_s(), found.errors
         else:
@@ -334,6 +389,8 @@ class BatchRunner:
         code, message = "internal_error", "The batch failed because of an internal error."
         if isinstance(error, DiskFullError):
             code, message = "disk_full", f"The batch was stopped: {error}."
+        elif isinstance(error, ValidationInterruptedError):
+            code, message = "validation_interrupted", f"The batch was not run: {error}."
         elif isinstance(error, OSError):
             code, message = "input_file_unreadable", f"The input file cannot be read ({error.strerror})."
         logger.error("batch %s: failed (%s)", record.id, code, extra=_fields(record))

@@ -43,7 +43,7 @@ from serve.compact_json import json_bytes
 
 T = TypeVar("T")
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE files (
   number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -55,12 +55,14 @@ CREATE TABLE batches (
   status TEXT NOT NULL, metadata TEXT, model TEXT, errors TEXT, output_file_id TEXT, error_file_id TEXT,
   output_ttl_s INTEGER, in_progress_at INTEGER, finalizing_at INTEGER, completed_at INTEGER, failed_at INTEGER,
   expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER, total INTEGER NOT NULL, completed INTEGER NOT NULL,
-  failed INTEGER NOT NULL, input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL);
+  failed INTEGER NOT NULL, input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL,
+  num_validations INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX batches_by_tenant ON batches (tenant, number);
 CREATE TABLE requests (
   batch_id TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, offset INTEGER NOT NULL,
   size INTEGER NOT NULL, is_error INTEGER, outcome BLOB, PRIMARY KEY (batch_id, number), UNIQUE (batch_id, custom_id));
 """
+_FROM_VERSION_1 = "ALTER TABLE batches ADD COLUMN num_validations INTEGER NOT NULL DEFAULT 0;"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COPY_BYTES = 1 << 20
 _ROW_BYTES = 256
@@ -127,6 +129,8 @@ class BatchStore:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
+        elif version == 1:
+            db.executescript(f"BEGIN; {_FROM_VERSION_1} PRAGMA user_version={_VERSION}; COMMIT;")
         elif version != _VERSION:
             raise ConfigError(f"{self.config.directory}: written by another version of apt-jax ({FLAG})")
         known, there = {row["id"] for row in db.execute("SELECT id FROM files")}, set(os.listdir(self.files_dir))
@@ -144,6 +148,10 @@ class BatchStore:
     async def run(self, function: Callable[[], T]) -> T:
         """Call a function that uses this store in its thread; calls run one after another."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """As `run`, for a thread that waits."""
+        return self._thread.submit(function).result()
 
     def close(self) -> None:
         """Wait for what runs, and give the directory up."""

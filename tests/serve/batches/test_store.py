@@ -256,3 +256,24 @@ def test_a_directory_has_one_server(open_store, tmp_path):
     (tmp_path / "plain").write_text("")
     with pytest.raises(ConfigError, match="--batch-dir"):
         open_store(tmp_path / "plain")
+
+
+def test_a_directory_of_version_1_is_taken_over(open_store, opened):
+    store = open_store()
+    batch, lines = add_batch(store)
+    directory = store.config.directory
+    opened.pop().close()
+    db = sqlite3.connect(directory / "batches.sqlite3")
+    db.executescript("ALTER TABLE batches DROP COLUMN num_validations; PRAGMA user_version=1;")
+    db.close()
+    for _ in range(2):  # the second time it is of this version
+        store = open_store()
+        (found,) = store.open_batches()
+        assert found == batch
+        assert found.num_validations == 0
+        assert len(store.pending(found, 0, 10, 1 << 20)) == len(lines)
+        opened.pop().close()
+    store = open_store()
+    batch.num_validations = 2
+    store.save(batch)
+    assert store.batch("", batch.id).num_validations == 2
