@@ -24,7 +24,7 @@ _DECIMAL = re.compile(DECIMAL_PATTERN)
 
 DURATION_PATTERN = r"([0-9]{1,9}(\.[0-9]{1,9})?(ns|us|µs|ms|s|m|h)){1,6}"
 _DURATION = re.compile(DURATION_PATTERN)
-_DURATION_PART = re.compile(r"([0-9.]+)(ns|us|µs|ms|s|m|h)")
+_DURATION_PART = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ns|us|µs|ms|s|m|h)")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 Headers = Mapping[str, str | bytes]

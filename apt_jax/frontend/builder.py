@@ -359,7 +359,7 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        asked = re.search(r"(\d+) ?bytes", str(error))
+        asked = re.search(r"(\d{1,20}) ?bytes", str(error))
         needed = "" if asked is None else f" ({int(asked[1]):,} bytes were asked for)"
         free = free_memory_bytes()
         there = "" if free is None else f"; {free:,} bytes are free"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 _TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _TICK_S = 0.25
-_UNREAD = re.compile(rb"^ *\d+: (\S+) (\S+) \S+ \S+:(?!00000000)(\S+)", re.MULTILINE)
+_UNREAD = re.compile(rb"^ *\d+: (\S+) (\S+) \S+ [^\s:]+:(?!00000000)(\S+)", re.MULTILINE)
 """Lines of sockets that have something to read: own and other address, bytes."""
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """`tcpi_bytes_acked` of Linux's `struct tcp_info`."""
