@@ -4,7 +4,7 @@ arguments come out as they are generated."""
 from serve.http_api.tool_calls.call_ids import new_call_id
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent
 from serve.http_api.tool_calls.forms import CallForm
-from serve.http_api.tool_calls.free_text import held_len, space_len
+from serve.http_api.tool_calls.free_text import SLICE_CHARS, held_len, space_len
 from serve.http_api.tool_calls.json_text import JsonEnd
 
 
@@ -33,12 +33,13 @@ class ConstrainedCalls:
         """Characters of the arguments that have been given out."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """See `OutputParser`."""
-        self._text += text
+        """See `OutputParser`. A long text is taken in slices, as every call or mark in it copies what follows."""
         events: list[OutputEvent] = []
         steps = {"text": self._free, "head": self._head, "value": self._value, "close": self._close, "over": self._over}
-        while steps[self._state](events, finished):
-            pass
+        for start in range(0, max(len(text), 1), SLICE_CHARS):
+            self._text += text[start : start + SLICE_CHARS]
+            while steps[self._state](events, finished and start + SLICE_CHARS >= len(text)):
+                pass
         return events
 
     def _free(self, events: list[OutputEvent], finished: bool) -> bool:

@@ -16,7 +16,8 @@ MAX_FAILED = 64
 MAX_SPACE_CHARS = 64
 """Whitespace between a call and content that is left out; more of it is content."""
 _NAME = re.compile(NAME_PATTERN)
-_SLICE_CHARS = 1024
+SLICE_CHARS = 1024
+"""Of a text are taken at a time."""
 _MARKS_CHARS = 256
 """More than what stands around the JSON of a call."""
 
@@ -73,9 +74,9 @@ class CallsInText(abc.ABC):
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
         """See `OutputParser`. A long text is taken in slices, as every call or mark in it copies what follows."""
         events: list[OutputEvent] = []
-        for start in range(0, max(len(text), 1), _SLICE_CHARS):
-            self._text += text[start : start + _SLICE_CHARS]
-            while self._step(events, finished and start + _SLICE_CHARS >= len(text)):
+        for start in range(0, max(len(text), 1), SLICE_CHARS):
+            self._text += text[start : start + SLICE_CHARS]
+            while self._step(events, finished and start + SLICE_CHARS >= len(text)):
                 pass
         return events
 
