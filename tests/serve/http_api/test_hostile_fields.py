@@ -109,7 +109,7 @@ def test_lines_of_batches_are_read_in_linear_time(tmp_path) -> None:
         assert found is not None
         assert len(found.errors) == len(SHAPES)
 
-    assert_linear(read, 64 << 10)
+    assert_linear(read, 16 << 10)
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_forms_are_read_in_linear_time(tmp_path, boundary) -> None:
             for start in range(0, len(data), 16 << 10):
                 parser.write(data[start : start + (16 << 10)])
 
-    assert_linear(read, 64 << 10)
+    assert_linear(read, 16 << 10)
 
 
 def parser_of(name: str) -> OutputParser:
