@@ -122,6 +122,7 @@ def test_configurations_that_are_refused(tmp_path, fields, said):
         ),
         ({"base_model.model.model.decoder.embed_tokens.lora_embedding_A": (4, 48)}, "neither lora_A nor lora_B"),
         ({f"base_model.model.{Q}.lora_magnitude_vector": (16,)}, "neither lora_A nor lora_B"),
+        ({f"{'a.' * 500_000}lora_A.weight": (4, 48)}, "has a name of 1000013 characters, at most 1024 are read"),
         ({f"base_model.model.{Q}.lora_B.weight": None}, "is missing of 1 modules"),
         ({f"base_model.model.{Q}.lora_A.weight": (4, 12)}, "not [r, 16] and [16, r]; is it of another model?"),
         ({f"base_model.model.{Q}.lora_B.weight": (16, 3)}, "not [r, 16] and [16, r]"),

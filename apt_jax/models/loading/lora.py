@@ -42,6 +42,8 @@ _REFUSED = {
 }
 """Fields that may only be unset, and what they would ask for."""
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
+_MAX_NAME_CHARS = 1024
+"""Of a tensor: every end of its module's name is looked at."""
 
 
 def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelConfig, *, max_rank: int) -> LoraAdapter:
@@ -160,6 +162,10 @@ def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str,
     """Names of the tensors A and B, by module."""
     pairs: dict[str, dict[str, str]] = {}
     for name, info in checkpoint.tensors.items():
+        if len(name) > _MAX_NAME_CHARS:
+            raise ModelLoadError(
+                f"{path}: tensor {name!r:.80} has a name of {len(name)} characters, at most {_MAX_NAME_CHARS} are read"
+            )
         found = _TENSOR.fullmatch(name)
         if found is None:
             raise ModelLoadError(
