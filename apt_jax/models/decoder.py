@@ -328,7 +328,9 @@ def decoder_step(
                     rest=of_samples if is_cut else options,
                 )
             new_pools.append(pool)
-        return tuple(new_pools), x if has_prompts else _sampled(x, sample_rows)
+        if not has_prompts:
+            x = _added(_sampled(h, sample_rows), None, params.final_norm, dtype, config, of_samples)[1]
+        return tuple(new_pools), x
 
     layers: list[PreNormLayer] = []
     if options.num_decode == num_tokens and options.kinds[0]:
