@@ -26,11 +26,16 @@ from apt_jax.cpu import build
 from apt_jax.cpu.build import KernelBuildError
 from apt_jax.ops import xla_decode, xla_prefill
 from apt_jax.ops.backend import EXTRAS, RULES, KernelBackend
+from apt_jax.ops.lowered_once import lowered_once
 
 logger = logging.getLogger(__name__)
 
 JAX_WITH_TRITON = "<0.13"
 """Versions of JAX that are known to have Pallas' Triton backend, which is deprecated: the extras for CUDA ask for them."""
+
+
+_TRITON_CALL = "__gpu$xla.gpu.triton"
+"""The custom call that Pallas' Triton backend lowers a kernel to."""
 
 
 class _MissingBackendError(Exception):
@@ -95,11 +100,22 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         ) from None
 
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
-        """The op, traced and lowered once for all layers that call it alike: Pallas takes 0.1 s for a kernel."""
+        """The op, traced and lowered once for all layers and programs that call it alike: Pallas takes 0.1 s for a
+        kernel."""
         known = inspect.signature(op).parameters
         named = ("block_size", "with_hidden", "out_dtype", "hidden_block_size", "tensor", "room")
         static = [name for name in named if name in known]
-        return jax.jit(functools.partial(op, interpret=interpret, chip=chip), static_argnames=static)
+        made = functools.partial(op, interpret=interpret, chip=chip)
+        in_program = jax.jit(made, static_argnames=static)
+        if interpret:
+            return in_program
+        once = lowered_once(made, static_argnames=static, platform="cuda", custom_calls=[_TRITON_CALL])
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            has_collectives = kwargs.get("tensor") is not None
+            return (in_program if has_collectives else once)(*args, **kwargs)
+
+        return call
 
     absorbed = bound(triton_decode_absorbed.decode_absorbed)
     absorbed_shards = bound(triton_decode_shards.decode_absorbed)

@@ -94,12 +94,15 @@ class ExecutableStore:
     def num_loaded(self) -> int:
         return len(self._loaded)
 
-    def executable(self, facts: Sequence[str], lower: Callable[[], Lowered]) -> Compiled:
+    def executable(
+        self, facts: Sequence[str], lower: Callable[[], Lowered], options: Mapping[str, Any] | None = None
+    ) -> Compiled:
         """A program, loaded or else compiled and kept; in any thread.
 
         Args:
             facts: what it depends on beside the facts of the executor.
             lower: traces and lowers it.
+            options: of the compiler, which are among the facts.
         """
         digest = hashlib.sha256("\0".join([*self._facts, *facts]).encode()).hexdigest()
         path = self._kept.directory / f"{digest}.executable"
@@ -108,7 +111,7 @@ class ExecutableStore:
             return found
         lowered = lower()  # which may compile programs of its own
         self._kept.take_lookup()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=dict(options) if options else None)
         self._keep(path, compiled)
         return compiled
 

@@ -17,6 +17,7 @@ everything else is the same on all of them.
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,8 +58,10 @@ from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.prompt_logprobs import PromptPrograms
 from apt_jax.executor.ready_programs import ReadyPrograms
 from apt_jax.executor.runner import ProgramRunner
+from apt_jax.executor.tuning_results import prepare_tuning_dir
 from apt_jax.executor.warm_up import (
     MAX_COMPILERS,
+    MAX_COMPILERS_FOR_GPU,
     Program,
     all_programs,
     first_and_others,
@@ -172,7 +175,7 @@ class JaxExecutor:
         self.runner = self._sized_runner(mesh, specs)
         self.programs, self.step_format = self.runner.programs, self.runner.step_format
         self.num_blocks = self.step_format.num_blocks
-        self.ready = ReadyPrograms(self.buckets)
+        self.ready = ReadyPrograms(self.buckets, branches=plan.ops.branches)
         self.host: HostPool | None = None
         if cache.swap_space:
             blocks = self._memory.host_blocks()
@@ -203,9 +206,10 @@ class JaxExecutor:
         not depend on its size.
         """
         plan, memory, cache = self.plan, self._memory, self.cache_config
+        tuning_dir = prepare_tuning_dir(self.device)
 
         def runner(num_blocks: int) -> ProgramRunner:
-            programs = plan.programs(num_blocks, mesh, specs)
+            programs = plan.programs(num_blocks, mesh, specs, tuning_dir)
             if self._load_executables:
                 programs.use_store([self.device] if mesh is None else list(mesh.devices.flat))
             return ProgramRunner(self.params, programs, memory)
@@ -323,7 +327,9 @@ class JaxExecutor:
     @property
     def _num_compilers(self) -> int:
         """Programs that are compiled at once: all hosts compile in one order."""
-        return 1 if self.programs.num_hosts > 1 else MAX_COMPILERS
+        if self.programs.num_hosts > 1:
+            return 1
+        return MAX_COMPILERS_FOR_GPU if self.platform in ("gpu", "cuda") else MAX_COMPILERS
 
     def _all_programs(self) -> list[Program]:
         copies = self.cache_config.enable_prefix_caching
@@ -334,9 +340,14 @@ class JaxExecutor:
 
     @property
     def can_start_early(self) -> bool:
-        """True if `warm_up_first` may take the place of `warm_up`: each step has one program that serves it whatever is
-        in it, and no other hosts make the same calls."""
-        return self.programs.branches and not self.mixed and self.leader is None and self.num_devices == 1
+        """True if `warm_up_first` may take the place of `warm_up`: each step has a program that serves it whatever is in
+        it, and no other hosts make the same calls."""
+        return self.mixed != self.programs.branches and self.leader is None and self.num_devices == 1
+
+    @property
+    def num_background_compilers(self) -> int:
+        """Programs that are compiled at once beside serving: on a CPU they share its cores with the steps."""
+        return 1 if self.platform == "cpu" else max(1, min(self._num_compilers, (os.cpu_count() or 1) // 2))
 
     def warm_up_first(self, progress: Callable[[int, int], None] | None = None) -> list[Program]:
         """Compile and run the fewest programs that serve every step, if more slowly.
@@ -460,6 +471,7 @@ class JaxExecutor:
         masked = batch.masked if batch.masked is not None and len(batch.masked) else None
         variant = SamplerVariant.for_rows(params, masked=masked is not None)
         in_one = not branches and len(rows) and not variant.penalised and not variant.masked
+        in_one = in_one and self.ready.runs_in_one(variant)
         sizes = self.ready.sizes
         step = pack_forward(
             batch,
@@ -472,7 +484,7 @@ class JaxExecutor:
         runner.send_tables(step.table_changes)
         in_one = in_one and not step.num_prefill
         kinds, room = self.kinds_offered, None
-        if in_one or step.num_prefill:
+        if self.ready.is_complete and (in_one or step.num_prefill):
             kinds = self.programs.kind_set_of(batch.kind, has_prompts=step.num_prefill > 0)
             decodes = batch.num_tokens == 1
             room = self.programs.hidden_room_of(step.num_decode, kinds, batch.kind[decodes], batch.start[decodes] + 1)

@@ -3,6 +3,7 @@ ops, buckets, programs. Nothing is allocated, and no device is needed, so progra
 are not there (`benchmarks.gpu`), and before the size of the pool is known."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -74,12 +75,13 @@ class ExecutorPlan:
             shares_blocks=self.shares_blocks,
         )
 
-    def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any) -> Programs:
+    def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any, tuning_dir: Path | None = None) -> Programs:
         """The programs over a pool of so many blocks.
 
         Args:
             mesh: of the devices that share the model; None: one.
             specs: how the weights are cut over the mesh.
+            tuning_dir: as of `compiler_options`.
         """
         return Programs(
             parallel.own_config(self.config, self.num_devices),
@@ -91,6 +93,7 @@ class ExecutorPlan:
             mesh=mesh,
             specs=specs,
             platform=self.platform,
+            tuning_dir=tuning_dir,
         )
 
 

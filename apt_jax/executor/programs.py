@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ from numpy.typing import NDArray
 
 from apt_jax.executor.base import NO_TOKEN, NULL_BLOCK
 from apt_jax.executor.buckets import KindSet, SamplerVariant
-from apt_jax.executor.compiler_options import compiler_options
+from apt_jax.executor.compiler_options import compiler_options, options_of_program, without_places
 from apt_jax.executor.executables import ExecutableStore, kernel_facts
 from apt_jax.executor.packing import StepFormat
 from apt_jax.executor.token_counts import IN_PROMPT
@@ -54,6 +55,7 @@ from apt_jax.models.params import ModelParams, output_head
 from apt_jax.models.step import ConvertBatch, DecoderBatch, StepOptions, slot_ranges
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.lowered_once import lowered_once
 from apt_jax.ops.xla_common import ROOM_STEP
 from apt_jax.sched.request_table import HIDDEN, KV
 
@@ -77,6 +79,7 @@ class Programs:
         mesh: of the devices that share the model; None: one device.
         platform: of the devices, as JAX calls it.
         specs: how the weights are cut over the mesh.
+        tuning_dir: as of `compiler_options`.
 
     Attributes:
         jitted: by name; what is compiled ahead of time is called without them.
@@ -96,13 +99,20 @@ class Programs:
         mesh: Mesh | None,
         specs: Any,
         platform: str,
+        tuning_dir: Path | None = None,
     ) -> None:
         self.config, self.ops, self.step_format, self.kinds_offered = config, ops, step_format, kinds_offered
         self._hidden_mode: HiddenMode | None = hidden_mode
         self._tensor, self._mesh, self._specs = tensor, mesh, specs
         self.num_hosts = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
         size = 1 if mesh is None else mesh.size
-        self._compiler_options = compiler_options(platform, num_devices=size, num_hosts=self.num_hosts)
+        self._platform, self._num_late = platform, 0
+        self._draw: Callable[..., Any] = functools.partial(sampling.sample, branches=self.branches)
+        if platform in ("gpu", "cuda"):  # most of a sampling program, and in many
+            self._draw = lowered_once(self._draw, static_argnames=(), platform="cuda")
+        self._compiler_options = compiler_options(
+            platform, num_devices=size, num_hosts=self.num_hosts, tuning_dir=tuning_dir
+        )
         pools, alike = parallel.POOL_SPEC, P()
         self.jitted: dict[str, Any] = {
             "forward": self._jit(self.forward, donate=("pools", "tables"), results=(pools, alike, alike)),
@@ -170,7 +180,7 @@ class Programs:
             "ops": {name: getattr(self.ops, name) for name in _OPS_FACTS},
             "tensor": None if self._tensor is None else (self._tensor.size, self._tensor.config),
             "mesh": None if self._mesh is None else self._mesh.shape_tuple,
-            "options": self._compiler_options,
+            "options": without_places(self._compiler_options),
         }
         self.store = ExecutableStore.find(devices, [repr(facts), *kernel_facts(self.ops.name)])
 
@@ -181,10 +191,18 @@ class Programs:
         self.executables.clear()
         return True
 
+    def options_of(self, num_tokens: int) -> dict[str, Any]:
+        """Options of the compiler for a program with products of so many rows, beside those of all programs."""
+        return options_of_program(self._platform, num_tokens)
+
+    def count_late(self) -> None:
+        """A program with options of its own was compiled by a call of it."""
+        self._num_late += 1
+
     def num_compiled(self) -> int:
         """Programs that were compiled by calls of them, not ahead of time."""
         # The size of a jitted function's cache has no public name yet.
-        return sum(getattr(f, "_cache_size")() for f in self.jitted.values())  # noqa: B009
+        return self._num_late + sum(getattr(f, "_cache_size")() for f in self.jitted.values())  # noqa: B009
 
     # --- which of them there are -----------------------------------------------------------------------------------
 
@@ -402,17 +420,16 @@ class Programs:
             seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
             position=parts["position"],
         )
-        draw = functools.partial(sampling.sample, branches=self.branches)
         if self.branches and variant.masked and not variant.penalised:  # most of them are greedy
             tokens, finite = jax.lax.cond(
                 jnp.any(settings.temperature > 0.0),
-                draw,
+                self._draw,
                 lambda scores, _: sampling.greedy(scores),
                 scores,
                 settings,
             )
         else:
-            tokens, finite = draw(scores, settings)
+            tokens, finite = self._draw(scores, settings)
         last_tokens = last_tokens.at[parts["slots"]].set(tokens, mode="drop")
         if masks is not None:
             model_is_finite = sampling.is_finite_row(unmasked)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, SamplerVariant, bucket_for
+from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, GREEDY, Buckets, SamplerVariant, bucket_for
 
 Kind = Literal[
     "decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts",
@@ -20,7 +20,9 @@ TRANSFERS: tuple[Kind, ...] = (
 )  # fmt: skip
 """Kinds that move blocks or slots between the device and host memory."""
 _SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
-"""The field of `Buckets` that has the sizes of programs of a kind."""
+"""The field of `Buckets` that has the sizes of programs of a kind,"""
+_SIZES_OF_GRAPHS: dict[Kind, str] = {**_SIZES, "decode": "masked", "fused": "decode", "mixed": "prefill"}
+"""and that where a decode step is one program with its sampler."""
 
 
 class ProgramName(NamedTuple):
@@ -36,10 +38,15 @@ class ReadyPrograms:
 
     Attributes:
         sizes: of the programs that neither sample nor move blocks to or from host memory, as `Buckets`.
+
+    Args:
+        branches: as of `Programs`. Without, programs are compiled for the cache kinds of a step too. Those of `first` take
+            any kinds, and run until all are ready.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(self, buckets: Buckets, *, branches: bool = True) -> None:
         self._all = self.sizes = buckets
+        self._branches, self._size_fields = branches, _SIZES if branches else _SIZES_OF_GRAPHS
         self._samplers: dict[SamplerVariant, list[int]] | None = None
         self._transfers: dict[Kind, list[int]] = {}
 
@@ -50,9 +57,17 @@ class ReadyPrograms:
 
     def first(self) -> set[ProgramName]:
         """The fewest programs that serve every step, without those of `TRANSFERS`."""
-        names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in _SIZES.items()}
+        fields = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
+        names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in fields.items()}
         names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
+        if not self._branches:
+            # All numbers of rows: the compiler tries their products on the device, which serving would disturb.
+            names |= {ProgramName("fused", rows, GREEDY) for rows in self._all.decode}
         return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
+
+    def runs_in_one(self, variant: SamplerVariant) -> bool:
+        """True: decode rows with such a sampler may run in one program with it, where such programs are compiled."""
+        return self.is_complete or variant == GREEDY
 
     def forget(self) -> None:
         """From now on steps run nothing but what `add` names."""
@@ -63,13 +78,16 @@ class ReadyPrograms:
         """A program is ready."""
         if self._samplers is None:
             return
-        if name.variant is not None:
+        if not self._branches and name.kind in ("decode", "fused", "prefill", "mixed") and name not in self.first():
+            return
+        if name.kind == "sample":
+            assert name.variant is not None
             self._samplers[name.variant] = sorted({*self._samplers.get(name.variant, ()), name.size})
             return
         if name.kind in TRANSFERS:
             self._transfers[name.kind] = sorted({*self._transfers.get(name.kind, ()), name.size})
             return
-        field = _SIZES.get(name.kind)
+        field = self._size_fields.get(name.kind)
         if field is None:  # has one size
             return
         sizes = sorted({*getattr(self.sizes, field), name.size})

@@ -5,7 +5,9 @@ which make the same calls by `ProgramRunner.run_plan`.
 """
 
 import dataclasses
+import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,10 @@ from apt_jax.executor.programs import Pools, Programs
 from apt_jax.executor.token_counts import SentCounts
 from apt_jax.models.params import ModelParams, output_head
 
+logger = logging.getLogger(__name__)
+
+BUILT = "program %s %s: lowered in %.3f s, compiled or loaded in %.3f s"
+"""Message of the log for each program that is made; without lowering it was loaded."""
 _VARYING = {"copy": 1, "save": 1, "load": 1, "save_slots": 1, "load_slots": 1, "score_prompts": 1, "pool_prompts": 0}
 """Arguments, by their place, of which a program takes several sizes that its static arguments do not tell."""
 
@@ -63,18 +69,39 @@ class ProgramCall:
         """The program for these arguments, as JAX hands it to the compiler."""
         return self.runner.programs.jitted[self.program].lower(*self.args, **self.static)
 
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the program's products, padding included; 0: it has none, or they are of no use to choose options."""
+        return sum(self.static.get(name, 0) for name in ("num_decode", "num_prefill", "rows"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the compiler that are this program's own."""
+        return self.runner.programs.options_of(self.num_tokens)
+
     def compile(self) -> Compiled:
         """The executable that calls of this `key` run from now on, loaded or compiled now if there is none yet; in any
         thread."""
         programs, key = self.runner.programs, self.key
         found = programs.executables.get(key)
         if found is None:
+            begin, lowered_s = time.perf_counter(), 0.0
+
+            def lower() -> Any:
+                nonlocal lowered_s
+                lowered = self.lower()
+                lowered_s = time.perf_counter() - begin
+                return lowered
+
             if programs.store is None:
-                found = self.lower().compile()
+                found = lower().compile(compiler_options=self.options or None)
             else:
-                facts = (self.program, described_static(self.static), *map(self.runner.described, self.args))
-                found = programs.store.executable(facts, self.lower)
+                facts = (self.program, described_static(self.static | self.options))
+                arguments = map(self.runner.described, self.args)
+                found = programs.store.executable((*facts, *arguments), lower, self.options)
             programs.executables[key] = found
+            compile_s = time.perf_counter() - begin - lowered_s
+            logger.debug(BUILT, self.program, described_static(self.static), lowered_s, compile_s)
         return found
 
     def run(self) -> Any:
@@ -85,6 +112,9 @@ class ProgramCall:
             host = self.args[first:]
             runner.leader.announce(Plan(program=self.program, arrays=host, static=_to_plan(self.static)))
         compiled = runner.programs.executables.get(self.key)
+        if compiled is None and self.options:
+            runner.programs.count_late()
+            compiled = self.compile()
         if compiled is None:
             results = runner.programs.jitted[self.program](*self.args, **self.static)
         else:

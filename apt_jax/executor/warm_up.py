@@ -16,8 +16,8 @@ from apt_jax.executor.buckets import CHANGES_PER_CALL, SamplerVariant
 from apt_jax.executor.ready_programs import TRANSFERS, ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 
-MAX_COMPILERS = 8
-"""Programs that are compiled at once."""
+MAX_COMPILERS, MAX_COMPILERS_FOR_GPU = 8, 16
+"""Programs that are compiled at once. For a GPU the compiler spends more of its time outside Python's lock."""
 _NO_COPIES = np.zeros((0, 2), np.int32)
 
 
@@ -27,6 +27,8 @@ class Program:
 
     name: ProgramName
     call: Callable[[], ProgramCall]
+    is_general: bool = True
+    """It takes rows of all cache kinds that there are, whatever their lengths."""
 
     def compile(self) -> Any:
         """Compile it, or load it from the cache directory; in any thread. Calls of it run that."""
@@ -96,15 +98,16 @@ def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple
     programs = list(programs)
     transfers = [p.name for p in programs if p.name.kind in TRANSFERS]
     largest = {name.kind: name for name in sorted(transfers, key=lambda name: name.size)}
-    first = {*ready.first(), *largest.values()}
+    names = {*ready.first(), *largest.values()}
 
     def place(program: Program) -> tuple[bool, int, int]:
         name = program.name
         rare = name.variant is not None and (name.variant.penalised or name.variant.masked)
-        kinds = ("sample", "decode", "prefill", "copy", "convert", *TRANSFERS)
+        kinds = ("fused", "sample", "decode", "prefill", "mixed", "copy", "convert", *TRANSFERS)
         return rare, name.size, kinds.index(name.kind)
 
-    return [p for p in programs if p.name in first], sorted((p for p in programs if p.name not in first), key=place)
+    first = [p for p in programs if p.name in names and p.is_general]
+    return first, sorted((p for p in programs if p not in first), key=place)
 
 
 def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: bool) -> list[Program]:
@@ -130,7 +133,8 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
             # Few steps decode in a forward program by itself.
             for room in programs.hidden_rooms(rows, kinds) if tokens else [None]:
                 call = part(runner.empty_forward_call, rows, tokens, kinds, room)
-                found.append(Program(name(kind, tokens or rows), call))
+                is_general = kinds == programs.kinds_offered and room is None
+                found.append(Program(name(kind, tokens or rows), call, is_general))
     found.append(Program(name("tables", CHANGES_PER_CALL), runner.empty_tables_call))
     found.append(Program(name("counts", CHANGES_PER_CALL), runner.empty_counts_call))
     samplers = [(rows, variant) for rows in buckets.decode for variant in variants]
@@ -142,7 +146,8 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
             for variant, room in itertools.product(variants, programs.hidden_rooms(rows, kinds)):
                 if not variant.penalised:
                     call = part(runner.empty_decode_call, rows, kinds, variant, room)
-                    found.append(Program(name("fused", rows, variant), call))
+                    is_general = kinds == programs.kinds_offered and room is None
+                    found.append(Program(name("fused", rows, variant), call, is_general))
     for size in buckets.copies if copies else ():
         found.append(Program(name("copy", size), part(runner.copy_call, _NO_COPIES, size)))
     for n in buckets.conversions if conversions else ():

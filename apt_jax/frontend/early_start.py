@@ -3,19 +3,22 @@
 `build_engine(..., early=True)` prepares the fewest programs that serve every request and leaves the rest as
 `Unprepared`. `BackgroundPreparation` does it once the engine runs:
 
-1. A thread compiles one program after another; between two steps the engine's thread runs each once, on padding, and
-   from then on steps take it where it fits them best. No step compiles, and none waits for the compiler.
+1. A thread compiles one program after another, on GPUs several at once; between two steps the engine's thread runs each
+   once, on padding, and from then on, on GPUs once all are ready, steps take it where it fits them best. No step compiles,
+   and none waits for the compiler. One that there is no device memory to compile for is left out, with a line in the log.
 2. Weights and pool move to pages of 2 MiB, which takes seconds where free memory is scattered.
 3. Where no step costs are stored for this machine, they are measured while the engine has nothing to do, for half a
    second at a time. Until then policies have no costs (`StepCosts`: zero where nothing is known), as with
    ``calibrate=False``. Measuring overwrites cached prefixes, which are forgotten.
 
-What fails here would have failed before serving: it ends the engine, with the same line.
+What else fails here would have failed before serving: it ends the engine, with the same line.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -23,6 +26,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from apt_jax.errors import one_line
+from apt_jax.executor import is_out_of_memory
 from apt_jax.utils.allocator import use_huge_pages
 
 if TYPE_CHECKING:
@@ -109,17 +113,49 @@ class BackgroundPreparation:
     def _compile(self, programs: "Sequence[Program]") -> None:
         if not programs:
             return
-        executor = _executor_of(self._engine)
-        started = reported = time.monotonic()
+        started = time.monotonic()
         logger.info("serving; preparing %d more programs meanwhile", len(programs))
-        for done, program in enumerate(programs, 1):
-            self._raise_if_stopped()
-            program.compile()
-            self._call(lambda program=program, done=done: executor.add_program(program, last=done == len(programs)))
-            if time.monotonic() - reported >= _REPORT_EVERY_S and done < len(programs):
-                reported = time.monotonic()
-                logger.info("serving; preparing meanwhile: %d of %d programs", done, len(programs))
-        logger.info("prepared %d more programs in %.1f s, beside serving", len(programs), time.monotonic() - started)
+        num_compilers = _executor_of(self._engine).num_background_compilers
+        lacking = self._add(programs, num_compilers)
+        if lacking:
+            lacking = self._add(lacking, 1)  # one at a time they need less memory
+        if lacking:
+            logger.warning(
+                "serving goes on without %d programs, and so with slower steps: no device memory was left to compile them "
+                "(--device-memory-utilization, or --no-early-start)",
+                len(lacking),
+            )
+        logger.info(
+            "prepared %d more programs in %.1f s, beside serving",
+            len(programs) - len(lacking),
+            time.monotonic() - started,
+        )
+
+    def _add(self, programs: "Sequence[Program]", num_compilers: int) -> "list[Program]":
+        """Compile programs, so many at once, and have the engine use each; returns those that memory was lacking for."""
+        executor, reported = _executor_of(self._engine), time.monotonic()
+        waiting, lacking = iter(programs), []
+        compiling: collections.deque[tuple[Program, concurrent.futures.Future[Any]]] = collections.deque()
+        with concurrent.futures.ThreadPoolExecutor(num_compilers, "apt-jax-compile") as threads:
+            for done in range(1, len(programs) + 1):
+                self._raise_if_stopped()
+                for program in itertools.islice(waiting, num_compilers - len(compiling)):
+                    compiling.append((program, threads.submit(program.compile)))
+                program, compiled = compiling.popleft()
+                try:
+                    self._result(compiled)
+                except BaseException as error:
+                    if not is_out_of_memory(error):
+                        threads.shutdown(wait=False, cancel_futures=True)
+                        raise
+                    lacking.append(program)
+                    continue
+                last = done == len(programs) and not lacking
+                self._call(lambda program=program, last=last: executor.add_program(program, last=last))
+                if time.monotonic() - reported >= _REPORT_EVERY_S and done < len(programs):
+                    reported = time.monotonic()
+                    logger.info("serving; preparing meanwhile: %d of %d programs", done, len(programs))
+        return lacking
 
     def _calibrate(self, budget_s: float) -> None:
         from apt_jax.executor.calibrate import calibration, calibration_path, keep_calibration
@@ -165,7 +201,10 @@ class BackgroundPreparation:
     def _call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, and wait for it."""
         self._raise_if_stopped()
-        future = self._engine.call(function)
+        return self._result(self._engine.call(function))
+
+    def _result(self, future: "concurrent.futures.Future[T]") -> T:
+        """The result, unless the server stops before."""
         while not concurrent.futures.wait([future], _POLL_S).done:
             if self._stopped.is_set() or self._engine.dead_reason is not None:
                 future.cancel()

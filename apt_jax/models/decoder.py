@@ -45,6 +45,7 @@ from apt_jax.models.weight_layout import pre_norm_layer
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.linear import activate, dense, project_kv
+from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.weights import (
     GroupedMatrix,
     IntegerTiles,
@@ -169,6 +170,100 @@ def _rotation(
     return cos_sin, rotary_angles(rope, jnp.arange(longest, dtype=jnp.float32))
 
 
+def _sampled(rows: Array, sample_rows: Int32[Array, " S"] | None) -> Array:
+    """The rows of the tokens that sample; None: all of them."""
+    return rows if sample_rows is None else rows.at[sample_rows].get(mode="fill", fill_value=0)
+
+
+def _added(
+    h: Float[Array, "T D"],
+    delta: Float[Array, "T D"] | None,
+    norm: NormParams | None,
+    dtype: Any,
+    config: ModelConfig,
+    options: StepOptions,
+) -> tuple[Array, Array]:
+    """The residual stream with `delta` in it, float32, and its norm in `dtype`, as an input of products."""
+    add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
+    if add_norm is not None and norm is not None:
+        return add_norm(
+            h, delta, norm, dtype, eps=config.norm_eps, offset=config.norm_offset, layer=config.norm == "layer"
+        )  # fmt: skip
+    h = h if delta is None else h + delta
+    return h, _normed(h, norm, config).astype(dtype)
+
+
+def _normed(h: Array, norm: NormParams | None, config: ModelConfig) -> Array:
+    return h if norm is None else apply_norm(h, norm, config)
+
+
+def _layer(
+    h: Float[Array, "T D"],
+    x: Float[Array, "T D"],
+    pool: Array,
+    p: LayerParams,
+    next_norm: NormParams | None,
+    batch: DecoderBatch,
+    turns: tuple[tuple[Array, Array] | None, Array | None],
+    rules: tuple[LogitModifiers | None, LogitModifiers | None],
+    sample_rows: Int32[Array, " S"] | None,
+    *,
+    rope: RopeConfig | None,
+    config: ModelConfig,
+    options: StepOptions,
+    rest: StepOptions,
+) -> tuple[Float[Array, "S D"], Float[Array, "S D"], Array]:
+    """One layer of a step: the residual stream behind it, the next layer's input, and the pool with its cache written.
+
+    Args:
+        h: the residual stream, float32.
+        x: its norm in the parameters' dtype, the input of attention.
+        next_norm: of what comes behind the layer: the next layer's of attention, or the final one.
+        turns: of `_rotation`.
+        rules: of this device's heads, and of those of all devices.
+        sample_rows: the tokens that go on after attention; None: all.
+        rest: options from there on.
+    """
+    dtype, index = x.dtype, batch.adapters
+    inputs = AttentionInputs(
+        params=p,
+        config=config,
+        options=options,
+        batch=batch,
+        rope=rope,
+        cos_sin=turns[0],
+        all_angles=turns[1],
+        rules=rules[0],
+        rules_of_all_heads=rules[1],
+    )
+    with jax.named_scope("attention"):
+        heads, pool = attend(inputs, x, pool)
+        h, heads = _sampled(h, sample_rows), _sampled(heads, sample_rows)
+        index = None if index is None else _sampled(index, sample_rows)
+        out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)
+        out = adapted(out, heads, p, [("wo", config.hidden_size)], index, rest.ops)
+        out = _normed(out, p.attn_out_norm, config)
+    with jax.named_scope("ffn"):
+        if config.norm_placement == "post":
+            h = _normed(h + out, p.attn_norm, config)
+            x = h.astype(dtype)
+        elif config.parallel:
+            _, x = _added(h, None, p.ffn_norm, dtype, config, rest)
+            h = h + out
+        else:
+            h, x = _added(h, out, p.ffn_norm, dtype, config, rest)
+        delta = _normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm, config)
+        if config.norm_placement == "post":
+            h, delta = _normed(h + delta, p.ffn_norm, config), None
+        h, x = _added(h, delta, next_norm, dtype, config, rest)
+    return h, x, pool
+
+
+_shared_layer = jax.jit(_layer, static_argnames=("rope", "config", "options", "rest"))
+"""`_layer` as a function of its own in the program, which is traced and lowered once for all layers that are alike. The
+compiler puts its body in the place of each call."""
+
+
 def decoder_step(
     params: ModelParams,
     pools: tuple[Array, ...],
@@ -199,76 +294,43 @@ def decoder_step(
     else:
         of_samples = dataclasses.replace(options, ops=every.for_rows(jnp.sum(sample_rows < num_tokens)))
 
-    def sampled(rows: Array) -> Array:
-        return rows if sample_rows is None else rows.at[sample_rows].get(mode="fill", fill_value=0)
-
     dtype, product = params.dtype, options.ops.dense
     with jax.named_scope("embed"):
         h = embed(params, batch.token_ids, batch.positions, config, product, options.tensor)
     ropes = [config.rope_of(i) for i in range(len(params.layers))]
     turns = {rope: _rotation(rope, batch, options) for rope in dict.fromkeys(ropes)}
 
-    def normed(h: Array, norm: NormParams | None) -> Array:
-        return h if norm is None else apply_norm(h, norm, config)
-
-    def added(
-        h: Array, delta: Array | None, norm: NormParams | None, options: StepOptions = options
-    ) -> tuple[Array, Array]:
-        """The residual stream with `delta` in it, and its norm as an input of products."""
-        add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
-        if add_norm is not None and norm is not None:
-            return add_norm(
-                h, delta, norm, dtype, eps=config.norm_eps, offset=config.norm_offset, layer=config.norm == "layer"
-            )  # fmt: skip
-        h = h if delta is None else h + delta
-        return h, normed(h, norm).astype(dtype)
-
-    post = config.norm_placement == "post"
     whole = config if options.tensor is None else options.tensor.config
     rules = [logit_modifiers(whole, i, options.tensor) for i in range(len(params.layers))]
+    post = config.norm_placement == "post"
+    norms = [*(None if post else p.attn_norm for p in params.layers), params.final_norm]
+    compute = _layer if every.branches else _shared_layer
 
     def in_parts(h: Array, pools: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
         new_pools: list[Any] = []
-        delta = None  # of the last feed-forward, not in h yet
+        h, x = _added(h, None, norms[0], dtype, config, options)
         for i, p in enumerate(params.layers):
-            cos_sin, all_angles = turns[ropes[i]]
-            inputs = AttentionInputs(
-                params=p,
-                config=config,
-                options=options,
-                batch=batch,
-                rope=ropes[i],
-                cos_sin=cos_sin,
-                all_angles=all_angles,
-                rules=rules[i],
-                rules_of_all_heads=logit_modifiers(whole, i),
-            )
-            with jax.named_scope(f"layer{i}/attention"):
-                h, x = added(h, delta, None if post else p.attn_norm)
-                heads, pool = attend(inputs, x, pools[i])
-                new_pools.append(pool)
-                rest, index = options, batch.adapters
-                if i == len(params.layers) - 1 and has_prompts:
-                    h, heads, rest = sampled(h), sampled(heads), of_samples
-                    index = None if index is None else sampled(index)
-                out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)
-                out = adapted(out, heads, p, [("wo", config.hidden_size)], index, rest.ops)
-                out = normed(out, p.attn_out_norm)
-            with jax.named_scope(f"layer{i}/ffn"):
-                if post:
-                    h = normed(h + out, p.attn_norm)
-                    x = h.astype(dtype)
-                elif config.parallel:
-                    _, x = added(h, None, p.ffn_norm, rest)
-                    h = h + out
-                else:
-                    h, x = added(h, out, p.ffn_norm, rest)
-                delta = normed(_feed_forward(x, p, config, rest, index), p.ffn_out_norm)
-                if post:
-                    h, delta = normed(h + delta, p.ffn_norm), None
+            is_cut = has_prompts and i == len(params.layers) - 1
+            with jax.named_scope(f"layer{i}"):
+                h, x, pool = compute(
+                    h,
+                    x,
+                    pools[i],
+                    p,
+                    norms[i + 1],
+                    batch,
+                    turns[ropes[i]],
+                    (rules[i], logit_modifiers(whole, i)),
+                    sample_rows if is_cut else None,
+                    rope=ropes[i],
+                    config=config,
+                    options=options,
+                    rest=of_samples if is_cut else options,
+                )
+            new_pools.append(pool)
         if not has_prompts:
-            h, delta = sampled(h), None if delta is None else sampled(delta)
-        return tuple(new_pools), added(h, delta, params.final_norm, of_samples)[1]
+            x = _added(_sampled(h, sample_rows), None, params.final_norm, dtype, config, of_samples)[1]
+        return tuple(new_pools), x
 
     layers: list[PreNormLayer] = []
     if options.num_decode == num_tokens and options.kinds[0]:
@@ -290,7 +352,7 @@ def decoder_step(
                     rules=rules[i], block_size=options.block_size,
                 )  # fmt: skip
                 new_pools.append(pool)
-        return tuple(new_pools), added(sampled(h), None, params.final_norm, of_samples)[1]
+        return tuple(new_pools), _added(_sampled(h, sample_rows), None, params.final_norm, dtype, config, of_samples)[1]
 
     if not options.kinds[1]:
         return in_one_call_each(h, pools)

@@ -7,6 +7,8 @@ Weights are stored (out, in), as checkpoints have them and as CPU matrix product
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +184,10 @@ def param_names(config: ModelConfig) -> ModelParams:
     return _build(config, lambda name, _shape, _axes: name)
 
 
+_MOST_ON_HOST = 1 << 28
+"""Values of a model up to which `dummy_params` makes them on the host, in two seconds."""
+
+
 def dummy_params(
     config: ModelConfig,
     dtype: Any,
@@ -190,8 +196,12 @@ def dummy_params(
 ) -> ModelParams:
     """Random weights of the right shapes: normal, std 0.02; norms near one; biases not zero.
 
-    Made leaf by leaf with NumPy on the host, so that the largest temporary is one leaf.
+    Made leaf by leaf with NumPy on the host, so that the largest temporary is one leaf, and equal on all platforms. Large
+    models are made on the device where that is not a CPU: OPT-13B would take a core minutes.
     """
+    num_values = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config, dtype)))
+    if num_values > _MOST_ON_HOST and jax.default_backend() != "cpu":
+        return _dummy_on_device(config, dtype, seed, sharding)
     rng = np.random.default_rng(seed)
 
     def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:
@@ -205,6 +215,26 @@ def dummy_params(
         return jax.make_array_from_callback(shape, where, values.__getitem__).block_until_ready()
 
     return _build(config, leaf)
+
+
+def _dummy_on_device(
+    config: ModelConfig, dtype: Any, seed: int, sharding: Callable[[str], jax.sharding.Sharding | None] | None
+) -> ModelParams:
+    """`dummy_params` with JAX's random numbers, one program a shape."""
+    key, count = jax.random.key(seed), iter(range(1 << 20))
+
+    def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:
+        mean = 1.0 - config.norm_offset if is_norm_scale(name) else 0.0
+        where = None if sharding is None else sharding(name)
+        return _normal(jax.random.fold_in(key, next(count)), jnp.float32(mean), shape, jnp.dtype(dtype), where)
+
+    return _build(config, leaf)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _normal(key: jax.Array, mean: jax.Array, shape: tuple[int, ...], dtype: Any, where: Any) -> jax.Array:
+    values = (mean + 0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+    return values if where is None else jax.lax.with_sharding_constraint(values, where)
 
 
 def is_matrix(name: str) -> bool:

@@ -10,7 +10,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,15 +167,24 @@ def pallas_for(chip: Chip) -> Iterator[None]:
         jax.clear_caches()
 
 
-def compile_program(lower: Callable[[], Any], chip: Chip, *, pool: tuple[int, int], num_pools: int) -> ProgramReport:
+def compile_program(
+    lower: Callable[[], Any],
+    chip: Chip,
+    *,
+    pool: tuple[int, int],
+    num_pools: int,
+    own: Mapping[str, Any] | None = None,
+) -> ProgramReport:
     """Compile a program for `chip`, with the options that `lower` gave it.
 
     Args:
         lower: lowers a jitted function for devices of a mesh of `make_mesh`.
         pool: number of elements of one layer's pool on one device, and their size in bytes.
+        own: options of this program alone (`ProgramCall.options`).
     """
     with tempfile.TemporaryDirectory() as directory, pallas_for(chip):
         options: dict[str, Any] = {
+            **(own or {}),
             "xla_gpu_autotune_level": 0,
             "xla_dump_to": directory,
             "xla_gpu_fail_ptx_compilation_on_register_spilling": True,

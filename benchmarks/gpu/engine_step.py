@@ -4,6 +4,7 @@ several, and a step of prompt chunks."""
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,6 +98,7 @@ def compile_step(case: StepCase, chip: Chip, ops: KernelBackend) -> ProgramRepor
         chip,
         pool=(math.prod(pool.shape) // case.num_devices, pool.dtype.itemsize),
         num_pools=len(runner.pools),
+        own=call.options,
     )
     whole = model_of(dataclasses.replace(case, num_layers=None)).num_layers
     return dataclasses.replace(report, input_bytes=sent_bytes(call), layers_share=len(runner.pools) / whole)
@@ -140,12 +142,15 @@ def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> Pr
     return described_runner(plan, mesh, case.dtype, case.num_blocks)
 
 
-def described_runner(plan: ExecutorPlan, mesh: Any, dtype: Any, num_blocks: int) -> ProgramRunner:
+def described_runner(
+    plan: ExecutorPlan, mesh: Any, dtype: Any, num_blocks: int, tuning_dir: Path | None = None
+) -> ProgramRunner:
     """The programs of an executor on devices that are only described, with shapes for weights and pools.
 
     Args:
         mesh: of the devices, one or several.
         num_blocks: of a layer's pool, the reserved one included.
+        tuning_dir: as of `compiler_options`.
     """
     device, dtype = mesh.devices.flat[0], jnp.dtype(dtype)
     if plan.num_devices == 1:
@@ -155,7 +160,7 @@ def described_runner(plan: ExecutorPlan, mesh: Any, dtype: Any, num_blocks: int)
     else:
         params, specs = parallel.abstract_shards(plan.loaded_config, dtype, mesh, by_feature=plan.cuts_by_feature)
     memory = PoolMemory(plan.config, plan.block_size, dtype, device, mesh)
-    return ProgramRunner(params, plan.programs(num_blocks - 1, mesh, specs), memory)
+    return ProgramRunner(params, plan.programs(num_blocks - 1, mesh, specs, tuning_dir), memory)
 
 
 def lower(call: ProgramCall, *, donate: bool = True) -> Any:

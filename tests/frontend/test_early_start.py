@@ -47,6 +47,7 @@ class FakeEngine:
         self.added: list[tuple[ProgramName, bool]] = []
         executor = SimpleNamespace(
             add_program=lambda p, last: self.added.append((p.name, last)),
+            num_background_compilers=1,
             host_buffers=lambda: [(WEIGHTS.ctypes.data, WEIGHTS.nbytes)],
         )
         self.parts: Any = SimpleNamespace(
