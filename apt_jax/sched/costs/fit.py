@@ -8,6 +8,7 @@ Two models from the same points, both by non-negative least squares on relative 
   a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one
   token, which is only about what `StepCosts` makes of it;
 * by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
+  Bases of programs that few points or none have run lie near the line between those of the next sizes.
 
 What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and
 c1 = a6 - a5: either may be negative.
@@ -36,6 +37,8 @@ class StepPoint:
     kind: Sequence[int]
     """`KV` or `HIDDEN`."""
     time_s: float
+    held_back: bool = False
+    """Drawn as serving would, to state the quality of a fit to the others."""
 
     @property
     def is_prefill(self) -> bool:
@@ -139,18 +142,51 @@ class CostModel:
         )
 
 
-def _solve(features: NDArray[np.float64], times: NDArray[np.float64], rows: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little."""
+_SMOOTHNESS = 0.3
+"""Weight of a program's distance to the line between its neighbours, of a typical step's time, where a point weighs 1
+to 7."""
+
+
+def _smoothness(shapes: ProgramShapes, times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on lines."""
+    place = {program: i for i, program in enumerate(shapes.programs())}
+    rows = []
+    for family in shapes.families():
+        at, size = [place[program] for program in family], [rows + tokens for rows, tokens in family]
+        for i in range(1, len(at) - 1):
+            before = (size[i + 1] - size[i]) / (size[i + 1] - size[i - 1])
+            rows.append(np.zeros(len(shapes.feature_names())))
+            rows[-1][at[i - 1 : i + 2]] = -before, 1.0, before - 1.0
+        if len(at) == 2:
+            rows.append(np.zeros(len(shapes.feature_names())))
+            rows[-1][at] = -1.0, 1.0
+    return _SMOOTHNESS / float(np.median(times)) * np.reshape(rows, (len(rows), -1))
+
+
+def _solve(
+    features: NDArray[np.float64],
+    times: NDArray[np.float64],
+    rows: NDArray[np.bool_],
+    smoothness: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
+    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little.
+
+    Args:
+        rows: (n,) points that count.
+        smoothness: (m, num_coefficients) further rows, whose products with the coefficients shall be small.
+    """
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
     if not rows.any():
         return np.zeros(features.shape[1])
     a = features[rows] / times[rows, None]
-    scale = np.maximum(np.abs(a).max(axis=0, initial=0.0), 1e-30)
-    a, found = a / scale, np.zeros(features.shape[1])
+    extra = np.zeros((0, a.shape[1])) if smoothness is None else smoothness
+    scale = np.maximum(np.abs(np.concatenate([a, extra])).max(axis=0, initial=0.0), 1e-30)
+    a, extra, found = a / scale, extra / scale, np.zeros(features.shape[1])
     weight = np.ones(int(rows.sum()))
     for _ in range(5):
-        found = nnls(a * weight[:, None], weight)[0]
+        target = np.concatenate([weight, np.zeros(len(extra))])
+        found = nnls(np.concatenate([a * weight[:, None], extra]), target)[0]
         weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.02))
     return found / scale
 
@@ -179,7 +215,9 @@ def _quality(
 
 
 def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
-    """Fit both models; every fourth point of a phase is held back to state the quality, then all are used.
+    """Fit both models to what is not held back, to state the quality, then to all points.
+
+    Where no point of a phase is marked as held back, every fourth is.
 
     Raises:
         ValueError: a phase has fewer points than the linear model has coefficients, and is no prefill phase without
@@ -194,16 +232,17 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
         )
     times = np.array([p.time_s for p in points])
     everything = np.ones(len(points), np.bool_)
-    held = np.zeros(len(points), np.bool_)
+    held = np.array([p.held_back for p in points], np.bool_)
     for phase in (prefill, ~prefill):
         rows = np.flatnonzero(phase)
-        if rows.size >= 8:
+        if rows.size >= 8 and not held[rows].any():
             held[rows[3::4]] = True
 
     by_program = np.array([shapes.features(*p.arrays()) for p in points])
-    seen = _solve(by_program, times, ~held)
+    smooth = _smoothness(shapes, times)
+    seen = _solve(by_program, times, ~held, smooth)
     qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
-    programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist()))
+    programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything, smooth).tolist()))
     linear = np.array([p.linear_features(shapes.mixed) for p in points])
     seen = _solve(linear, times, ~held)
     linear_qualities = [_quality(seen, linear, times, held, phase) for phase in (prefill, ~prefill)]
