@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from apt_jax.executor import buckets
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
 from apt_jax.executor.host_memory import HostPool
@@ -42,9 +43,11 @@ _GRID_RUN = 3
 _REPEATS = 3
 """Times that a step with chunks is measured; the median counts."""
 _DECODE_RUN = 5
-"""Decode steps whose median counts, after as many that are ignored on a CPU."""
-_SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 50, 1 / 4
-"""Of the budget: a step that takes more is measured once; one that is expected to take more, not at all."""
+"""Decode steps whose median counts, on a CPU after as many that are ignored, or 1 where it is longer than `_LONG_S`."""
+_LONG_S = 0.02
+_SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
+"""Of the budget: a step that takes more is measured once, but where it is held back; one that is expected to take more,
+not at all."""
 _FAST_S = 0.5
 """Whatever the budget, a step that takes less is measured."""
 
@@ -104,7 +107,7 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
     """Sizes that `executor` pads steps to, of the programs that are ready."""
     sizes = executor.ready.sizes
     by_kind = not executor.programs.branches and executor.kinds_offered[HIDDEN]
-    prefixes = getattr(sizes, "prefix", ())
+    prefixed = getattr(sizes, "prefixed", []) if by_kind else []
     return ProgramShapes(
         decode_buckets=tuple(sizes.decode),
         prefill_buckets=tuple(sizes.prefill),
@@ -115,7 +118,8 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
         query_tile=PREFILL_QUERY_TILE,
         key_tile=PREFILL_KEY_TILE,
         by_kind=by_kind,
-        prefix_buckets=tuple(size for size in prefixes if size) if by_kind else (),
+        prefix_sizes=tuple((size.tokens, size.prefix_room) for size in prefixed),
+        prefix_step=getattr(buckets, "PREFIX_STEP", 1),
     )
 
 
@@ -207,7 +211,7 @@ class _Meter:
     def is_too_slow(self, program: tuple[int, int]) -> bool:
         """Whether a step of this program is expected to take too much of the budget: as long as its last one, or by
         tokens what those of other programs let expect."""
-        guesses = [of_s * max(1.0, program[1] / tokens) for (_, tokens), of_s in self.seen_s.items()]
+        guesses = [of_s * max(1.0, program[1] / max(1, tokens)) for (_, tokens), of_s in self.seen_s.items()]
         expected_s = self.seen_s.get(program, min(guesses, default=0.0))
         return expected_s > max(_FAST_S, _TOO_SLOW_SHARE * self._budget_s)
 
@@ -219,14 +223,19 @@ class _Meter:
             self.seen_s[program] = self._spend([step_time_s(executor, batches[0])])
             yield
         is_slow = self.seen_s[program] > max(_FAST_S / 10, _SLOW_SHARE * self._budget_s)
-        repeats = (1 if is_slow else _REPEATS, _DECODE_RUN)[: len(batches)]
+        repeats = [1 if is_slow and not episode.held_back else _REPEATS, _DECODE_RUN][: len(batches)]
         times: list[list[float]] = [[] for _ in batches]
         if executor.platform == "cpu":
             order = [which for _ in range(repeats[0]) for which in reversed(range(len(batches)))]
-            for which in order + [1] * 2 * sum(repeats[1:]):
+            if len(batches) == 2:
+                order += [1] * 2 * _DECODE_RUN
+            while order:
+                which = order.pop(0)
                 times[which].append(step_time_s(executor, batches[which]))
                 self._spend(times[which][-1:])
                 yield
+                if len(order) == 2 * _DECODE_RUN and times[1][-1] > _LONG_S:
+                    order, repeats[1] = order[: 1 + _REPEATS], _REPEATS
         else:
             for which, batch in enumerate(batches):
                 times[which] = _steps_in_a_row_s(executor, batch, repeats[which])
@@ -371,8 +380,9 @@ def load_calibration(path: Path) -> CostModel | None:
     try:
         data = json.loads(stored)
         shapes = data["programs"]["shapes"]
-        for name in ("decode_buckets", "prefill_buckets", "prefix_buckets"):
+        for name in ("decode_buckets", "prefill_buckets"):
             shapes[name] = tuple(shapes[name])
+        shapes["prefix_sizes"] = tuple((tokens, room) for tokens, room in shapes["prefix_sizes"])
         return CostModel(
             costs=StepCosts(**data["costs"]),
             programs=ProgramCosts(

@@ -85,17 +85,9 @@ class CalibrationSteps:
             self._rng.shuffle(prefills)
         out = []
         for turn in range(max(len(decodes), len(prefills))):
-            bucket, with_decode = prefills[turn % len(prefills)]
-            out.append(
-                Episode(
-                    prefill=self._prompts(bucket, with_decode),
-                    decode=self._decode(decodes[turn]) if turn < len(decodes) else None,
-                    program=(
-                        self._shapes.decode_buckets[-1] if with_decode else 0,
-                        self._shapes.prefill_buckets[bucket],
-                    ),
-                )
-            )
+            prefill = self._prompts(*prefills[turn % len(prefills)])
+            decode = self._decode(decodes[turn]) if turn < len(decodes) else None
+            out.append(Episode(prefill=prefill, decode=decode, program=self._program(prefill)))
         return out
 
     def as_served(self) -> Episode:
@@ -119,9 +111,15 @@ class CalibrationSteps:
         answers = self._answers(beside) if beside > 0 else Step([], [], [])
         kinds = self._kinds(len(lens) + len(answers.lens))
         step = Step(kinds, starts + answers.starts, lens + answers.lens)
-        num_decode = step.lens.count(1)
-        used = self._shapes.programs_of(num_decode, sum(step.lens) - num_decode)
-        return Episode(prefill=step, decode=decode, program=used[-1], held_back=True)
+        return Episode(prefill=step, decode=decode, program=self._program(step), held_back=True)
+
+    def _program(self, step: Step) -> tuple[int, int]:
+        """Decode rows and tokens of chunks that the program of its chunks pads to."""
+        kinds, starts, lens = (np.array(of_rows) for of_rows in step)
+        num_decode = int(np.count_nonzero(lens == 1))
+        prefix = self._shapes.hidden_prefix(starts[(lens > 1) & (kinds == HIDDEN)])
+        used, _ = self._shapes.programs_of(num_decode, sum(step.lens) - num_decode, prefix)
+        return used[-1]
 
     def _fewest(self, bucket: int) -> int:
         """Rows from which on a step needs this bucket of decode rows."""
@@ -192,11 +190,12 @@ class CalibrationSteps:
         return Step(kinds, starts, lens + [1] * beside)
 
     def _hidden_prefix(self) -> int:
-        """Positions of hidden prefixes in a step: any of the sizes that there are programs for as often; 0: as it comes."""
-        sizes = [0, *(size for size in self._shapes.prefix_buckets if size <= self._room)]
-        if HIDDEN not in self._offered or len(sizes) == 1:
+        """Positions of hidden prefixes in a step: the sizes that there are programs for, each half as often as the one
+        before, as it takes longer; 0: as it comes."""
+        sizes = [0, *sorted({room for _, room in self._shapes.prefix_sizes if room and room < self._room}), self._room]
+        if HIDDEN not in self._offered or not self._shapes.prefix_sizes:
             return 0
-        place = int(self._rng.integers(1, len(sizes)))
+        place = min(int(self._rng.geometric(1 / 2)), len(sizes) - 1)
         return int(self._rng.integers(sizes[place - 1] + 1, sizes[place] + 1))
 
     def _prefixes(self, lens: list[int], kinds: list[int], hidden_prefix: int) -> list[int]:

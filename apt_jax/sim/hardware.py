@@ -182,6 +182,13 @@ def _programs(fields: dict[str, Any]) -> ProgramCosts:
         where = f"programs.shapes.{name}"
         if name.endswith("_buckets"):
             values[name] = tuple(_integer(v, where) for v in _list(value, where))
+        elif name == "prefix_sizes":
+            pairs = [_list(pair, where) for pair in _list(value, where)]
+            if any(len(pair) != 2 for pair in pairs):
+                raise ValueError(f"{where}: {value!r:.40} must be pairs")
+            values[name] = tuple(
+                (_integer(tokens, where), None if room is None else _integer(room, where)) for tokens, room in pairs
+            )
         elif name in ("mixed", "by_kind"):
             if not isinstance(value, bool):
                 raise ValueError(f"{where}: {value!r:.40} must be true or false")

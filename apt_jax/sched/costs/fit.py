@@ -5,8 +5,8 @@ Two models from the same points, both by non-negative least squares on relative 
 * linear, what policies weigh (`StepCosts`), both phases together:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one
-  token, which is only about what `StepCosts` makes of it;
+  a step with both is their sum where it is two programs; where it is one, its decodes count as tokens and by what they
+  read, as `StepCosts` has it wherever the chunks' part is the longer one;
 * by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
   Bases of programs that few points or none have run lie near the line between those of the next sizes.
 
@@ -57,17 +57,17 @@ class StepPoint:
         """Features of both phases, in the order of `_PREFILL` and `_DECODE`."""
         num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
         hidden, decode = kind == HIDDEN, num_tokens == 1
-        if self.is_prefill and one_program:
-            decode[:] = False
         features = [0.0] * (len(_PREFILL) + len(_DECODE))
         if self.is_prefill:
             c, m = num_tokens[~decode], start[~decode]
             prefixes = [float(start[~decode & rows].sum()) for rows in (~hidden, hidden)]
-            features[: len(_PREFILL)] = [1.0, float(c.sum()), float(c @ (c + 2 * m)), *prefixes]
+            tokens = num_tokens if one_program else c
+            features[: len(_PREFILL)] = [1.0, float(tokens.sum()), float(c @ (c + 2 * m)), *prefixes]
         if decode.any():
             kinds = (decode & ~hidden, decode & hidden)
             read = [float((start[rows] + 1).sum()) for rows in kinds]
-            features[len(_PREFILL) :] = [1.0, *read, *(float(rows.sum()) for rows in kinds)]
+            alone = 0.0 if self.is_prefill and one_program else 1.0
+            features[len(_PREFILL) :] = [alone, *read, *(alone * float(rows.sum()) for rows in kinds)]
         return features
 
 
@@ -142,25 +142,31 @@ class CostModel:
         )
 
 
-_SMOOTHNESS = 0.3
-"""Weight of a program's distance to the line between its neighbours, of a typical step's time, where a point weighs 1
-to 7."""
+_SMOOTHNESS = 2.0
+"""Weight of a program's distance to the line between its neighbours, of a typical step's time, where a point weighs up
+to 4.5."""
 
 
-def _smoothness(shapes: ProgramShapes, times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on lines."""
-    place = {program: i for i, program in enumerate(shapes.programs())}
-    rows = []
+def _smoothness(shapes: ProgramShapes, prefill_s: float, decode_s: float) -> NDArray[np.float64]:
+    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on lines.
+
+    Args:
+        prefill_s: a typical time of a step with chunks.
+        decode_s: and of one without.
+    """
+    place, num = {program: i for i, program in enumerate(shapes.programs())}, len(shapes.feature_names())
+    out = []
     for family in shapes.families():
         at, size = [place[program] for program in family], [rows + tokens for rows, tokens in family]
+        weight = _SMOOTHNESS / (prefill_s if family[0][1] else decode_s)
         for i in range(1, len(at) - 1):
             before = (size[i + 1] - size[i]) / (size[i + 1] - size[i - 1])
-            rows.append(np.zeros(len(shapes.feature_names())))
-            rows[-1][at[i - 1 : i + 2]] = -before, 1.0, before - 1.0
+            out.append(np.zeros(num))
+            out[-1][at[i - 1 : i + 2]] = -before * weight, weight, (before - 1.0) * weight
         if len(at) == 2:
-            rows.append(np.zeros(len(shapes.feature_names())))
-            rows[-1][at] = -1.0, 1.0
-    return _SMOOTHNESS / float(np.median(times)) * np.reshape(rows, (len(rows), -1))
+            out.append(np.zeros(num))
+            out[-1][at] = -weight, weight
+    return np.reshape(out, (len(out), num))
 
 
 def _solve(
@@ -187,7 +193,7 @@ def _solve(
     for _ in range(5):
         target = np.concatenate([weight, np.zeros(len(extra))])
         found = nnls(np.concatenate([a * weight[:, None], extra]), target)[0]
-        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.02))
+        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.05))
     return found / scale
 
 
@@ -239,7 +245,8 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
             held[rows[3::4]] = True
 
     by_program = np.array([shapes.features(*p.arrays()) for p in points])
-    smooth = _smoothness(shapes, times)
+    typical_s = [float(np.median(times[phase])) if phase.any() else 1.0 for phase in (prefill, ~prefill)]
+    smooth = _smoothness(shapes, *typical_s)
     seen = _solve(by_program, times, ~held, smooth)
     qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
     programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything, smooth).tolist()))

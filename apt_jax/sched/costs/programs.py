@@ -8,7 +8,7 @@ skip padding. This model knows the stairs:
                                + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
                                             and chunks           per row, per pair of tiles, per tile of cached prefix
                                + where programs are compiled by kind: that a step with chunks has hidden rows at all,
-                                 and every size of hidden prefixes that they have outgrown
+                                 and the room that its program has for hidden prefixes
 
 Fitted by non-negative least squares like the linear one; used to predict (the simulator), not to decide.
 """
@@ -47,21 +47,27 @@ class ProgramShapes:
     by_kind: bool = False
     """A step with chunks runs another program where it has hidden rows, and another one where chunks attend to hidden
     prefixes."""
-    prefix_buckets: tuple[int, ...] = ()
-    """Positions of hidden prefixes, over all chunks of a step, that programs are compiled for, ascending; empty: any."""
+    prefix_sizes: tuple[tuple[int, int | None], ...] = ()
+    """(tokens, positions of hidden prefixes) of programs for steps with chunks that attend to such, those of few tokens
+    first, then those of few positions; None: any number of them. Empty: those of `prefill_buckets`, for any number."""
+    prefix_step: int = 1
+    """What positions of each hidden prefix are rounded up to before a program is chosen."""
 
     def __post_init__(self) -> None:
-        for name in ("decode_buckets", "prefill_buckets", "prefix_buckets"):
+        for name in ("decode_buckets", "prefill_buckets"):
             buckets: Sequence[int] = getattr(self, name)
-            if not (buckets or name == "prefix_buckets"):
-                raise ValueError(f"{name}: must not be empty")
-            if buckets and (buckets[0] < 1 or list(buckets) != sorted(set(buckets))):
+            if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}: {list(buckets)} must ascend from at least 1")
-        if self.prefix_buckets and not self.by_kind:
-            raise ValueError(f"prefix_buckets: {list(self.prefix_buckets)} are given where by_kind is False")
+        if self.prefix_sizes:
+            if not self.by_kind:
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} are given where by_kind is False")
+            if not {tokens for tokens, _ in self.prefix_sizes} <= {*self.prefill_buckets}:
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must have tokens of prefill_buckets")
+            if self.prefix_sizes[-1] != (self.prefill_buckets[-1], None):
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must end with one that holds every step")
         if not 1 <= self.max_num_seqs <= self.decode_buckets[-1]:
             raise ValueError(f"max_num_seqs: {self.max_num_seqs} must lie in [1, {self.decode_buckets[-1]}]")
-        for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile"):
+        for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile", "prefix_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
@@ -79,51 +85,66 @@ class ProgramShapes:
     def feature_names(self) -> list[str]:
         """Names of the coefficients, in order."""
         bases = [f"program_{rows}_{tokens}" for rows, tokens in self.programs()]
-        by_kind = [f"hidden_prefix_above_{size}" for size in self._prefix_jumps]
-        return [*bases, *_SHARED, *(["hidden_prompt_step", *by_kind] if self.by_kind else [])]
+        of_kinds = [*_OF_KINDS, *(f"hidden_prefix_{room or 'any'}" for room in self._rooms)] if self.by_kind else []
+        return [*bases, *_SHARED, *of_kinds]
 
     @functools.cached_property
-    def _prefix_jumps(self) -> tuple[int, ...]:
-        """Positions of hidden prefixes above which a step takes another program."""
-        return (0, *self.prefix_buckets[:-1])
+    def _rooms(self) -> list[int | None]:
+        """Positions of hidden prefixes that there are programs for, ascending."""
+        return sorted({room for _, room in self.prefix_sizes}, key=lambda room: room or np.inf) or [None]
 
     @functools.cached_property
     def _place(self) -> dict[tuple[int, int], int]:
         """Place of each program's base among the coefficients."""
         return {program: i for i, program in enumerate(self.programs())}
 
-    def programs_of(self, num_decode: int, num_chunk_tokens: int) -> list[tuple[int, int]]:
-        """Those of `programs` that a step with so many decode rows and tokens of chunks runs. Raises ValueError for one
-        beyond the buckets."""
+    def hidden_prefix(self, start: NDArray[np.int32]) -> int:
+        """Positions of hidden prefixes that a program must have room for; `start` is of the hidden chunks."""
+        return int((-(-start // self.prefix_step)).sum()) * self.prefix_step
+
+    def programs_of(
+        self, num_decode: int, num_chunk_tokens: int, hidden_prefix: int = 0
+    ) -> tuple[list[tuple[int, int]], int | None]:
+        """Those of `programs` that a step runs, and its room for hidden prefixes.
+
+        Raises:
+            ValueError: there is none that large.
+        """
         rows = tokens = 0
+        room = None if hidden_prefix else 0
         if num_chunk_tokens:
             tokens = _bucket(self.prefill_buckets, num_chunk_tokens)
+            if hidden_prefix and self.prefix_sizes:
+                sizes = (size for size in self.prefix_sizes if size[0] >= tokens)
+                tokens, room = next(size for size in sizes if size[1] is None or size[1] >= hidden_prefix)
         if num_decode:
             rows = self.decode_buckets[-1] if self.mixed and tokens else _bucket(self.decode_buckets, num_decode)
-        return [(rows, 0), (0, tokens)] if rows and tokens and not self.mixed else [(rows, tokens)]
+        return [(rows, 0), (0, tokens)] if rows and tokens and not self.mixed else [(rows, tokens)], room
 
     def features(
         self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
     ) -> NDArray[np.float64]:
         """(num_coefficients,) what is in a step; arguments as of `StepCosts.step_s`, at least one row."""
-        decode = num_tokens == 1
+        decode, hidden = num_tokens == 1, kind == HIDDEN
+        chunk = ~decode
         num_decode = int(np.count_nonzero(decode))
         chunk_tokens = int(num_tokens.sum()) - num_decode
-        place, by_kind = self._place, 1 + len(self._prefix_jumps) if self.by_kind else 0
-        out = np.zeros(len(place) + len(_SHARED) + by_kind)
-        used = self.programs_of(num_decode, chunk_tokens)
+        prefix = self.hidden_prefix(start[chunk & hidden]) if self.by_kind and chunk_tokens else 0
+        used, room = self.programs_of(num_decode, chunk_tokens, prefix)
+        place = self._place
+        out = np.zeros(len(place) + len(_SHARED) + (len(_OF_KINDS) + len(self._rooms) if self.by_kind else 0))
         for program in used:
             out[place[program]] = 1.0
-        parts = out[len(place) :]
+        parts, of_kinds = out[len(place) :], out[len(place) + len(_SHARED) :]
         parts[_ROWS], parts[_TOKENS] = num_decode, chunk_tokens
         if num_decode:
             self._decode_parts(used[0][0], start[decode] + 1, kind[decode], parts)
         if chunk_tokens:
-            chunk, hidden = ~decode, kind == HIDDEN
-            prefix_len = self._chunk_parts(used[-1][1], num_tokens[chunk], start[chunk], hidden[chunk], parts)
-            if by_kind:
-                jumps = np.less(self._prefix_jumps, prefix_len)
-                parts[len(_SHARED) :] = [hidden.any(), *jumps]
+            self._chunk_parts(used[-1][1], num_tokens[chunk], start[chunk], hidden[chunk], parts)
+            if self.by_kind and hidden.any():
+                of_kinds[1 if num_decode else 0] = 1.0
+                if prefix:  # a larger room takes longer than each smaller one
+                    of_kinds[len(_OF_KINDS) : len(_OF_KINDS) + self._rooms.index(room) + 1] = 1.0
         return out
 
     def _chunk_parts(
@@ -133,8 +154,8 @@ class ProgramShapes:
         prefix: NDArray[np.int32],
         hidden: NDArray[np.bool_],
         parts: NDArray[np.float64],
-    ) -> int:
-        """Tiles of chunks over themselves and over their prefixes; returns the positions of hidden prefixes."""
+    ) -> None:
+        """Tiles of chunks over themselves and over their prefixes."""
         query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
         # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.
         full, rest = np.divmod(tokens, query)
@@ -142,12 +163,11 @@ class ProgramShapes:
         parts[_CHUNKS] = tokens.size
         parts[_OWN] = own.sum() * (query * key) / (self.query_tile * self.key_tile)
         if not prefix.any():
-            return 0
+            return
         query_tiles, prefix_tiles = -(-tokens // query), -(-prefix // self.key_tile)
         parts[_HIDDEN_PREFIX] = hidden_tiles = prefix_tiles[hidden].sum()
         parts[_KV_PREFIX] = prefix_tiles.sum() - hidden_tiles
         parts[_PREFIX] = (prefix_tiles * query_tiles).sum() * query / self.query_tile
-        return int(prefix[hidden].sum())
 
     def _decode_parts(
         self,
@@ -180,6 +200,8 @@ _SHARED = (
 )  # fmt: skip
 _ROWS, _TOKENS, _DECODE_KV, _DECODE_HIDDEN = 0, 1, 2, 6
 _CHUNKS, _OWN, _KV_PREFIX, _HIDDEN_PREFIX, _PREFIX = range(10, 15)
+_OF_KINDS = ("hidden_prompt_step", "hidden_mixed_step")
+"""Where programs are compiled by kind: that a step with chunks has hidden rows, without decode rows and with them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
