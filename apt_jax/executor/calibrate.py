@@ -1,21 +1,25 @@
 """Measure step costs on this machine: the coefficients that scheduling weighs (Apt-Serve §4.2's ρ, made affine).
 
-The executor that serves is timed on synthetic batches of random sizes, lengths and kinds; the fit is stored as
-JSON in the cache directory, under a name derived from everything that it depends on, and loaded at the next start.
+The executor that serves is timed on synthetic batches of random sizes, lengths and kinds (`calibration_steps`); the fit
+is stored as JSON in the cache directory, under a name derived from everything that it depends on, and loaded at the next
+start.
 """
 
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from apt_jax.executor import buckets
 from apt_jax.executor.base import Conversions, StepBatch
+from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
 from apt_jax.executor.host_memory import HostPool
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.ops.xla_decode import TOKENS_PER_TILE
@@ -28,16 +32,24 @@ from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.utils.cache_dir import cache_dir, log_not_kept, read_verified, write_verified
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-_MIN_ROUNDS = 3
-"""Rounds that are measured even without budget: a round has a step of each program."""
 _MIN_POINTS = 8
-"""Points of each phase that are measured even without budget: with fewer, no point is held back to validate the fit."""
+"""Points of each phase that are measured even without budget."""
+_GRID_RUN = 3
+"""Episodes of a round between two as served."""
 _REPEATS = 3
 """Times that a step with chunks is measured; the median counts."""
 _DECODE_RUN = 5
-"""Decode steps whose median counts, after as many that are ignored."""
+"""Decode steps whose median counts, on a CPU after as many that are ignored, or 1 where it is longer than `_LONG_S`."""
+_LONG_S = 0.02
+_SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
+"""Of the budget: a step that takes more is measured once, but where it is held back; one that is expected to take more,
+not at all."""
+_FAST_S = 0.5
+"""Whatever the budget, a step that takes less is measured."""
 
 
 def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
@@ -76,99 +88,39 @@ def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
     return time.perf_counter() - start
 
 
+def _steps_in_a_row_s(executor: JaxExecutor, batch: StepBatch, count: int) -> list[float]:
+    """(count,) seconds between the ends of equal steps, each dispatched before the tokens of the one before are fetched,
+    as an engine whose host and device overlap does it."""
+    executor.send_tables(batch)
+    ends, step = list[float](), executor.execute(batch)
+    for _ in range(count):
+        following = executor.execute(batch)
+        step.result()
+        ends.append(time.perf_counter())
+        step = following
+    step.result()
+    ends.append(time.perf_counter())
+    return np.diff(ends).tolist()
+
+
 def program_shapes(executor: JaxExecutor) -> ProgramShapes:
-    """Sizes that `executor` pads steps to."""
+    """Sizes that `executor` pads steps to, of the programs that are ready."""
+    sizes = executor.ready.sizes
+    by_kind = not executor.programs.branches and executor.kinds_offered[HIDDEN]
+    prefixed = getattr(sizes, "prefixed", []) if by_kind else []
     return ProgramShapes(
-        decode_buckets=tuple(executor.buckets.decode),
-        prefill_buckets=tuple(executor.buckets.prefill),
+        decode_buckets=tuple(sizes.decode),
+        prefill_buckets=tuple(sizes.prefill),
         max_num_seqs=executor.max_num_seqs,
         mixed=executor.mixed,
         rows_per_tile=executor.rows_per_tile,
         tokens_per_tile=max(1, TOKENS_PER_TILE // executor.block_size) * executor.block_size,
         query_tile=PREFILL_QUERY_TILE,
         key_tile=PREFILL_KEY_TILE,
+        by_kind=by_kind,
+        prefix_sizes=tuple((size.tokens, size.prefix_room) for size in prefixed),
+        prefix_step=getattr(buckets, "PREFIX_STEP", 1),
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Episode:
-    """A step with chunks and the decode step of other rows around it, each as (kinds, starts, lens)."""
-
-    prefill: tuple[list[int], list[int], list[int]]
-    decode: tuple[list[int], list[int], list[int]]
-
-
-def _episodes(executor: JaxExecutor, rng: np.random.Generator) -> list[_Episode]:
-    """A round: every program that a step can need once, with random rows, contexts, kinds and chunks."""
-    shapes, max_len = program_shapes(executor), executor.max_model_len
-    offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
-    # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
-    room = executor.num_blocks * executor.hidden_block_size
-    if KV in offered:
-        room = executor.num_blocks * executor.block_size // 2
-
-    def bounds(buckets: tuple[int, ...], i: int, most: int) -> tuple[int, int]:
-        return (buckets[i - 1] + 1 if i else 1), min(buckets[i], most)
-
-    def most_chunks(with_decode: bool) -> int:
-        return executor.max_num_seqs - with_decode
-
-    def most_tokens(with_decode: bool) -> int:
-        return min(executor.max_num_batched_tokens, most_chunks(with_decode) * max_len)
-
-    def kinds(count: int) -> list[int]:
-        if len(offered) == 2 and rng.random() < 1 / 3:
-            return rng.integers(0, 2, count).tolist()
-        return [int(rng.choice(offered))] * count
-
-    def contexts(count: int, longest: int) -> list[int]:
-        # Short contexts are the common ones; every scale is drawn as often.
-        longest = max(1, min(longest, max_len - 2, room // count))
-        scale = int(np.exp(rng.uniform(np.log(min(16, longest)), np.log(longest))))
-        return rng.integers(1, scale + 1, count).tolist()
-
-    decodes, prefills = list[int](), list[tuple[int, bool]]()
-    for rows, tokens in shapes.programs():
-        if tokens == 0:
-            decodes.append(shapes.decode_buckets.index(rows))
-            continue
-        i = shapes.prefill_buckets.index(tokens)
-        fewer = shapes.prefill_buckets[i - 1] if i else 0
-        if fewer < most_tokens(rows > 0):
-            prefills.append((i, rows > 0))
-    decodes, prefills = [int(i) for i in rng.permutation(decodes)], list(prefills)
-    rng.shuffle(prefills)
-    out = []
-    for turn in range(max(len(decodes), len(prefills))):
-        low, high = bounds(shapes.decode_buckets, decodes[turn % len(decodes)], executor.max_num_seqs)
-        count = int(rng.integers(low, high + 1))
-        decode = (kinds(count), contexts(count, max_len), [1] * count)
-
-        bucket, with_decode = prefills[turn % len(prefills)]
-        low, high = bounds(shapes.prefill_buckets, bucket, most_tokens(with_decode))
-        total = int(rng.integers(min(max(low, 2), high), high + 1))
-        fewest = -(-total // max_len)
-        chunks = int(rng.integers(fewest, max(fewest, min(8, total // 2, most_chunks(with_decode))) + 1))
-        # A chunk of one token would be a decode row.
-        more = 1 if 2 * chunks <= total else 0
-        rest = total - more * chunks
-        cuts = np.sort(rng.choice(np.arange(1, rest), chunks - 1, replace=False))
-        lens = np.minimum(np.diff([0, *cuts.tolist(), rest]) + more, max_len).tolist()
-        for i in range(chunks):  # what the longest ones could not take
-            lens[i] = min(max_len, lens[i] + total - sum(lens))
-        starts = [contexts(chunks, max_len - n)[0] if rng.random() < 1 / 3 and n < max_len - 1 else 0 for n in lens]
-        # Rows that decode beside the chunks, in the same program or in one of their own.
-        beside = 0
-        if with_decode or (not shapes.mixed and rng.random() < 1 / 3):
-            beside = int(rng.integers(1, max(2, min(count, executor.max_num_seqs - chunks) + 1)))
-            if not with_decode:
-                beside = min(beside, executor.max_num_batched_tokens - total)
-            beside = min(beside, executor.max_num_seqs - chunks)
-        if beside > 0:
-            starts += contexts(beside, max_len)
-            lens += [1] * beside
-        out.append(_Episode(prefill=(kinds(len(lens)), starts, lens), decode=decode))
-    return out
 
 
 _CONVERSIONS = 12
@@ -236,40 +188,121 @@ def _transfers_s(
     return [base_s, per_block_s, max(0.0, float(nums @ save_s / (nums @ nums)))]
 
 
+class _Meter:
+    """Times episodes of an executor.
+
+    On a CPU, steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs
+    of decode steps: a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
+    its run, and most steps of a server are the latter. Elsewhere the host works on a step while the device works on the
+    one before, and the time from one end to the next counts.
+
+    Attributes:
+        spent_s: seconds of all steps.
+        points: what was measured.
+        seen_s: by program of prompts, seconds of its last step.
+    """
+
+    def __init__(self, executor: JaxExecutor, budget_s: float) -> None:
+        self._executor, self._budget_s = executor, budget_s
+        self.spent_s = 0.0
+        self.points = list[StepPoint]()
+        self.seen_s: dict[tuple[int, int], float] = {}
+
+    def is_too_slow(self, program: tuple[int, int]) -> bool:
+        """Whether a step of this program is expected to take too much of the budget: as long as its last one, or by
+        tokens what those of other programs let expect."""
+        guesses = [of_s * max(1.0, program[1] / max(1, tokens)) for (_, tokens), of_s in self.seen_s.items()]
+        expected_s = self.seen_s.get(program, min(guesses, default=0.0))
+        return expected_s > max(_FAST_S, _TOO_SLOW_SHARE * self._budget_s)
+
+    def measure(self, episode: Episode) -> Iterator[None]:
+        """Add the points of an episode. Yields after each step, or run of steps that must not be interrupted."""
+        executor, program = self._executor, episode.program
+        batches = [synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode) if step is not None]
+        if program not in self.seen_s:  # the first run of a program is not counted
+            self.seen_s[program] = self._spend([step_time_s(executor, batches[0])])
+            yield
+        is_slow = self.seen_s[program] > max(_FAST_S / 10, _SLOW_SHARE * self._budget_s)
+        repeats = [1 if is_slow and not episode.held_back else _REPEATS, _DECODE_RUN][: len(batches)]
+        times: list[list[float]] = [[] for _ in batches]
+        if executor.platform == "cpu":
+            order = [which for _ in range(repeats[0]) for which in reversed(range(len(batches)))]
+            if len(batches) == 2:
+                order += [1] * 2 * _DECODE_RUN
+            while order:
+                which = order.pop(0)
+                times[which].append(step_time_s(executor, batches[which]))
+                self._spend(times[which][-1:])
+                yield
+                if len(order) == 2 * _DECODE_RUN and times[1][-1] > _LONG_S:
+                    order, repeats[1] = order[: 1 + _REPEATS], _REPEATS
+        else:
+            for which, batch in enumerate(batches):
+                times[which] = _steps_in_a_row_s(executor, batch, repeats[which])
+                self._spend(times[which])
+                yield
+        self.seen_s[program] = float(np.median(times[0]))
+        for step, of_step, count in zip((episode.prefill, episode.decode), times, repeats, strict=False):
+            assert step is not None
+            self.points.append(
+                StepPoint(
+                    num_tokens=step.lens,
+                    start=step.starts,
+                    kind=step.kinds,
+                    time_s=float(np.median(of_step[-count:])),
+                    held_back=episode.held_back,
+                )
+            )
+
+    def _spend(self, times: list[float]) -> float:
+        self.spent_s += sum(times)
+        return times[-1]
+
+
+def _num_lacking(points: list[StepPoint], *, has_chunks: bool) -> int:
+    """Points that are missing of what is measured whatever the budget."""
+    num_prefill = sum(p.is_prefill for p in points)
+    counts = (num_prefill, len(points) - num_prefill) if has_chunks else (len(points),)
+    return sum(max(0, _MIN_POINTS - count) for count in counts)
+
+
 def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None, CostModel]:
     """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
 
-    Steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs of decode
-    steps: on a CPU a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
-    its run, and most steps of a server are the latter. The pool's contents are overwritten.
+    Every program is measured at least once, but those whose steps would take too much of the budget: their costs are told
+    from those of other sizes, and the log names them. The pool's contents are overwritten.
 
     Yields:
-        Which share is done, in [0, 1), after each step. Other steps may run meanwhile: the time until it goes on counts
-        for nothing.
+        Which share is done, in [0, 1), after each step or short run of equal steps. Other steps may run meanwhile: the
+        time until it goes on counts for nothing.
     """
     rng = np.random.default_rng(0)
     shapes = program_shapes(executor)
-    points: list[StepPoint] = []
-    spent_s, rounds = 0.0, 0
-    episodes = _episodes(executor, rng)
-    min_rounds = max(_MIN_ROUNDS, -(-_MIN_POINTS // len(episodes)))
-    while rounds < min_rounds or spent_s < budget_s:
+    steps, meter = CalibrationSteps(executor, shapes, rng), _Meter(executor, budget_s)
+    has_chunks = shapes.prefill_buckets[-1] > 1
+    left_out, round_ = set[tuple[int, int]](), steps.round(ends_first=True)
+    num_done, num_first = 0, len(round_)
+    while num_done < num_first or meter.spent_s < budget_s or _num_lacking(meter.points, has_chunks=has_chunks):
+        if not round_:
+            round_ = steps.round()
+        episodes = [round_.pop(0)]
+        if num_done % _GRID_RUN == _GRID_RUN - 1:
+            episodes.append(steps.as_served())
+        num_done += 1
         for episode in episodes:
-            batches = [synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode)]
-            order = [*[1, 0] * _REPEATS, *[1] * 2 * _DECODE_RUN]
-            if not rounds:  # the first run of a program is not counted
-                order.insert(0, 0)
-            times: tuple[list[float], list[float]] = ([], [])
-            for which in order:
-                times[which].append(step_time_s(executor, batches[which]))
-                spent_s += times[which][-1]
-                least = len(points) / (2 * min_rounds * len(episodes))
-                yield min(0.99, spent_s / max(budget_s, 1e-9), least)
-            measured = times[0][-_REPEATS:], times[1][-_DECODE_RUN:]
-            for (kinds, starts, lens), of_step in zip((episode.prefill, episode.decode), measured, strict=True):
-                points.append(StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=float(np.median(of_step))))
-        rounds += 1
-        episodes = _episodes(executor, rng)
+            if meter.is_too_slow(episode.program):
+                left_out.add(episode.program)
+                continue
+            for _ in meter.measure(episode):
+                yield min(0.99, meter.spent_s / max(budget_s, 1e-9), num_done / num_first)
+    points = meter.points
+    names = ", ".join(str(tokens) for _, tokens in sorted(left_out - set(meter.seen_s)))
+    logger.info(
+        "step costs: %d steps measured in %.1f s%s",
+        len(points),
+        meter.spent_s,
+        f"; too slow for the time given, and told from others: prompts of {names} tokens" if names else "",
+    )
     model = fit_cost_model(points, shapes)
     if executor.can_convert:
         conversion_s = yield from _conversion_s(executor, rng)
@@ -304,7 +337,7 @@ def calibrate(
 
 def _key(executor: JaxExecutor) -> str:
     facts = {
-        "version": 5,
+        "version": 6,
         "model": dataclasses.asdict(executor.config),
         "dtype": str(executor.params.dtype),
         "quantization": executor.quantization,
@@ -324,6 +357,7 @@ def _key(executor: JaxExecutor) -> str:
             executor.max_model_len,
             executor.mixed,
         ],
+        "buckets": dataclasses.asdict(executor.buckets),
         "platform": executor.platform,
         "device": jax.devices()[0].device_kind,
         "devices": [executor.num_devices, jax.process_count()] if jax.process_count() > 1 else executor.num_devices,
@@ -348,6 +382,7 @@ def load_calibration(path: Path) -> CostModel | None:
         shapes = data["programs"]["shapes"]
         for name in ("decode_buckets", "prefill_buckets"):
             shapes[name] = tuple(shapes[name])
+        shapes["prefix_sizes"] = tuple((tokens, room) for tokens, room in shapes["prefix_sizes"])
         return CostModel(
             costs=StepCosts(**data["costs"]),
             programs=ProgramCosts(

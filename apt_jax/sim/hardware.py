@@ -171,9 +171,9 @@ def _programs(fields: dict[str, Any]) -> ProgramCosts:
         if name not in ("shapes", "coefficients"):
             raise ValueError(f"programs.{name}: unknown field")
     shapes = _object(fields.get("shapes"), "programs.shapes")
-    declared = [field.name for field in dataclasses.fields(ProgramShapes)]
+    declared = {field.name: field.default for field in dataclasses.fields(ProgramShapes)}
     for name in [*shapes, *declared]:
-        if name not in shapes:
+        if name not in shapes and declared[name] is dataclasses.MISSING:
             raise ValueError(f"programs.shapes.{name}: missing")
         if name not in declared:
             raise ValueError(f"programs.shapes.{name}: unknown field")
@@ -182,7 +182,14 @@ def _programs(fields: dict[str, Any]) -> ProgramCosts:
         where = f"programs.shapes.{name}"
         if name.endswith("_buckets"):
             values[name] = tuple(_integer(v, where) for v in _list(value, where))
-        elif name == "mixed":
+        elif name == "prefix_sizes":
+            pairs = [_list(pair, where) for pair in _list(value, where)]
+            if any(len(pair) != 2 for pair in pairs):
+                raise ValueError(f"{where}: {value!r:.40} must be pairs")
+            values[name] = tuple(
+                (_integer(tokens, where), None if room is None else _integer(room, where)) for tokens, room in pairs
+            )
+        elif name in ("mixed", "by_kind"):
             if not isinstance(value, bool):
                 raise ValueError(f"{where}: {value!r:.40} must be true or false")
             values[name] = value

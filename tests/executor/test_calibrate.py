@@ -16,7 +16,6 @@ from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import (
-    _episodes,
     _transfers_s,
     calibrate,
     calibration_path,
@@ -26,6 +25,7 @@ from apt_jax.executor.calibrate import (
     program_shapes,
     synthetic_batch,
 )
+from apt_jax.executor.calibration_steps import CalibrationSteps
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.sched import StepCosts
@@ -122,11 +122,12 @@ def test_a_fit_finds_the_staircase_that_made_its_points() -> None:
     points = [draw_step(rng) for _ in range(400)]
     points = [dataclasses.replace(p, time_s=truth.step_s(*p.arrays())) for p in points]
     model = fit_cost_model(points, SHAPES)
-    assert model.prefill_quality.worst_relative_error < 1e-6
-    assert model.decode_quality.worst_relative_error < 1e-6
+    # Bases are drawn towards the lines between their neighbours, a little.
+    assert model.prefill_quality.worst_relative_error < 1e-4
+    assert model.decode_quality.worst_relative_error < 1e-4
     for p in (draw_step(rng) for _ in range(100)):
         predicted, expected = (m.step_s(*p.arrays()) for m in (model.programs, truth))
-        assert predicted == pytest.approx(expected, rel=1e-6)
+        assert predicted == pytest.approx(expected, rel=1e-4)
     # No line through tokens can be this staircase.
     assert model.linear_decode_quality.worst_relative_error > 0.05
 
@@ -297,8 +298,9 @@ def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: b
         if tokens < seqs:
             continue
         executor = bounded_executor(mode, block_size, seqs, tokens, length, mixed)
-        for episode in (*_episodes(executor, rng), *_episodes(executor, rng)):
-            for kinds, starts, lens in (episode.prefill, episode.decode):
+        steps = CalibrationSteps(executor, program_shapes(executor), rng)
+        for episode in (*steps.round(), *steps.round(ends_first=True), steps.as_served(), steps.as_served()):
+            for kinds, starts, lens in (episode.prefill, *([] if episode.decode is None else [episode.decode])):
                 case = f"{block_size=} {seqs=} {tokens=} {length=} {kinds=} {starts=} {lens=}"
                 assert len(kinds) == len(starts) == len(lens) <= seqs, case
                 assert all(executor.kinds_offered[kind] for kind in kinds), case
@@ -310,8 +312,8 @@ def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: b
                 tables = synthetic_batch(executor, kinds, starts, lens).block_tables
                 assert tables.shape[2] <= -(-length // block_size), case
                 assert tables.max() <= 2, case
-            assert (max(episode.prefill[2]) > 1) == (tokens > 1)
-            assert max(episode.decode[2]) == 1
+            assert (max(episode.prefill.lens) > 1) == (tokens > 1)
+            assert episode.decode is None or max(episode.decode.lens) == 1
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -325,11 +327,11 @@ def test_every_round_measures_every_program_that_can_occur(seqs: int, mixed: boo
         least = {32: 2, 64: 33, 128: 65, 256: 129}.get(tokens, 0)
         if least <= 34 * (seqs - (tokens > 0 and rows > 0)):
             possible.add(f"program_{rows}_{tokens}")
-    rng = np.random.default_rng(0)
-    for _ in range(10):
+    steps = CalibrationSteps(executor, shapes, np.random.default_rng(0))
+    for turn in range(10):
         seen = set()
-        for episode in _episodes(executor, rng):
-            for kinds, starts, lens in (episode.prefill, episode.decode):
+        for episode in steps.round(ends_first=not turn):
+            for kinds, starts, lens in (episode.prefill, *([] if episode.decode is None else [episode.decode])):
                 step = StepPoint(num_tokens=lens, start=starts, kind=kinds, time_s=1.0)
                 found = zip(shapes.feature_names(), shapes.features(*step.arrays()), strict=True)
                 seen |= {name for name, value in found if name.startswith("program") and value}

@@ -5,9 +5,10 @@ Two models from the same points, both by non-negative least squares on relative 
 * linear, what policies weigh (`StepCosts`), both phases together:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  a step with both is their sum where it is two programs; where it is one, its decodes are fitted as chunks of one
-  token, which is only about what `StepCosts` makes of it;
+  a step with both is their sum where it is two programs; where it is one, its decodes count as tokens and by what they
+  read, as `StepCosts` has it wherever the chunks' part is the longer one;
 * by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
+  Bases of programs that few points or none have run lie near the line between those of the next sizes.
 
 What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and
 c1 = a6 - a5: either may be negative.
@@ -36,6 +37,8 @@ class StepPoint:
     kind: Sequence[int]
     """`KV` or `HIDDEN`."""
     time_s: float
+    held_back: bool = False
+    """Drawn as serving would, to state the quality of a fit to the others."""
 
     @property
     def is_prefill(self) -> bool:
@@ -54,17 +57,17 @@ class StepPoint:
         """Features of both phases, in the order of `_PREFILL` and `_DECODE`."""
         num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
         hidden, decode = kind == HIDDEN, num_tokens == 1
-        if self.is_prefill and one_program:
-            decode[:] = False
         features = [0.0] * (len(_PREFILL) + len(_DECODE))
         if self.is_prefill:
             c, m = num_tokens[~decode], start[~decode]
             prefixes = [float(start[~decode & rows].sum()) for rows in (~hidden, hidden)]
-            features[: len(_PREFILL)] = [1.0, float(c.sum()), float(c @ (c + 2 * m)), *prefixes]
+            tokens = num_tokens if one_program else c
+            features[: len(_PREFILL)] = [1.0, float(tokens.sum()), float(c @ (c + 2 * m)), *prefixes]
         if decode.any():
             kinds = (decode & ~hidden, decode & hidden)
             read = [float((start[rows] + 1).sum()) for rows in kinds]
-            features[len(_PREFILL) :] = [1.0, *read, *(float(rows.sum()) for rows in kinds)]
+            alone = 0.0 if self.is_prefill and one_program else 1.0
+            features[len(_PREFILL) :] = [alone, *read, *(alone * float(rows.sum()) for rows in kinds)]
         return features
 
 
@@ -139,19 +142,58 @@ class CostModel:
         )
 
 
-def _solve(features: NDArray[np.float64], times: NDArray[np.float64], rows: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little."""
+_SMOOTHNESS = 2.0
+"""Weight of a program's distance to the line between its neighbours, of a typical step's time, where a point weighs up
+to 4.5."""
+
+
+def _smoothness(shapes: ProgramShapes, prefill_s: float, decode_s: float) -> NDArray[np.float64]:
+    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on lines.
+
+    Args:
+        prefill_s: a typical time of a step with chunks.
+        decode_s: and of one without.
+    """
+    place, num = {program: i for i, program in enumerate(shapes.programs())}, len(shapes.feature_names())
+    out = []
+    for family in shapes.families():
+        at, size = [place[program] for program in family], [rows + tokens for rows, tokens in family]
+        weight = _SMOOTHNESS / (prefill_s if family[0][1] else decode_s)
+        for i in range(1, len(at) - 1):
+            before = (size[i + 1] - size[i]) / (size[i + 1] - size[i - 1])
+            out.append(np.zeros(num))
+            out[-1][at[i - 1 : i + 2]] = -before * weight, weight, (before - 1.0) * weight
+        if len(at) == 2:
+            out.append(np.zeros(num))
+            out[-1][at] = -weight, weight
+    return np.reshape(out, (len(out), num))
+
+
+def _solve(
+    features: NDArray[np.float64],
+    times: NDArray[np.float64],
+    rows: NDArray[np.bool_],
+    smoothness: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
+    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little.
+
+    Args:
+        rows: (n,) points that count.
+        smoothness: (m, num_coefficients) further rows, whose products with the coefficients shall be small.
+    """
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
     if not rows.any():
         return np.zeros(features.shape[1])
     a = features[rows] / times[rows, None]
-    scale = np.maximum(np.abs(a).max(axis=0, initial=0.0), 1e-30)
-    a, found = a / scale, np.zeros(features.shape[1])
+    extra = np.zeros((0, a.shape[1])) if smoothness is None else smoothness
+    scale = np.maximum(np.abs(np.concatenate([a, extra])).max(axis=0, initial=0.0), 1e-30)
+    a, extra, found = a / scale, extra / scale, np.zeros(features.shape[1])
     weight = np.ones(int(rows.sum()))
     for _ in range(5):
-        found = nnls(a * weight[:, None], weight)[0]
-        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.02))
+        target = np.concatenate([weight, np.zeros(len(extra))])
+        found = nnls(np.concatenate([a * weight[:, None], extra]), target)[0]
+        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.05))
     return found / scale
 
 
@@ -179,7 +221,9 @@ def _quality(
 
 
 def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
-    """Fit both models; every fourth point of a phase is held back to state the quality, then all are used.
+    """Fit both models to what is not held back, to state the quality, then to all points.
+
+    Where no point of a phase is marked as held back, every fourth is.
 
     Raises:
         ValueError: a phase has fewer points than the linear model has coefficients, and is no prefill phase without
@@ -194,16 +238,18 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
         )
     times = np.array([p.time_s for p in points])
     everything = np.ones(len(points), np.bool_)
-    held = np.zeros(len(points), np.bool_)
+    held = np.array([p.held_back for p in points], np.bool_)
     for phase in (prefill, ~prefill):
         rows = np.flatnonzero(phase)
-        if rows.size >= 8:
+        if rows.size >= 8 and not held[rows].any():
             held[rows[3::4]] = True
 
     by_program = np.array([shapes.features(*p.arrays()) for p in points])
-    seen = _solve(by_program, times, ~held)
+    typical_s = [float(np.median(times[phase])) if phase.any() else 1.0 for phase in (prefill, ~prefill)]
+    smooth = _smoothness(shapes, *typical_s)
+    seen = _solve(by_program, times, ~held, smooth)
     qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
-    programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything).tolist()))
+    programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything, smooth).tolist()))
     linear = np.array([p.linear_features(shapes.mixed) for p in points])
     seen = _solve(linear, times, ~held)
     linear_qualities = [_quality(seen, linear, times, held, phase) for phase in (prefill, ~prefill)]

@@ -7,11 +7,15 @@ skip padding. This model knows the stairs:
     step = base of its program + products per decode row and per token of a chunk
                                + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
                                             and chunks           per row, per pair of tiles, per tile of cached prefix
+                               + where programs are compiled by kind: that a step with chunks has hidden rows at all,
+                                 and the room that its program has for hidden prefixes
 
 Fitted by non-negative least squares like the linear one; used to predict (the simulator), not to decide.
 """
 
+import bisect
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,69 +44,130 @@ class ProgramShapes:
     """Tokens of a chunk that attend together."""
     key_tile: int
     """Positions that those read at a time."""
+    by_kind: bool = False
+    """A step with chunks runs another program where it has hidden rows, and another one where chunks attend to hidden
+    prefixes."""
+    prefix_sizes: tuple[tuple[int, int | None], ...] = ()
+    """(tokens, positions of hidden prefixes) of programs for steps with chunks that attend to such, those of few tokens
+    first, then those of few positions; None: any number of them. Empty: those of `prefill_buckets`, for any number."""
+    prefix_step: int = 1
+    """What positions of each hidden prefix are rounded up to before a program is chosen."""
 
     def __post_init__(self) -> None:
         for name in ("decode_buckets", "prefill_buckets"):
             buckets: Sequence[int] = getattr(self, name)
             if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
                 raise ValueError(f"{name}: {list(buckets)} must ascend from at least 1")
+        if self.prefix_sizes:
+            if not self.by_kind:
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} are given where by_kind is False")
+            if not {tokens for tokens, _ in self.prefix_sizes} <= {*self.prefill_buckets}:
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must have tokens of prefill_buckets")
+            if self.prefix_sizes[-1] != (self.prefill_buckets[-1], None):
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must end with one that holds every step")
         if not 1 <= self.max_num_seqs <= self.decode_buckets[-1]:
             raise ValueError(f"max_num_seqs: {self.max_num_seqs} must lie in [1, {self.decode_buckets[-1]}]")
-        for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile"):
+        for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile", "prefix_step"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
     def programs(self) -> list[tuple[int, int]]:
-        """(decode rows, prefill tokens) of every program."""
-        programs = [(rows, 0) for rows in self.decode_buckets]
-        programs += [(0, tokens) for tokens in self.prefill_buckets]
+        """(decode rows, prefill tokens) of every program, whatever the kinds."""
+        return [program for family in self.families() for program in family]
+
+    def families(self) -> list[list[tuple[int, int]]]:
+        """`programs`, in groups that differ in one size, which ascends."""
+        families = [[(rows, 0) for rows in self.decode_buckets], [(0, tokens) for tokens in self.prefill_buckets]]
         if self.mixed:
-            programs += [(self.decode_buckets[-1], tokens) for tokens in self.prefill_buckets]
-        return programs
+            families.append([(self.decode_buckets[-1], tokens) for tokens in self.prefill_buckets])
+        return families
 
     def feature_names(self) -> list[str]:
         """Names of the coefficients, in order."""
         bases = [f"program_{rows}_{tokens}" for rows, tokens in self.programs()]
-        return [*bases, *_SHARED]
+        of_kinds = [*_OF_KINDS, *(f"hidden_prefix_{room or 'any'}" for room in self._rooms)] if self.by_kind else []
+        return [*bases, *_SHARED, *of_kinds]
+
+    @functools.cached_property
+    def _rooms(self) -> list[int | None]:
+        """Positions of hidden prefixes that there are programs for, ascending."""
+        return sorted({room for _, room in self.prefix_sizes}, key=lambda room: room or np.inf) or [None]
+
+    @functools.cached_property
+    def _place(self) -> dict[tuple[int, int], int]:
+        """Place of each program's base among the coefficients."""
+        return {program: i for i, program in enumerate(self.programs())}
+
+    def hidden_prefix(self, start: NDArray[np.int32]) -> int:
+        """Positions of hidden prefixes that a program must have room for; `start` is of the hidden chunks."""
+        return int((-(-start // self.prefix_step)).sum()) * self.prefix_step
+
+    def programs_of(
+        self, num_decode: int, num_chunk_tokens: int, hidden_prefix: int = 0
+    ) -> tuple[list[tuple[int, int]], int | None]:
+        """Those of `programs` that a step runs, and its room for hidden prefixes.
+
+        Raises:
+            ValueError: there is none that large.
+        """
+        rows = tokens = 0
+        room = None if hidden_prefix else 0
+        if num_chunk_tokens:
+            tokens = _bucket(self.prefill_buckets, num_chunk_tokens)
+            if hidden_prefix and self.prefix_sizes:
+                sizes = (size for size in self.prefix_sizes if size[0] >= tokens)
+                tokens, room = next(size for size in sizes if size[1] is None or size[1] >= hidden_prefix)
+        if num_decode:
+            rows = self.decode_buckets[-1] if self.mixed and tokens else _bucket(self.decode_buckets, num_decode)
+        return [(rows, 0), (0, tokens)] if rows and tokens and not self.mixed else [(rows, tokens)], room
 
     def features(
         self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
     ) -> NDArray[np.float64]:
         """(num_coefficients,) what is in a step; arguments as of `StepCosts.step_s`, at least one row."""
-        decode = num_tokens == 1
-        num_decode, chunk = int(np.count_nonzero(decode)), ~decode
-        padded_rows = padded_tokens = 0
-        if num_decode < num_tokens.size:
-            padded_tokens = _bucket(self.prefill_buckets, int(num_tokens[chunk].sum()))
-        if num_decode:
-            beside = self.mixed and padded_tokens
-            padded_rows = self.decode_buckets[-1] if beside else _bucket(self.decode_buckets, num_decode)
-        used = [(padded_rows, padded_tokens)]
-        if padded_rows and padded_tokens and not self.mixed:
-            used = [(padded_rows, 0), (0, padded_tokens)]
-        programs = self.programs()
-        out = np.zeros(len(programs) + len(_SHARED))
+        decode, hidden = num_tokens == 1, kind == HIDDEN
+        chunk = ~decode
+        num_decode = int(np.count_nonzero(decode))
+        chunk_tokens = int(num_tokens.sum()) - num_decode
+        prefix = self.hidden_prefix(start[chunk & hidden]) if self.by_kind and chunk_tokens else 0
+        used, room = self.programs_of(num_decode, chunk_tokens, prefix)
+        place = self._place
+        out = np.zeros(len(place) + len(_SHARED) + (len(_OF_KINDS) + len(self._rooms) if self.by_kind else 0))
         for program in used:
-            out[programs.index(program)] = 1.0
-        parts = out[len(programs) :]
-        parts[_ROWS], parts[_TOKENS] = num_decode, num_tokens[chunk].sum()
-        if padded_rows:
-            self._decode_parts(padded_rows, start[decode] + 1, kind[decode], parts)
-        if padded_tokens:
-            tokens, prefix, hidden = num_tokens[chunk], start[chunk], kind[chunk] == HIDDEN
-            query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
-            query_tiles = -(-tokens // query)
-            prefix_tiles = -(-prefix // self.key_tile)
-            # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.
-            full, rest = np.divmod(tokens, query)
-            per_query = query / key
-            own = full * (full + 1) / 2 * per_query + (rest > 0) * np.ceil(tokens / key)
-            parts[_CHUNKS] = chunk.sum()
-            parts[_OWN] = own.sum() * (query * key) / (self.query_tile * self.key_tile)
-            parts[_KV_PREFIX] = prefix_tiles[~hidden].sum()
-            parts[_HIDDEN_PREFIX] = prefix_tiles[hidden].sum()
-            parts[_PREFIX] = (prefix_tiles * query_tiles).sum() * query / self.query_tile
+            out[place[program]] = 1.0
+        parts, of_kinds = out[len(place) :], out[len(place) + len(_SHARED) :]
+        parts[_ROWS], parts[_TOKENS] = num_decode, chunk_tokens
+        if num_decode:
+            self._decode_parts(used[0][0], start[decode] + 1, kind[decode], parts)
+        if chunk_tokens:
+            self._chunk_parts(used[-1][1], num_tokens[chunk], start[chunk], hidden[chunk], parts)
+            if self.by_kind and hidden.any():
+                of_kinds[1 if num_decode else 0] = 1.0
+                if prefix:  # a larger room takes longer than each smaller one
+                    of_kinds[len(_OF_KINDS) : len(_OF_KINDS) + self._rooms.index(room) + 1] = 1.0
         return out
+
+    def _chunk_parts(
+        self,
+        padded_tokens: int,
+        tokens: NDArray[np.int32],
+        prefix: NDArray[np.int32],
+        hidden: NDArray[np.bool_],
+        parts: NDArray[np.float64],
+    ) -> None:
+        """Tiles of chunks over themselves and over their prefixes."""
+        query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
+        # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.
+        full, rest = np.divmod(tokens, query)
+        own = full * (full + 1) / 2 * (query / key) + (rest > 0) * np.ceil(tokens / key)
+        parts[_CHUNKS] = tokens.size
+        parts[_OWN] = own.sum() * (query * key) / (self.query_tile * self.key_tile)
+        if not prefix.any():
+            return
+        query_tiles, prefix_tiles = -(-tokens // query), -(-prefix // self.key_tile)
+        parts[_HIDDEN_PREFIX] = hidden_tiles = prefix_tiles[hidden].sum()
+        parts[_KV_PREFIX] = prefix_tiles.sum() - hidden_tiles
+        parts[_PREFIX] = (prefix_tiles * query_tiles).sum() * query / self.query_tile
 
     def _decode_parts(
         self,
@@ -135,6 +200,8 @@ _SHARED = (
 )  # fmt: skip
 _ROWS, _TOKENS, _DECODE_KV, _DECODE_HIDDEN = 0, 1, 2, 6
 _CHUNKS, _OWN, _KV_PREFIX, _HIDDEN_PREFIX, _PREFIX = range(10, 15)
+_OF_KINDS = ("hidden_prompt_step", "hidden_mixed_step")
+"""Where programs are compiled by kind: that a step with chunks has hidden rows, without decode rows and with them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,11 +233,15 @@ class ProgramCosts:
         """Predicted time of one step, seconds; see `StepCosts.step_s`. Raises ValueError for one beyond the buckets."""
         if num_tokens.size == 0:
             return 0.0
-        return float(self.shapes.features(num_tokens, start, kind) @ np.array(self.coefficients))
+        return float(self.shapes.features(num_tokens, start, kind) @ self._vector)
+
+    @functools.cached_property
+    def _vector(self) -> NDArray[np.float64]:
+        return np.array(self.coefficients)
 
 
 def _bucket(buckets: Sequence[int], size: int) -> int:
-    for bucket in buckets:
-        if bucket >= size:
-            return bucket
+    place = bisect.bisect_left(buckets, size)
+    if place < len(buckets):
+        return buckets[place]
     raise ValueError(f"{size} rows or tokens in a step; measured up to {buckets[-1]}")
