@@ -45,10 +45,9 @@ def generate(stage: Stage) -> None:
     """A row for each model."""
     table = stage.table()
     for name, needs_s in _MODELS[:1] if stage.tiny else _MODELS:
-        model = whole_model.model_of(stage, name)
-        case = f"{model} {8 if stage.tiny else _REQUESTS} requests"
+        case = f"{name} {8 if stage.tiny else _REQUESTS} requests"
         if stage.wanted(table, case, needs_s=0.0 if stage.tiny else needs_s):
-            stage.run(table, case, functools.partial(_measure, stage, model), limit_s=600.0)
+            stage.run(table, case, functools.partial(_measure, stage, whole_model.model_of(stage, name)), limit_s=600.0)
 
 
 def _measure(stage: Stage, model: str) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def _measure(stage: Stage, model: str) -> dict[str, Any]:
     ready_s = time.perf_counter() - begin
     print(f"  {model}: ready after {ready_s:.0f} s", flush=True)
     executor: Any = parts.executor
-    talking = _Talking(executor)
+    talking: Any = _Talking(executor)
     parts = build_components(
         config, talking, kinds=parts.engine.kinds, vocab_size=parts.vocab_size, max_model_len=parts.limits.max_model_len,
         model_config=parts.model_config,

@@ -49,8 +49,11 @@ def table(stage: str, rows: Sequence[Row], most: int = 1 << 30) -> list[str]:
     width = max([len(row["case"]) for row in shown], default=0)
     lines = [f"{len(rows)} rows, {len(good)} ok"]
     if shown:
-        lines.append(" " * width + "".join(f"{name:>13s}" for name, _ in columns))
-    lines += [f"{row['case']:{width}s}" + "".join(f"{_cell(row, n, f):>13s}" for n, f in columns) for row in shown]
+        wide = [max(10, len(name) + 2) for name, _ in columns]
+        lines.append(" " * width + "".join(f"{name:>{w}s}" for (name, _), w in zip(columns, wide, strict=True)))
+        for row in shown:
+            cells = (f"{_cell(row, n, form):>{w}s}" for (n, form), w in zip(columns, wide, strict=True))
+            lines.append((f"{row['case']:{width}s}" + "".join(cells)).rstrip())
     lines += [f"{row['case']}: {row['status'][:100]}" for row in bad[: most // 3 if len(bad) > most // 3 else None]]
     return lines
 

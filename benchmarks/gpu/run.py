@@ -73,6 +73,8 @@ _MODULES = {
 _END_S = 5.0
 """Time that the tables at the end take."""
 _LOG_BYTES = 4 << 20
+_QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""For `--tiny`: its programs run a few times."""
 
 
 def run_stage(stage: Stage) -> None:
@@ -206,7 +208,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.shares = {name: shares.get(name) or {**REST_S, **FIRST_S}[name] for name in names}
     args.resume = args.resume or args.rest
     if args.seconds is None:
-        args.seconds = 170.0 if args.tiny else 300.0 if args.rest else 480.0 if not args.stages else 1.1 * sum(args.shares.values())  # fmt: skip
+        args.seconds = 1500.0 if args.tiny else 300.0 if args.rest else 480.0 if not args.stages else 1.1 * sum(args.shares.values())  # fmt: skip
     return args
 
 
@@ -242,6 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.print_tables(args.out)
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.tiny:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("XLA_FLAGS", _QUICK_COMPILER)
     if not args.resume:
         forget_rows(args.out / ROWS, args.shares)
         if "start" in args.shares or args.tiny:

@@ -51,7 +51,8 @@ class _Bench:
 
     stage: Stage
     executor: JaxExecutor
-    limited: whole_model.Recorded
+    limited: Any
+    """`whole_model.Recorded` over `executor`."""
     parts: EngineComponents
     model: CostModel
     hardware: Hardware
@@ -126,7 +127,7 @@ def _make_bench(stage: Stage, table: Table) -> _Bench:
             f"  calibration of {phase}: R2 {quality.r2:.3f}, mean error {100 * quality.mean_relative_error:.1f} %",
             flush=True,
         )
-    limited = whole_model.Recorded(executor, None if stage.tiny else int(POOL_BYTES // executor.block_bytes))
+    limited: Any = whole_model.Recorded(executor, None if stage.tiny else int(POOL_BYTES // executor.block_bytes))
     parts = build_components(
         config, limited, kinds=model.kinds(executor.kinds_offered, absorbs=executor.absorbs), vocab_size=parts.vocab_size,
         max_model_len=executor.max_model_len, costs=model.step_costs(), model_config=parts.model_config, cost_model=model,
@@ -206,8 +207,7 @@ def _simulated(
 def _step_by_step(bench: _Bench, policy: str, cache: CacheMode, workload: Workload) -> dict[str, Any]:
     bench.executor.reset()
     bench.limited.steps.clear()
-    limited: Any = bench.limited
-    recorded = run_recorded(bench.configured(policy, cache, workload.arrival_s.size), bench.hardware, workload, limited)
+    recorded = run_recorded(bench.configured(policy, cache, workload.arrival_s.size), bench.hardware, workload, bench.limited)
     measured = np.array(recorded.durations_s)
     predicted = np.array([bench.model.programs.step_s(*step) for step in bench.limited.steps])
     error = np.abs(predicted - measured) / measured

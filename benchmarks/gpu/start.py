@@ -29,15 +29,24 @@ _ANSWER = 16
 def start(stage: Stage) -> None:
     """First and second start of each model."""
     table = stage.table()
-    for model in ("tiny-opt",) if stage.tiny else MODELS:
+    for label in MODELS[:1] if stage.tiny else MODELS:
+        model = _model_of(stage, label)
         for turn in ("first", "second"):
-            name = f"{model} {turn}"
+            name = f"{label} {turn}"
             if f"{name}: all programs" in table.done or not stage.wanted(table, name):
                 continue
-            if turn == "first" and model in ("tiny-opt", MODELS[0]):
+            if turn == "first" and label == MODELS[0]:
                 shutil.rmtree(environment_of("start", stage.work or stage.out)["APT_JAX_CACHE_DIR"], ignore_errors=True)
             if not _in_a_process(stage, table, model, name):
                 break
+
+
+def _model_of(stage: Stage, label: str) -> str:
+    if not stage.tiny:
+        return label  # this process needs no JAX
+    from benchmarks.gpu import whole_model
+
+    return whole_model.model_of(stage, label)
 
 
 def _in_a_process(stage: Stage, table: Table, model: str, name: str) -> bool:
@@ -91,23 +100,23 @@ def reported_programs(report: Callable[..., None]) -> Iterator[None]:
     compile_, lower = ProgramCall.compile, ProgramCall.lower
     lowering = threading.local()
 
-    def reported_lower(call: ProgramCall) -> Any:
+    def reported_lower(self: ProgramCall) -> Any:
         began, cpu = time.perf_counter(), time.thread_time()
         try:
-            return lower(call)
+            return lower(self)
         finally:
             lowering.seconds = time.perf_counter() - began
             lowering.cpu_s = time.thread_time() - cpu
 
-    def reported_compile(call: ProgramCall) -> Any:
-        known = call.key in call.runner.programs.executables
+    def reported_compile(self: ProgramCall) -> Any:
+        known = self.key in self.runner.programs.executables
         lowering.seconds = lowering.cpu_s = 0.0
         began = time.perf_counter()
-        compiled = compile_(call)
+        compiled = compile_(self)
         if not known:
             seconds = time.perf_counter() - began
             report(
-                _name(call), program=call.program, lower_s=lowering.seconds, lower_cpu_s=lowering.cpu_s,
+                _name(self), program=self.program, lower_s=lowering.seconds, lower_cpu_s=lowering.cpu_s,
                 compile_s=seconds - lowering.seconds, lowered=lowering.seconds > 0,
             )  # fmt: skip
         return compiled

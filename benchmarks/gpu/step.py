@@ -5,6 +5,7 @@
   prompt 512 kv                            a prompt that fills a bucket of the engine's, keys and values
   prompt 512 hidden                        the same with layer inputs, no prefix: what is the twin of the row above
   prompt 512 over 1 hidden, 8 hidden, 8 kv chunks over so many prefixes of 469 tokens
+  mixed 512 kv, mixed 512 hidden           a prompt of the bucket and decode rows in all other seats
 
 `alone_ms` is a step with all of its host time, `pipelined_ms` one of many that were dispatched ahead, `idle_host_ms` the
 host's time to dispatch one while the device has nothing to do. Rows `trace ...` count what a step launches, as JAX's
@@ -80,6 +81,13 @@ def _prompts(executor: JaxExecutor, context: int) -> Iterator[_Case]:
         kv = f"prompt {tokens} kv"
         yield _Case(name=kv, kinds=[KV], starts=[0], lens=[tokens])
         yield _Case(name=f"prompt {tokens} hidden", kinds=[HIDDEN], starts=[0], lens=[tokens], twin=kv)
+        beside = max(1, executor.max_num_seqs - 1)
+        chunk = max(2, min(tokens, executor.max_num_batched_tokens - beside))
+        for kind, name, twin in ((KV, "kv", ""), (HIDDEN, "hidden", f"mixed {tokens} kv")):
+            yield _Case(
+                name=f"mixed {tokens} {name}", kinds=[kind] * (1 + beside), starts=[context] * beside + [0],
+                lens=[1] * beside + [chunk], twin=twin,
+            )  # fmt: skip
         if tokens in (buckets[-1], short):
             for rows, kind, name in ((1, HIDDEN, "hidden"), (_PREFIXES, HIDDEN, "hidden"), (_PREFIXES, KV, "kv")):
                 rows = min(rows, executor.max_num_seqs)
@@ -135,7 +143,8 @@ def _time(stage: Stage, table: Table, executor: JaxExecutor, cases: list[_Case])
 def _prepare(executor: JaxExecutor, cases: list[_Case], left_s: float) -> None:
     """Compile the programs of steps side by side, for most of the time at most; a step compiles what is missing."""
     decodes = {bucket_for(executor.buckets.decode, len(case.lens)) for case in cases if case.is_decode}
-    prompts = {bucket_for(executor.buckets.prefill, sum(case.lens)) for case in cases if not case.is_decode}
+    chunks = [sum(n for n in case.lens if n > 1) for case in cases if not case.is_decode]
+    prompts = {bucket_for(executor.buckets.prefill, tokens) for tokens in chunks}
 
     def wanted(name: Any) -> bool:
         if name.kind in ("fused", "sample"):
@@ -228,9 +237,9 @@ def _captured(found: list[Any]) -> Iterator[None]:
 
     run = ProgramCall.run
 
-    def kept(call: ProgramCall) -> Any:
-        found.append((call.program, call.lower()))
-        return run(call)
+    def kept(self: ProgramCall) -> Any:
+        found.append((self.program, self.lower()))
+        return run(self)
 
     ProgramCall.run = kept
     try:
