@@ -1,4 +1,4 @@
-"""Stage `peers`: what others offer for the same sizes. Prompts are in `prompt_peers`; decode attention by PyTorch here:
+"""Stage `peers`: what others offer for the same sizes. Prompts are in `peers_of_prompts`; decode attention by PyTorch here:
 
   * `sdpa` over keys and values that lie ready, padded to the longest row with a mask: attention alone.
   * `gather + sdpa`: blocks gathered from the pool first, which is what a paged cache costs without a paged kernel.
@@ -17,7 +17,7 @@ import numpy as np
 
 from apt_jax.ops import shapes
 from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import problems, prompt_peers
+from benchmarks.gpu import peers_of_prompts, problems
 from benchmarks.gpu.harness import Stage, ceilings, floor_s
 from benchmarks.gpu.problems import BLOCK_SIZE
 
@@ -120,7 +120,7 @@ def _cases(
 
 def peers(stage: Stage) -> None:
     """Attention and products of others on the sizes of stage `kernels`, prompts by cuDNN first."""
-    prompt_peers.by_jax(stage)
+    peers_of_prompts.by_jax(stage)
     table = stage.table()
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -133,7 +133,7 @@ def peers(stage: Stage) -> None:
         if "torch" not in table.done:
             table.add("torch", status="skipped: sees no GPU")
         return
-    prompt_peers.by_torch(stage, torch, device)
+    peers_of_prompts.by_torch(stage, torch, device)
     _decode_peers(stage, torch, device)
     print(f"  {stage.num_skipped} not reached", flush=True)
 

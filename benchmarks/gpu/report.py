@@ -25,7 +25,7 @@ _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "tune": (("us", ".1f"), ("default", "")),
     "sanitizer": (("errors", "d"), ("seconds", ".0f")),
-    "autotune": (),
+    "autotune": (("programs", "d"), ("results", "d"), ("seconds", ".0f")),
 }  # fmt: skip
 """Columns that a table shows of each stage, and their formats."""
 STAGES = tuple(_COLUMNS)

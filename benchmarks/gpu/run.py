@@ -57,13 +57,13 @@ from benchmarks.gpu.harness import (
 )
 
 FIRST_S = {
-    "bandwidth": 12.0, "correctness": 45.0, "kernels": 65.0, "peers": 35.0, "start": 100.0, "step": 60.0, "generate": 45.0,
-    "serve": 110.0,
+    "bandwidth": 12.0, "correctness": 40.0, "kernels": 60.0, "peers": 30.0, "start": 95.0, "step": 50.0, "generate": 40.0,
+    "serve": 145.0,
 }  # fmt: skip
 """Stages of the first command, in order of worth, and their shares of its time, seconds."""
 REST_S = {
-    "correctness": 20.0, "kernels": 40.0, "peers": 10.0, "step": 30.0, "serve": 70.0, "generate": 45.0, "start": 20.0,
-    "tune": 45.0, "autotune": 10.0, "sanitizer": 10.0,
+    "correctness": 20.0, "kernels": 35.0, "peers": 10.0, "step": 25.0, "serve": 110.0, "generate": 40.0, "start": 15.0,
+    "tune": 30.0, "autotune": 10.0, "sanitizer": 5.0,
 }  # fmt: skip
 """Those of the second."""
 _MODULES = {

@@ -42,7 +42,7 @@ POLICIES: tuple[tuple[str, CacheMode], ...] = (
 _DRAIN_S = 12.0
 """Time after the last arrival that requests have."""
 _MAX_PREDICTIONS = 20_000
-_CALIBRATION_S = 10.0
+_CALIBRATION_S = 6.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,9 @@ def _make_bench(stage: Stage, table: Table) -> _Bench:
     executor: Any = parts.executor
     print(f"  ready after {time.perf_counter() - begin:.0f} s", flush=True)
     begin = time.perf_counter()
-    model = calibrate.calibrate(executor, 0.3 if stage.tiny else _CALIBRATION_S)
+    # Kept beside the programs, so that the command that goes on with this stage need not measure again.
+    directory = (stage.work or stage.out) / "calibrations"
+    model = calibrate.load_or_calibrate(executor, 0.3 if stage.tiny else _CALIBRATION_S, directory=directory)
     hardware = calibrate.describe(model, executor, name)
     short = executor.device.device_kind.lower().removeprefix("nvidia ").replace(" ", "-")
     save_hardware(dataclasses.replace(hardware, name=short), stage.out / "hardware.json")
@@ -207,7 +209,9 @@ def _simulated(
 def _step_by_step(bench: _Bench, policy: str, cache: CacheMode, workload: Workload) -> dict[str, Any]:
     bench.executor.reset()
     bench.limited.steps.clear()
-    recorded = run_recorded(bench.configured(policy, cache, workload.arrival_s.size), bench.hardware, workload, bench.limited)
+    recorded = run_recorded(
+        bench.configured(policy, cache, workload.arrival_s.size), bench.hardware, workload, bench.limited
+    )
     measured = np.array(recorded.durations_s)
     predicted = np.array([bench.model.programs.step_s(*step) for step in bench.limited.steps])
     error = np.abs(predicted - measured) / measured

@@ -145,10 +145,8 @@ def measure(model: str, started_s: float, settings: dict[str, Any], *, tiny: boo
     """One start in this process; prints what there is."""
     report = _Report(started_s)
     from apt_jax.frontend.builder import build_engine
-    from apt_jax.utils.device_memory import set_memory_fraction
     from benchmarks.gpu.whole_model import engine_config, random_params
 
-    set_memory_fraction()
     config = engine_config(model, settings, tiny=tiny)
     report("imported")
     params = random_params(config)
@@ -157,7 +155,7 @@ def measure(model: str, started_s: float, settings: dict[str, Any], *, tiny: boo
         parts = build_engine(config, params=params, calibrate=False, early=True)
         report(
             "first programs", load_s=parts.load_s, warm_up_s=parts.warm_up_s,
-            left=0 if parts.unprepared is None else len(parts.unprepared.programs),
+            left=0 if parts.unprepared is None else len(parts.unprepared.programs), num_blocks=parts.executor.num_blocks,
         )  # fmt: skip
         asyncio.run(_answer_and_prepare(parts, report))
 

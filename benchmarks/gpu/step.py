@@ -16,6 +16,7 @@ sees none, rows `listing ...` count them in XLA's own listing of the program.
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import re
 import tempfile
@@ -122,8 +123,9 @@ def step(stage: Stage) -> None:
             _time(stage, table, executor, cases)
         for cases in groups if attention == "absorb" else ():
             _count(stage, table, executor, cases)
-        del executor  # its pool must go before there is another
+        del executor  # its pool must go before there is another, and engines hold themselves in cycles
         jax.clear_caches()
+        gc.collect()
     print(f"  {stage.num_skipped} not reached", flush=True)
 
 

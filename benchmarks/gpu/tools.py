@@ -1,6 +1,7 @@
 """Stages `sanitizer` and `autotune`: other people's tools over the same programs."""
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.harness import ROOT, Stage, environment_of
+from benchmarks.gpu.harness import ROOT, Stage, environment_of, spawn
 
 _OPS = ("decode_kv opt-13b bfloat16", "decode_absorbed opt-13b bfloat16", "prefill opt-13b bfloat16")
 """Checks of stage `correctness` that are run under the sanitizer."""
@@ -50,13 +51,36 @@ def sanitizer(stage: Stage) -> None:
 
 
 def autotune(stage: Stage) -> None:
-    """Keep XLA's choices for this card as files to ship: `benchmarks.gpu.autotuning` makes them, where it is there.
-
-    Its function `autotune(stage)` adds a row for each model and writes one file, `autotune.zip`, into `stage.out`.
-    """
-    table = stage.table()
-    if importlib.util.find_spec("benchmarks.gpu.autotuning") is None:
+    """Keep XLA's choices for this card as a file to ship, `autotune.json`: `benchmarks.gpu.autotune` makes it, where this
+    revision has it, model by model, and says in lines of JSON what it compiled."""
+    table, work = stage.table(), (stage.work or stage.out) / "autotune"
+    if importlib.util.find_spec("benchmarks.gpu.autotune") is None:
         if "autotune" not in table.done:
-            table.add("autotune", status="skipped: benchmarks.gpu.autotuning is not in this revision")
+            table.add("autotune", status="skipped: benchmarks.gpu.autotune is not in this revision")
         return
-    importlib.import_module("benchmarks.gpu.autotuning").autotune(stage)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.autotune",
+        "--out",
+        str(work),
+        "--seconds",
+        f"{stage.left_s - 2:.0f}",
+    ]
+    environment = environment_of("autotune", stage.work or stage.out)
+    process = spawn([*command, *(["--tiny"] if stage.tiny else [])], environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    programs, errors, begin = 0, 0, time.monotonic()
+    for line in process.stdout:
+        row = json.loads(line) if line.startswith("{") else {}
+        programs += "program" in row
+        errors += row.get("error") is not None
+        if "results" in row:
+            for path in work.rglob("*.json"):
+                shutil.copyfile(path, stage.out / "autotune.json")
+            table.add(
+                row["model"], programs=programs, errors=errors, results=row["results"], seconds=time.monotonic() - begin,
+                file=str(Path(row["file"]).relative_to(work)), status="ok" if not errors else "some failed",
+            )  # fmt: skip
+    if process.wait():
+        table.add("autotune", status=f"exit {process.returncode}; its own output is above")

@@ -25,6 +25,7 @@ from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, p
 from apt_jax.sched.request_table import HIDDEN
 from apt_jax.sim.trace import draw_arrivals, load_trace
 from apt_jax.sim.workload import Workload
+from apt_jax.utils.device_memory import set_memory_fraction
 from benchmarks.gpu.harness import ROWS, Stage, floor_s, read_rows
 
 CONTEXT = 469
@@ -53,6 +54,7 @@ def engine_config(model: str, stage_settings: Mapping[str, Any], *, tiny: bool, 
     Args:
         options: of `LLM`.
     """
+    set_memory_fraction()  # before weights are made: an engine's share of the card
     given: dict[str, Any] = {"load_format": "dummy", **options}
     given |= {"max_num_seqs": stage_settings.get("seats"), "max_num_batched_tokens": stage_settings.get("step_tokens")}
     if tiny:

@@ -18,7 +18,7 @@ from benchmarks.gpu import harness, kernels, problems, report, run
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
-FILES = {"rows.jsonl", "facts.json", "log.txt", "hardware.json", "predictions.csv", "tiles.json", "autotune.zip"}
+FILES = {"rows.jsonl", "facts.json", "log.txt", "hardware.json", "predictions.csv", "tiles.json", "autotune.json"}
 
 
 def command(out: Path, *flags: str) -> list[str]:
