@@ -21,7 +21,7 @@ _COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {
     "generate": (("tokens_s", ".0f"), ("floor_tokens_s", ".0f"), ("of_floor", ".2f"), ("duration_s", ".1f"), ("steps", "d")),
     "serve": (
         ("attainment", ".3f"), ("points", ".1f"), ("tokens_s", ".0f"), ("ttft_p50_ms", ".0f"), ("ttft_p99_ms", ".0f"),
-        ("tbt_p50_ms", ".1f"), ("tbt_p99_ms", ".1f"), ("step_error_mean", ".3f"),
+        ("tbt_p50_ms", ".1f"), ("tbt_p99_ms", ".1f"), ("step_error_mean", ".3f"), ("r2", ".3f"), ("mean_relative_error", ".3f"),
     ),
     "tune": (("us", ".1f"), ("default", "")),
     "sanitizer": (("errors", "d"), ("seconds", ".0f")),
@@ -100,7 +100,7 @@ def goals(rows: Sequence[Row]) -> Iterator[str]:
         "second start: all programs, s (goal 10)", ("start", "opt-13b second: all programs", "at_s"), ".1f"
     )
     for row in rows:
-        if row["stage"] == "step" and str(row["case"]).startswith("prompt ") and row.get("twin"):
+        if row["stage"] == "step" and row.get("twin"):
             yield from ratio(f"{row['case']} over {row['twin']}", ("step", row["case"], "pipelined_ms"),
                              ("step", row["twin"], "pipelined_ms"))  # fmt: skip
     for row in rows:
@@ -111,12 +111,17 @@ def goals(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row['case']}: served less simulated {row['points']:+.1f} points (goal within 5)"
 
 
-def print_tables(out: Path, most: int = 1 << 30, say: Callable[[str], None] = print) -> None:
-    """Print all tables of a folder, at most `most` rows of each stage, and the goals."""
+_SHORT, _SHORT_OTHERS = {"kernels": 20, "step": 20}, 14
+"""Rows of a stage in the tables at the end of a run."""
+
+
+def print_tables(out: Path, *, short: bool = False, say: Callable[[str], None] = print) -> None:
+    """Print all tables of a folder, or their first rows, and what they say about the goals."""
     rows = read_rows(out / ROWS)
     for stage in STAGES:
         own = [row for row in rows if row["stage"] == stage]
         if own:
+            most = _SHORT.get(stage, _SHORT_OTHERS) if short else 1 << 30
             say(f"\n== {stage}: " + "\n".join(table(stage, own, most)))
     lines = list(goals(rows))
     if lines:

@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.say("interrupted: what was measured is in the files")
     known["total_seconds"] = round(time.monotonic() - started_s, 1)
     _write_facts(args.out, known)
-    report.print_tables(args.out, most=14, say=log.say)
+    report.print_tables(args.out, short=True, say=log.say)
     log.say(f"\ncard: {known['card'] or 'none'}")
     log.say(json.dumps(known))
     return 0
