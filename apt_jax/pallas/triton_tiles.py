@@ -1,7 +1,7 @@
 """Tiles of the Triton kernels: how much of a problem one program takes, by kernel, chip and shape.
 
 Chosen so that no kernel spills registers or asks for more shared memory than a block may have, by registers read from
-cubins that were compiled without a GPU; not yet timed on one. Three facts shape the table:
+cubins that were compiled without a GPU; no other tiles have been tried on one. Three facts shape the table:
 
   * A product's sums stay in registers: 128 lanes x 128 tokens take 64 of a thread's 255 at 8 warps. A kernel that makes
     keys and values together holds two of those, which Hopper affords (its operands come from shared memory) and an

@@ -1,30 +1,36 @@
-"""Shared parts of the stages of `run.py`: tables that survive a crash, time budgets, and the facts of a run.
+"""Shared parts of the stages of `run.py`: rows that survive a crash, time budgets, and the facts of a run.
 
-A stage is a list of cases. Each case adds one row to the stage's CSV as soon as it is done, so that a run that is cut
-off keeps what it has. Before a case starts, its name is written down: where a kernel takes the process with it, the
-next process of the stage skips that case and says so.
+A stage is a list of cases. Each case adds a row to the run's file as soon as it is done, so that a run that is cut off
+keeps what it has. Before a case starts, its name is written down: where a kernel takes the process with it, the next
+process of the stage skips that case and says so. Processes of a run end with the one that started them, whatever ended
+that.
 """
 
 import collections
 import contextlib
-import csv
+import ctypes
 import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+ROWS = "rows.jsonl"
+"""The file of all rows in the folder of a run."""
 RESTART = 75
 """Exit status of a stage whose device no longer answers: the cases left need a fresh process."""
 HUNG = 76
@@ -35,41 +41,102 @@ _FATAL = ("illegal", "misaligned", "launch failure", "CUDA_ERROR", "device-side"
 """In an error's text: the context is lost, and every later call would fail."""
 
 
-class Table:
-    """A CSV file with one row per case.
+_PARENT = "APT_JAX_GPU_PARENT"
+"""Environment variable: the process that a process of a run must not outlive."""
+_PR_SET_PDEATHSIG = 1
+
+
+def spawn(command: Sequence[str], environment: Mapping[str, str], **more: Any) -> "subprocess.Popen[Any]":
+    """Start a process of a run, which ends when this one does if it calls `end_with_parent`.
+
+    Call it in a thread that lives as long as the process: the kernel takes the thread for the parent.
+    """
+    return subprocess.Popen(command, cwd=ROOT, env={**environment, _PARENT: str(os.getpid())}, **more)
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the one that started it by `spawn` ends, `kill -9` included."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it has ended already
+        os._exit(1)
+
+
+def environment_of(stage: str, work: Path) -> dict[str, str]:
+    """Environment of the processes of a stage.
 
     Args:
-        path: the file; it is overwritten unless `resume`.
-        columns: columns between `case` and `status`, which is "ok" or an error.
+        work: folder outside of the results for compiled programs, which the stages with an engine share.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in _MEMORY_NAMES}
+    if stage in _MEMORY:
+        environment["XLA_CLIENT_MEM_FRACTION"] = _MEMORY[stage]
+    if stage in ("correctness", "sanitizer"):  # many processes share the card
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    return environment | {
+        "APT_JAX_CACHE_DIR": str(work / "engine"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
+    }
+
+
+_MEMORY = {"bandwidth": "0.5", "kernels": "0.85", "tune": "0.85", "peers": "0.3"}
+"""Share of the card that JAX takes at once, by stage; an engine takes its own."""
+_MEMORY_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+class Table:
+    """The rows of a stage in the file of the run, one a case.
+
+    Args:
+        path: the file, one JSON object a line; several stages write to it, one after another.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], *, resume: bool = False) -> None:
-        self.path = path
-        self.columns = ["case", *columns, "status"]
-        if not (resume and path.is_file()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(",".join(self.columns) + "\n")
-        self.done = {row["case"] for row in read_rows(path)}
+    def __init__(self, path: Path, stage: str) -> None:
+        self.path, self.stage = path, stage
+        self.done = {row["case"] for row in self.rows()}
+        if path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
+            with path.open("a") as file:  # its writer was ended within a row
+                file.write("\n")
 
     def add(self, case: str, status: str = "ok", **values: Any) -> None:
         """Append a row and flush it. Floats are rounded to five digits."""
-
-        def text(value: Any) -> Any:
-            return f"{value:.5g}" if isinstance(value, float) else value
-
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self.columns, restval="").writerow(
-                {"case": case, "status": status} | {k: text(v) for k, v in values.items()}
-            )
+        row = {"stage": self.stage, "case": case} | {k: _plain(v) for k, v in values.items()} | {"status": status}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
         self.done.add(case)
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of this stage."""
+        return read_rows(self.path, self.stage)
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; none if it does not exist."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+
+def _plain(value: Any) -> Any:
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+
+
+def read_rows(path: Path, stage: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a file, or those of one stage; none if it does not exist. A row that was cut off is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if stage is None or row["stage"] == stage:
+                found.append(row)
+    return found
+
+
+def forget_rows(path: Path, stages: Iterable[str]) -> None:
+    """Remove the rows of stages that begin again."""
+    kept = [row for row in read_rows(path) if row["stage"] not in set(stages)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -81,7 +148,10 @@ class Stage:
     budget_s: float
     tiny: bool = False
     """Shapes for a CPU: shows that the code runs, measures nothing."""
-    resume: bool = False
+    work: Path | None = None
+    """Folder outside of `out`, for compiled programs and markers; None: `out`."""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Flags of the run that single stages read."""
     careful: bool = False
     """Compile one program at a time, its name written down: after a process died, to find out of what."""
     only: str = ""
@@ -98,16 +168,17 @@ class Stage:
     @property
     def marker(self) -> Path:
         """Holds the name of the case that is running."""
-        return self.out / f".{self.name}.case"
+        return (self.work or self.out) / f".{self.name}.case"
 
-    def table(self, columns: Sequence[str], name: str | None = None) -> Table:
-        return Table(self.out / f"{name or self.name}.csv", columns, resume=self.resume)
+    def table(self) -> Table:
+        """The stage's rows, those of an earlier run included."""
+        return Table(self.out / ROWS, self.name)
 
-    def wanted(self, table: Table, case: str) -> bool:
-        """The case is asked for, not done, and there is time."""
+    def wanted(self, table: Table, case: str, needs_s: float = 0.0) -> bool:
+        """The case is asked for, not done, and there is time for it."""
         if case in table.done or self.only not in case:
             return False
-        if self.left_s <= 0:
+        if self.left_s <= needs_s:
             self.num_skipped += 1
             return False
         return True
@@ -143,6 +214,7 @@ class Stage:
         *,
         workers: int,
         together: int = 1,
+        first: int = 0,
     ) -> Iterator[tuple[Any, Any]]:
         """Each label with its executable, or with the exception that lowering or compiling ended with.
 
@@ -152,6 +224,7 @@ class Stage:
             workers: threads that compile.
             together: programs that are compiled before the first of them is given out. Compiling takes the processor,
                 and tries variants of matrix products on the device: whoever times programs asks for many.
+            first: programs of the first such group, where it should be ready sooner; 0: as many as of the others.
         """
 
         def settled(label: Any, program: Any) -> Any:
@@ -174,7 +247,9 @@ class Stage:
             return
         with ThreadPoolExecutor(max(1, workers)) as pool:
             if together > 1:
-                while group := list(itertools.islice(source, together)):
+                size = first or together
+                while group := list(itertools.islice(source, size)):
+                    size = together
                     futures = [(label, pool.submit(settled, label, p)) for label, p in group]
                     del group
                     wait([future for _, future in futures])
@@ -222,7 +297,7 @@ def time_call(call: Callable[[], Any], *, tiny: bool = False, seconds: float = 0
 
 def ceilings(out: Path) -> dict[str, float]:
     """Rates that stage `bandwidth` measured: bytes/s and FLOP/s. Zeros where it has not run: then no floor is given."""
-    rows = {row["case"]: row for row in read_rows(out / "bandwidth.csv") if row["status"] == "ok"}
+    rows = {row["case"]: row for row in read_rows(out / ROWS, "bandwidth") if row["status"] == "ok"}
 
     def rate(case: str, column: str, unit: float) -> float:
         return float(rows[case][column]) * unit if case in rows else 0.0
@@ -258,17 +333,25 @@ def facts(seed: int) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton")
+    packages = (
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "jax-cuda12-plugin",
+        "numpy",
+        "torch",
+        "triton",
+        "flash-attn3-jax",
+    )
     query = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
-    root = str(Path(__file__).parents[2])
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
-        "revision": _output("git", "-C", root, "describe", "--always", "--dirty"),
+        "revision": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "python": platform.python_version(),
         "versions": {name: found for name in packages if (found := version(name))},
         "card": _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
-        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "seed": seed,
     }
 

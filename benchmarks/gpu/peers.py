@@ -1,4 +1,4 @@
-"""Stage `peers`: what PyTorch offers for decode attention over the same pools, in its own process.
+"""Stage `peers`: what others offer for the same sizes. Prompts are in `peers_of_prompts`; decode attention by PyTorch here:
 
   * `sdpa` over keys and values that lie ready, padded to the longest row with a mask: attention alone.
   * `gather + sdpa`: blocks gathered from the pool first, which is what a paged cache costs without a paged kernel.
@@ -17,8 +17,8 @@ import numpy as np
 
 from apt_jax.ops import shapes
 from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import problems
-from benchmarks.gpu.harness import Stage, ceilings, floor_s, read_rows
+from benchmarks.gpu import peers_of_prompts, problems
+from benchmarks.gpu.harness import Stage, ceilings, floor_s
 from benchmarks.gpu.problems import BLOCK_SIZE
 
 _COPIES = 3
@@ -118,26 +118,35 @@ def _cases(
     }
 
 
-def peers(stage: Stage) -> list[str]:
-    """PyTorch's attention and products on the sizes of stage `kernels`."""
-    table = stage.table(["kernel", "shape", "tokens", "batch", "us", "gb_s", "tflop_s", "of_floor", "torch"])
+def peers(stage: Stage) -> None:
+    """Attention and products of others on the sizes of stage `kernels`, prompts by cuDNN first."""
+    peers_of_prompts.by_jax(stage)
+    table = stage.table()
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
-        table.add("torch", status="not installed")
-        return ["torch: not installed"]
+        if "torch" not in table.done:
+            table.add("torch", status="skipped: not installed")
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not stage.tiny:
-        table.add("torch", status="sees no GPU")
-        return ["torch: sees no GPU"]
-    rates = ceilings(stage.out)
+        if "torch" not in table.done:
+            table.add("torch", status="skipped: sees no GPU")
+        return
+    peers_of_prompts.by_torch(stage, torch, device)
+    _decode_peers(stage, torch, device)
+    print(f"  {stage.num_skipped} not reached", flush=True)
+
+
+def _decode_peers(stage: Stage, torch: Any, device: str) -> None:
+    table, rates = stage.table(), ceilings(stage.out)
     if stage.tiny:
         sizes = [(shapes.SMALL["three-heads"], 64, 2)]
     else:
         small, middle, large = shapes.CACHED_TOKENS
         first = shapes.PUBLISHED["opt-13b"]
         sizes = [(first, n, 64) for n in (middle, small, large)]
-        sizes += [(shapes.PUBLISHED[m], middle, 64) for m in ("opt-6.7b", "opt-66b")]
+        sizes += [(shapes.PUBLISHED[m], middle, 64) for m in ("llama-3-8b", "opt-6.7b", "opt-66b")]
     dtype = torch.float32 if stage.tiny else torch.bfloat16
 
     def measure(shape: AttentionShape, tokens: int, batch: int, name: str) -> dict[str, Any]:
@@ -153,11 +162,11 @@ def peers(stage: Stage) -> list[str]:
         }  # fmt: skip
 
     names = (
-        "torch gather + sdpa",
-        "torch sdpa",
-        "torch sdpa, equal rows",
-        "torch gather + matmul",
         "torch flex_attention",
+        "torch sdpa, equal rows",
+        "torch sdpa",
+        "torch gather + sdpa",
+        "torch gather + matmul",
     )
     for shape, tokens, batch in sizes:
         for name in names:
@@ -166,12 +175,3 @@ def peers(stage: Stage) -> list[str]:
                 stage.run(table, case, functools.partial(measure, shape, tokens, batch, name))
                 if device == "cuda":
                     torch.cuda.empty_cache()
-    lines = []
-    for row in read_rows(table.path):
-        done = (
-            f"{float(row['us']):9.1f} us {float(row['gb_s']):6.0f} GB/s {float(row['of_floor']):5.2f} of the floor"
-            if row["status"] == "ok"
-            else row["status"][:90]
-        )
-        lines.append(f"{row['case']:46s} {done}")
-    return [*lines, f"{stage.num_skipped} not reached"]

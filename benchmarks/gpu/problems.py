@@ -163,10 +163,11 @@ def call(ops: Any, op: str, a: Arrays, **more: Any) -> Any:
     """The op of an implementation (`KernelBackend` or `reference`) on `arguments`."""
     more = {"block_size": BLOCK_SIZE, "slot_ranges": a.get("slot_ranges")} | more
     if op == "prefill":
+        more = {"with_hidden": True} | more
         return ops.prefill(
             a["q"], a["k"], a["v"], a["pool"], a["tables"], a["offsets"], a["chunk_lens"],
             a["lens"], a["hidden"], a["num_rows"], a["wk"], a["bk"], a["wv"], a["bv"],
-            with_hidden=True, angles=a.get("angles"), **more,
+            angles=a.get("angles"), **more,
         )  # fmt: skip
     cached = (a["pool"], a["tables"], a["lens"])
     if op == "decode_reprojected":

@@ -1,219 +1,276 @@
-"""Everything that wants a GPU, in one command: are the kernels right, how fast are they, and what does a whole model
-make of them?
+"""Everything that wants a GPU, in two commands: are the kernels right, how fast are they, how long does a start take, and
+what does a whole model make of it?
 
-    python -m benchmarks.gpu.run --out DIR                            # all stages but `tune`, under ten minutes
-    python -m benchmarks.gpu.run --out DIR --stages step,serve --describe DIR/hardware.json
-    python -m benchmarks.gpu.run --out DIR --tiny                     # the same code on a CPU, in a minute
+    python -m benchmarks.gpu.run --out DIR             # eight minutes, in order of worth
+    python -m benchmarks.gpu.run --out DIR --rest      # what is left, five minutes; again until nothing is
+    python -m benchmarks.gpu.run --out DIR --report    # the tables of what is in DIR; runs nothing
+    python -m benchmarks.gpu.run --out DIR --tiny      # the same code on a CPU, in three minutes
 
-stage         question                                                             writes
-bandwidth     what copies and matrix products reach: the floors of all that follows  bandwidth.csv
-correctness   is every op right on this card, at odd shapes, over poisoned pools     correctness.csv
-kernels       time, rate and share of the floor of each kernel, beside JAX's own     kernels.csv
-peers         the same sizes in PyTorch                                              peers.csv
-step          a decode or prefill step of OPT-13B against reading its bytes once     step.csv
-serve         OPT-13B from a pool of 12 GB: attainment, latencies; simulated too     serve.csv, predictions.csv
-tune          better tiles for `apt_jax/pallas/triton_tiles.py`                             tune.csv, tiles.json
+stage        question
+bandwidth    what copies and matrix products reach: the floors of all that follows
+correctness  is every op right on this card, at odd shapes, over poisoned pools
+kernels      time, rate and share of the floor of each kernel, beside JAX's own
+peers        the same sizes by cuDNN and PyTorch
+start        OPT-13B at default flags: seconds of each program, first answer, all programs; the second time too
+step         a decode or prompt step of OPT-13B against reading its bytes once; launches a step
+generate     output tokens/s of `LLM.generate`, beside the sum of the steps' floors
+serve        OPT-13B from a pool of 12 GB under five policies: attainment, served and simulated
+tune         better tiles for `apt_jax/pallas/triton_tiles.py`
+autotune     XLA's choices of matrix products for this card, to be shipped
+sanitizer    `compute-sanitizer` over the kernels
 
-Each stage runs in a process of its own with a time budget: it stops starting cases when that is spent, and is ended
-half a budget later; all end 10 % after `--seconds`. Rows are written as they are measured. A case that takes its
-process down is named in the table, and the stage goes on after it. The last thing printed is a short table a stage,
-then one line of JSON with the facts.
+A stage has a process of its own and a share of the time; what one leaves, the next has. Rows are written as they are
+measured, and all processes end with this one, so a run that is cut off keeps what it has and `--resume` goes on with it.
+A case that takes its process down is named in the table, and its stage goes on after it. The last thing printed is a
+short table a stage, what it says about the goals, and a line of JSON with the facts. README.md has more.
 """
 
 import argparse
+import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.harness import HUNG, RESTART, Stage, Table, facts, read_rows, write_json
+from benchmarks.gpu import report
+from benchmarks.gpu.harness import (
+    HUNG,
+    RESTART,
+    ROWS,
+    Stage,
+    Table,
+    end_with_parent,
+    environment_of,
+    facts,
+    forget_rows,
+    read_rows,
+    spawn,
+    write_json,
+)
 
-ROOT = Path(__file__).parents[2]
-
-BUDGETS_S = {
-    "start": 110.0, "bandwidth": 15.0, "correctness": 75.0, "kernels": 75.0, "peers": 30.0, "step": 75.0, "serve": 190.0, "tune": 75.0,
+FIRST_S = {
+    "bandwidth": 12.0, "correctness": 40.0, "kernels": 60.0, "peers": 30.0, "start": 95.0, "step": 50.0, "generate": 40.0,
+    "serve": 145.0,
 }  # fmt: skip
-"""A stage's share of `--seconds`, seconds where it is not given."""
-DEFAULT = ("start", "bandwidth", "correctness", "kernels", "peers", "step", "serve")
+"""Stages of the first command, in order of worth, and their shares of its time, seconds."""
+REST_S = {
+    "correctness": 20.0, "kernels": 35.0, "peers": 10.0, "step": 25.0, "serve": 110.0, "generate": 40.0, "start": 15.0,
+    "tune": 30.0, "autotune": 10.0, "sanitizer": 5.0,
+}  # fmt: skip
+"""Those of the second."""
+_MODULES = {
+    "bandwidth": "kernels", "kernels": "kernels", "tune": "tuning", "sanitizer": "tools", "autotune": "tools",
+}  # fmt: skip
+"""The module of a stage, where it has another name; the function has the stage's."""
+_END_S = 5.0
+"""Time that the tables at the end take."""
+_LOG_BYTES = 4 << 20
+_QUICK_COMPILER = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""For `--tiny`: its programs run a few times."""
 
-_MEMORY = {"kernels": "0.85", "tune": "0.85", "step": "0.93", "serve": "0.93"}
-"""Share of the card that JAX takes at once, by stage; 0.5 for others."""
 
-
-def run_stage(stage: Stage, args: argparse.Namespace) -> list[str]:
-    """Run a stage in this process; its lines for the table."""
-    if stage.name == "start":
-        from benchmarks.gpu.start import start
-
-        return start(stage)
-    if stage.name == "peers":
-        from benchmarks.gpu.peers import peers
-
-        return peers(stage)
-    if stage.name in ("step", "serve"):
-        from benchmarks.gpu import full_model
-
-        if stage.name == "step":
-            return full_model.step(stage)
-        return full_model.serve(stage, describe=args.describe, rate=args.rate, seconds=args.arrivals_s)
-    if stage.name == "tune":
-        from benchmarks.gpu.tuning import tune
-
-        return tune(stage)
-    from benchmarks.gpu import kernels
-
-    return getattr(kernels, stage.name)(stage)
+def run_stage(stage: Stage) -> None:
+    """Run a stage in this process."""
+    module = importlib.import_module(f"benchmarks.gpu.{_MODULES.get(stage.name, stage.name)}")
+    getattr(module, stage.name)(stage)
 
 
 def _child(args: argparse.Namespace) -> int:
     """One stage, in the process that was started for it."""
-    stage = Stage(
-        name=args.child, out=args.out, budget_s=args.seconds, tiny=args.tiny, resume=args.resume, careful=args.careful, only=args.only,
+    run_stage(
+        Stage(
+            name=args.child, out=args.out, budget_s=args.seconds, tiny=args.tiny, work=args.work,
+            settings=_settings(args), careful=args.careful, only=args.only,
+        )
     )  # fmt: skip
-    lines = run_stage(stage, args)
-    (args.out / f".{stage.name}.lines").write_text("\n".join(lines))
     return 0
 
 
-def _in_processes(name: str, budget_s: float, ends: float, args: argparse.Namespace) -> list[str]:
-    """Run a stage in processes of its own until it is done, 1.5 times its budget is over, or the clock says `ends`."""
-    begin = time.monotonic()
-    marker, lines = args.out / f".{name}.case", args.out / f".{name}.lines"
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {"rates": args.rates, "seats": args.seats, "step_tokens": args.step_tokens, "requests": args.requests}
+
+
+class _Log:
+    """What is printed, kept in the folder too.
+
+    Args:
+        path: the file; it grows to `_LOG_BYTES` at most.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            print(text, flush=True)
+            if not self._path.is_file() or self._path.stat().st_size + len(text) < _LOG_BYTES:
+                with self._path.open("a") as file:
+                    file.write(text + "\n")
+
+    def follow(self, process: "subprocess.Popen[str]") -> threading.Thread:
+        """Say what a process prints."""
+
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self.say(line.rstrip("\n"))
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread
+
+
+def _command(name: str, seconds: float, args: argparse.Namespace, *, careful: bool) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "--child", name, "--out", str(args.out), "--work", str(args.work)]  # fmt: skip
+    command += ["--seconds", f"{seconds:.1f}", "--only", args.only, "--requests", str(args.requests)]
+    command += ["--rates", ",".join(map(str, args.rates))]
+    command += ["--seats", str(args.seats)] if args.seats else []
+    command += ["--step-tokens", str(args.step_tokens)] if args.step_tokens else []
+    command += ["--tiny"] if args.tiny else []
+    return command + (["--careful"] if careful else [])
+
+
+def _in_processes(name: str, ends_s: float, args: argparse.Namespace, log: _Log) -> None:
+    """Run a stage in processes of its own until it is done or the clock says `ends_s`."""
+    marker = args.work / f".{name}.case"
     marker.unlink(missing_ok=True)
-    lines.unlink(missing_ok=True)
-    resume, careful, ends = args.resume, False, min(ends, begin + 1.5 * budget_s + 10)
-    environment = os.environ | {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": _MEMORY.get(name, "0.5"),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
-    }  # fmt: skip
-    notes: list[str] = []
+    careful = False
+    environment = environment_of(name, args.work)
     for _ in range(6):
-        left = budget_s - (time.monotonic() - begin)
-        if left <= 0:
+        left = ends_s - time.monotonic()
+        if left <= 1:
             break
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.gpu.run",
-            "--child",
-            name,
-            "--out",
-            str(args.out),
-            "--seconds",
-            f"{left:.1f}",
-        ]
-        command += ["--only", args.only, "--arrivals-s", str(args.arrivals_s)]
-        command += ["--tiny"] if args.tiny else []
-        command += ["--resume"] if resume else []
-        command += ["--careful"] if careful else []
-        command += ["--rate", str(args.rate)] if args.rate else []
-        command += ["--describe", str(args.describe)] if args.describe else []
-        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        command = _command(name, max(1.0, left - 3), args, careful=careful)
+        process = spawn(
+            command, environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        reader = log.follow(process)
         try:
-            status: int | str = process.wait(max(1.0, ends - time.monotonic()))
+            status: int | str = process.wait(left)
         except subprocess.TimeoutExpired:
-            status = "took too long"
+            status = "its time was over"
+        finally:
             process.kill()
             process.wait()
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
+            reader.join(2.0)
         if status == 0:
             break
-        resume = True
         if status == RESTART:
             continue
+        if status == "its time was over":
+            case = f", in {marker.read_text()}" if marker.is_file() else ""
+            log.say(f"  {name}: {status}{case}")
+            break
         if marker.is_file() and (careful or status == HUNG):
             case = marker.read_text()
-            _blame(args.out / f"{name}.csv", case, status)
-            notes.append(f"{case}: ended the process ({status})")
-        elif careful or isinstance(status, str) or status == 1:  # 1: a Python error, nothing to find
-            notes.append(f"ended ({status}); its own output is above")
+            Table(args.out / ROWS, name).add(case, status=f"ended the process: {status}")
+        elif careful or status == 1:  # 1: a Python error, nothing to find
+            log.say(f"  {name}: ended ({status}); its own output is above")
             break
         careful = careful or status != HUNG
-    found = lines.read_text().splitlines() if lines.is_file() else []
-    lines.unlink(missing_ok=True)
     marker.unlink(missing_ok=True)
-    if not found:
-        rows = read_rows(args.out / f"{name}.csv")
-        found = [f"cut off after {len(rows)} cases, {sum(r['status'] == 'ok' for r in rows)} of them ok"]
-    return [*found, *notes]
-
-
-def _blame(path: Path, case: str, status: int | str) -> None:
-    columns = path.read_text().splitlines()[0].split(",")[1:-1] if path.is_file() else []
-    Table(path, columns, resume=True).add(case, status=f"ended the process: {status}")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for CSV and JSON files")
-    parser.add_argument("--stages", default=",".join(DEFAULT), help=f"of {', '.join(BUDGETS_S)}")
-    parser.add_argument("--seconds", type=float, help="for all stages together; by default 570 for the default ones")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results: at most eight files")
+    parser.add_argument("--work", type=Path, help="folder for compiled programs, kept between the commands of a run (default: one in the system's folder for temporary files)")  # fmt: skip
+    parser.add_argument("--stages", help=f"of {', '.join(report.STAGES)} (default: those of the first command)")
+    parser.add_argument("--seconds", type=float, help="of wall time for all stages (default: 480; with --rest 300)")
     parser.add_argument("--only", default="", help="run cases whose names contain this")
-    parser.add_argument("--resume", action="store_true", help="keep rows that are there, run the rest")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
-    parser.add_argument("--describe", type=Path, help="stage serve: hardware description to write")
-    parser.add_argument("--rate", type=float, help="stage serve: requests/s")
-    parser.add_argument("--arrivals-s", type=float, default=12.0, help="stage serve: of arrivals a policy")
+    parser.add_argument("--resume", action="store_true", help="keep rows that are there, run the other cases")
+    parser.add_argument("--rest", action="store_true", help="go on with what the first command left; implies --resume")
+    parser.add_argument("--report", action="store_true", help="print the tables of what is there, run nothing")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU; all stages")
+    parser.add_argument("--rates", default="16,12,24", help="stage serve: requests/s, in this order")
+    parser.add_argument("--requests", type=int, default=128, help="stage serve: of each run")
+    parser.add_argument("--seats", type=int, help="stages with an engine: --max-num-seqs (default: the engine's)")
+    parser.add_argument("--step-tokens", type=int, help="stages with an engine: --max-num-batched-tokens")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--careful", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
-    args.describe = args.describe and args.describe.resolve()
-    args.stages = [name for name in args.stages.split(",") if name]
-    for name in args.stages:
-        if name not in BUDGETS_S:
-            parser.error(f"no stage {name!r}; there are {', '.join(BUDGETS_S)}")
+    args.work = (args.work or Path(tempfile.gettempdir()) / f"apt-jax-gpu-queue-{os.getuid()}").resolve()
+    args.rates = [float(rate) for rate in args.rates.split(",") if rate]
+    shares = {**FIRST_S, **REST_S} if args.tiny else REST_S if args.rest else FIRST_S
+    names = [name for name in args.stages.split(",") if name] if args.stages else list(shares)
+    for name in names:
+        if name not in report.STAGES:
+            parser.error(f"no stage {name!r}; there are {', '.join(report.STAGES)}")
+    args.shares = {name: shares.get(name) or {**REST_S, **FIRST_S}[name] for name in names}
+    args.resume = args.resume or args.rest
+    if args.seconds is None:
+        args.seconds = 1500.0 if args.tiny else 300.0 if args.rest else 480.0 if not args.stages else 1.1 * sum(args.shares.values())  # fmt: skip
     return args
 
 
+def _run_stages(args: argparse.Namespace, log: _Log, started_s: float, known: dict[str, Any]) -> None:
+    """Run all stages, each until its part of the time is over."""
+    scale = (args.seconds - _END_S) / sum(args.shares.values())
+    ends_s = started_s
+    for name, share in args.shares.items():
+        begin = time.monotonic()
+        ends_s += scale * share
+        log.say(f"\n== {name}, until {ends_s - started_s:.0f} s")
+        _in_processes(name, ends_s, args, log)
+        own = read_rows(args.out / ROWS, name)
+        log.say("\n".join(report.table(name, own)))
+        known["seconds"][name] = round(time.monotonic() - begin, 1)
+        _write_facts(args.out, known)
+
+
+def _write_facts(out: Path, known: Mapping[str, Any]) -> None:
+    """Keep the facts of this command beside those of earlier ones."""
+    path = out / "facts.json"
+    earlier = json.loads(path.read_text())["runs"] if path.is_file() else []
+    write_json(path, {"runs": [*(run for run in earlier if run["date"] != known["date"]), dict(known)]})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    started_s = time.monotonic()
     args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     if args.child:
+        end_with_parent()
         return _child(args)
+    if args.report:
+        report.print_tables(args.out)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.tiny:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("XLA_FLAGS", _QUICK_COMPILER)
+    if not args.resume:
+        forget_rows(args.out / ROWS, args.shares)
+        if "start" in args.shares or args.tiny:
+            shutil.rmtree(args.work, ignore_errors=True)
+    args.work.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def stop(number: int, frame: Any) -> None:
         del number, frame
         raise KeyboardInterrupt
 
-    if not args.tiny:  # tiny runs in its caller's process, whose signals are its own
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, stop)
-    known = facts(seed=0) | {"stages": args.stages}
-    write_json(args.out / "facts.json", known)
-    total_s = args.seconds or sum(BUDGETS_S[name] for name in args.stages)
-    scale = total_s / sum(BUDGETS_S[name] for name in args.stages)
-    ends = time.monotonic() + 1.1 * total_s + 10
-    lines: dict[str, list[str]] = {}
-    took: dict[str, float] = {}
+    log = _Log(args.out / "log.txt")
+    known = facts(seed=0) | {"stages": list(args.shares), "seconds": {}}
+    _write_facts(args.out, known)
     try:
-        for name in args.stages:
-            begin = time.monotonic()
-            budget_s = scale * BUDGETS_S[name]
-            print(f"== {name}, {budget_s:.0f} s", flush=True)
-            if args.tiny:
-                stage = Stage(name=name, out=args.out, budget_s=budget_s, tiny=True, resume=args.resume, only=args.only)
-                lines[name] = run_stage(stage, args)
-            else:
-                lines[name] = _in_processes(name, budget_s, ends, args)
-            took[name] = round(time.monotonic() - begin, 1)
-            write_json(args.out / "facts.json", known | {"seconds": took})
+        _run_stages(args, log, started_s, known)
     except KeyboardInterrupt:
-        print("interrupted: what was measured is in the files", flush=True)
-    for name, text in lines.items():
-        print(f"\n== {name} ({took.get(name, 0):.0f} s)")
-        print("\n".join(text))
-    print(f"\ncard: {known['card'] or 'none'}")
-    print(json.dumps(known | {"seconds": took}), flush=True)
+        log.say("interrupted: what was measured is in the files")
+    known["total_seconds"] = round(time.monotonic() - started_s, 1)
+    _write_facts(args.out, known)
+    report.print_tables(args.out, short=True, say=log.say)
+    log.say(f"\ncard: {known['card'] or 'none'}")
+    log.say(json.dumps(known))
     return 0
 
 

@@ -18,7 +18,7 @@ import jax
 from apt_jax.ops import shapes
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
-from benchmarks.gpu.harness import Stage, read_rows, time_call, write_json
+from benchmarks.gpu.harness import Stage, time_call, write_json
 from benchmarks.gpu.kernels import (
     Pools,
     Timed,
@@ -137,14 +137,14 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
                 yield _Trial(tunable=tunable, case=case, key=key, tile=tile, default=tile == default)
 
 
-def tune(stage: Stage) -> list[str]:
+def tune(stage: Stage) -> None:
     """Decode kernels at 30k tokens, batch 64; prefill with four chunks of 512 over prefixes of about 1,024;
     bfloat16."""
-    table = stage.table(["kernel", "key", "tile", "us", "default"])
+    table = stage.table()
     ops, pools = kernel_ops(stage.tiny), Pools()
     if not ops.name.startswith("triton"):
-        write_json(stage.out / "tiles.json", [])
-        return [f"nothing to tune: {ops.name}"]
+        table.add("tiles", status=f"skipped: nothing to tune in {ops.name}")
+        return
     chip = tile_class()
 
     def lowered() -> Iterator[tuple[Any, Any]]:
@@ -169,20 +169,26 @@ def tune(stage: Stage) -> list[str]:
     for trial, program in programs:
         if stage.wanted(table, trial.name):
             stage.run(table, trial.name, functools.partial(measure, trial, program))
-    rows = [row for row in read_rows(table.path) if row["status"] == "ok"]
+    _write_tiles(stage, [row for row in table.rows() if row["status"] == "ok"])
+    print(f"  {stage.num_skipped} not reached", flush=True)
+
+
+def _write_tiles(stage: Stage, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the best tile of each key, beside the one in use and as a line to paste."""
     found = []
     for key in dict.fromkeys(row["key"] for row in rows):
         of_key = [row for row in rows if row["key"] == key]
-        best = min(of_key, key=lambda row: float(row["us"]))
-        default = [float(row["us"]) for row in of_key if row["default"] == "True"]
+        best = min(of_key, key=lambda row: row["us"])
+        default = [row["us"] for row in of_key if row["default"]]
         tile = json.loads(best["tile"])
         name = "PrefillTile" if "queries" in tile else "Tile"
         text = ", ".join(json.dumps(part) for part in json.loads(key))
         fields = ", ".join(f"{k}={v}" for k, v in tile.items())
         found.append({
-            "kernel": best["kernel"], "key": json.loads(key), "tile": tile, "us": float(best["us"]),
+            "kernel": best["kernel"], "key": json.loads(key), "tile": tile, "us": best["us"],
             "default_us": default[0] if default else None, "line": f"({text}): {name}({fields}),",
         })  # fmt: skip
+        print(
+            f"  {found[-1]['us']:9.1f} us, default {found[-1]['default_us'] or 0:9.1f}: {found[-1]['line']}", flush=True
+        )
     write_json(stage.out / "tiles.json", found)
-    lines = [f"{f['us']:9.1f} us, default {f['default_us'] or 0:9.1f}: {f['line']}" for f in found]
-    return [*lines, f"{stage.num_skipped} not reached"]

@@ -1,81 +1,158 @@
-"""The script for GPU runs goes through on a CPU: every stage, and a stage that dies in its own process."""
+"""The script for GPU runs goes through on a CPU: every stage has rows, whatever ends it leaves them, and a stage outlives
+its process."""
 
-import csv
-import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("benchmarks.gpu.run")
 from apt_jax.ops.shapes import SMALL
-from benchmarks.gpu import full_model, harness, problems, run
-from tests.support.cases import cover
+from benchmarks.gpu import harness, kernels, problems, report, run
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
+FILES = {"rows.jsonl", "facts.json", "log.txt", "hardware.json", "predictions.csv", "tiles.json", "autotune.json"}
+
+
+def command(out: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu.run", "--out", str(out), "--work", f"{out}-work", *flags]
 
 
 def start(out: Path, *flags: str) -> str:
     """Run the script in a separate process, as it is used; return its output."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.gpu.run", "--out", str(out), *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command(out, *flags), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+def rows_of(out: Path, stage: str | None = None) -> list[dict[str, Any]]:
+    return harness.read_rows(out / harness.ROWS, stage)
 
 
 def failures(out: Path) -> list[str]:
-    found = [row for path in out.glob("*.csv") for row in rows_of(path) if "status" in row]
-    return [f"{row['case']}: {row['status']}" for row in found if row["status"] not in ("ok", "not installed")]
+    bad = [row for row in rows_of(out) if row["status"] != "ok" and not row["status"].startswith("skipped: ")]
+    return [f"{row['stage']} {row['case']}: {row['status']}" for row in bad]
+
+
+def processes_of(out: Path) -> list[int]:
+    """Processes with the folder among their arguments or in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if str(out).encode() in text and state != "Z":
+            found.append(int(path.name))
+    return found
 
 
 @pytest.mark.in_turn(1, group="stages of the GPU script")
 def test_kernel_stages(tmp_path: Path) -> None:
-    printed = start(tmp_path, "--tiny", "--stages", "start,bandwidth,correctness,kernels,peers,tune")
-    assert failures(tmp_path) == []
-    assert {row["op"] for row in rows_of(tmp_path / "correctness.csv")} == {"decode_kv", "decode_absorbed", "prefill"}
-    assert all(float(row["us"]) > 0 for row in rows_of(tmp_path / "kernels.csv"))
-    assert [row["case"] for row in rows_of(tmp_path / "start.csv")] == ["tiny-opt first", "tiny-opt second"]
-    facts = json.loads(printed.splitlines()[-1])
-    assert set(facts["seconds"]) == {"start", "bandwidth", "correctness", "kernels", "peers", "tune"}
-    for found in json.loads((tmp_path / "tiles.json").read_text()):
+    out = tmp_path / "out"
+    stages = ["bandwidth", "correctness", "kernels", "peers", "tune", "autotune", "sanitizer"]
+    printed = start(out, "--tiny", "--stages", ",".join(stages))
+    assert failures(out) == []
+    assert {row["stage"] for row in rows_of(out)} == set(stages)
+    assert {row["op"] for row in rows_of(out, "correctness")} == {"decode_kv", "decode_absorbed", "prefill"}
+    timed = {row["case"]: row["us"] for row in rows_of(out, "kernels")}
+    assert all(us > 0 for us in timed.values())
+    assert {"decode_absorbed, 16-bit result three-heads 64 2", "prompt three-heads 16 1"} <= set(timed)
+    assert list(json.loads(printed.splitlines()[-1])["seconds"]) == stages
+    for found in json.loads((out / "tiles.json").read_text()):
         assert {"tokens", "lanes", "warps", "stages"} <= set(found["tile"])
+    assert {path.name for path in out.iterdir()} <= FILES
 
 
 @pytest.mark.in_turn(1, group="stages of the GPU script")
-@pytest.mark.parametrize("num_buckets", cover([1, 2], [1]))
-def test_whole_model_stages(num_buckets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_model_stages(tmp_path: Path) -> None:
     from apt_jax.sim.hardware import load_hardware
 
-    described = tmp_path / "hardware.json"
-    size = full_model._size(tiny=True)
-    size = dataclasses.replace(size, decode_buckets=size.decode_buckets[-num_buckets:])
-    monkeypatch.setattr(full_model, "_size", lambda tiny: size)
-    flags = ("--out", str(tmp_path), "--tiny", "--stages", "step,serve", "--describe", str(described))
-    assert run.main(flags) == 0
-    assert failures(tmp_path) == []
-    attentions = {row["attention"] for row in rows_of(tmp_path / "step.csv")}
-    assert attentions == {"kv", "absorb", "reproject"}
-    served = [row for row in rows_of(tmp_path / "serve.csv") if row["side"] == "served"]
-    assert [(row["policy"], row["cache"]) for row in served] == [("fcfs", "kv"), ("apt", "kv"), ("apt", "hybrid")]
-    assert all(row["completed"] == "8" and row["compilations"] == "0" for row in served)
-    assert len(rows_of(tmp_path / "predictions.csv")) > 8
-    assert load_hardware("tiny-opt", str(described)).programs is not None
+    out = tmp_path / "out"
+    start(out, "--tiny", "--stages", "start,step,generate,serve", "--rates", "20")
+    assert failures(out) == []
+    started = {row["case"]: row for row in rows_of(out, "start")}
+    for turn in ("first", "second"):
+        assert started[f"opt-13b {turn}: first answer"]["answered"]
+        assert started[f"opt-13b {turn}: answer after that"]["compilations"] == 0
+    programs = [row for row in started.values() if "program" in row]
+    assert any(row["lowered"] for row in programs)
+    assert not any(row["lowered"] for name, row in started.items() if "program" in row and " second: " in name)
+    steps = {row["case"] for row in rows_of(out, "step")}
+    assert {
+        "decode 2 kv",
+        "decode 2 absorb",
+        "decode 2 reproject",
+        "prompt 16 hidden",
+        "prompt 16 over 1 hidden",
+    } <= steps
+    assert {"mixed 16 kv", "mixed 16 hidden", "trace decode 2 kv"} <= steps
+    (generated,) = rows_of(out, "generate")
+    assert generated["compilations"] == 0
+    served = [row for row in rows_of(out, "serve") if row.get("side") == "served"]
+    assert {(row["policy"], row["cache"]) for row in served} == {
+        ("fcfs", "kv"), ("sarathi", "kv"), ("apt", "kv"), ("apt", "hybrid"), ("apt-plus", "hybrid"),
+    }  # fmt: skip
+    assert all(row["requests"] == 8 and row["compilations"] == 0 for row in served)
+    simulated = {row["case"]: row for row in rows_of(out, "serve") if row.get("side") == "simulated"}
+    for row in served:
+        twin = simulated[row["case"].replace("served", "simulated")]
+        assert twin["points"] == pytest.approx(100 * (row["attainment"] - twin["attainment"]), abs=0.01)
+    assert len((out / "predictions.csv").read_text().splitlines()) > 8
+    assert load_hardware("opt-13b", str(out / "hardware.json")).programs is not None
+    assert {path.name for path in out.iterdir()} <= FILES
+    assert "goals" in start(out, "--report")
+
+
+def test_what_ends_the_script_leaves_rows_and_no_process(tmp_path: Path) -> None:
+    """`kill -9` of the parent, in the middle of a stage with worker processes."""
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(out, "--tiny", "--stages", "autotune,correctness"), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + 120
+        while len(processes_of(out)) < 4 or not rows_of(out):  # the script, its stage, two workers
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    until = time.monotonic() + 20
+    while processes_of(out):
+        assert time.monotonic() < until, processes_of(out)
+        time.sleep(0.05)
+    assert rows_of(out)
+    assert {path.name for path in out.iterdir()} <= FILES
+    assert "autotune" in start(out, "--report")
+
+
+def test_a_stage_is_ended_when_its_time_is_over(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    begin = time.monotonic()
+    printed = start(out, "--tiny", "--stages", "autotune,serve", "--seconds", "9")
+    assert time.monotonic() - begin < 60
+    assert "serve: its time was over" in printed
+    assert processes_of(out) == []
+    assert {row["stage"] for row in rows_of(out)} >= {"autotune"}
 
 
 CHILD = """
 import os, sys
-from benchmarks.gpu import harness, run
-def stage(stage, args):
-    table = stage.table(["value"])
+from benchmarks.gpu import run
+def stage(stage):
+    table = stage.table()
     def work(case):
         if case == "dies":
             os._exit(3)
@@ -85,7 +162,6 @@ def stage(stage, args):
     for case in ("first", "loses", "dies", "last"):
         if stage.wanted(table, case):
             stage.run(table, case, lambda: work(case))
-    return ["done"]
 run.run_stage = stage
 sys.exit(run.main())
 """
@@ -106,25 +182,88 @@ def test_a_stage_outlives_its_process(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(subprocess, "Popen", patched)
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     out = tmp_path / "out"
-    assert run.main(["--out", str(out), "--stages", "tune"]) == 0
-    status = {row["case"]: row["status"] for row in rows_of(out / "tune.csv")}
+    assert run.main(["--out", str(out), "--work", str(tmp_path / "work"), "--stages", "tune"]) == 0
+    status = {row["case"]: row["status"] for row in rows_of(out, "tune")}
     assert set(status) == {"first", "loses", "dies", "last"}
     assert status["first"] == status["last"] == "ok"
     assert status["loses"].startswith("RuntimeError")
     assert status["dies"] == "ended the process: 3"
-    assert sorted(p.name for p in out.iterdir()) == ["facts.json", "tune.csv"]
+    assert sorted(p.name for p in out.iterdir()) == ["facts.json", "log.txt", "rows.jsonl"]
 
 
-def test_unknown_stages_are_refused(tmp_path: Path) -> None:
+def test_a_row_that_was_cut_off_is_left_out_and_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / harness.ROWS
+    harness.Table(path, "kernels").add("first", us=1.2345678)
+    with path.open("a") as file:
+        file.write('{"stage": "kernels", "case": "seco')
+    assert [row["case"] for row in harness.read_rows(path)] == ["first"]
+    table = harness.Table(path, "kernels")
+    table.add("second", us=2)
+    assert [(row["case"], row["us"]) for row in table.rows()] == [("first", 1.2346), ("second", 2)]
+
+
+def test_stages_that_begin_again_forget_their_rows_alone(tmp_path: Path) -> None:
+    path = tmp_path / harness.ROWS
+    for stage in ("bandwidth", "kernels"):
+        harness.Table(path, stage).add("a")
+    harness.forget_rows(path, ["kernels"])
+    assert [row["stage"] for row in harness.read_rows(path)] == ["bandwidth"]
+
+
+def test_the_two_commands_take_their_minutes_and_reach_every_stage() -> None:
+    first, rest = run.parse(["--out", "x"]), run.parse(["--out", "x", "--rest"])
+    assert first.seconds == 480
+    assert sum(first.shares.values()) <= 480
+    assert rest.resume
+    assert first.shares.keys() | rest.shares.keys() == set(report.STAGES)
+
+
+def test_unknown_stages_are_refused() -> None:
     with pytest.raises(SystemExit):
-        run.parse(["--out", str(tmp_path), "--stages", "kernel"])
+        run.parse(["--out", "x", "--stages", "kernel"])
 
 
 def test_no_case_is_started_without_time(tmp_path: Path) -> None:
-    stage = harness.Stage(name="tune", out=tmp_path, budget_s=0.0, tiny=True)
-    table = stage.table(["us"])
-    assert not stage.wanted(table, "a")
+    stage = harness.Stage(name="tune", out=tmp_path, budget_s=20.0, tiny=True)
+    table = stage.table()
+    assert stage.wanted(table, "a")
+    assert not stage.wanted(table, "a", needs_s=30.0)
     assert stage.num_skipped == 1
+
+
+def test_a_backend_that_is_not_there_is_skipped_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = kernels.Timed(
+        kernel="decode_absorbed by nobody", op="decode_absorbed", shape=SMALL["three-heads"], tokens=64, batch=2
+    )
+    monkeypatch.setattr(kernels, "_timed", lambda tiny: [case])
+    kernels.kernels(harness.Stage(name="kernels", out=tmp_path, budget_s=60.0, tiny=True))
+    (row,) = rows_of(tmp_path)
+    assert row["status"] == "skipped: no backend nobody in this revision"
+
+
+def test_prompts_are_timed_at_the_sizes_of_the_engine() -> None:
+    sizes = [
+        case.chunk
+        for case in kernels._timed(tiny=False)
+        if case.op == "prefill" and not case.tokens and case.batch == 1
+    ]
+    assert set(kernels.prompt_buckets("opt-13b")) <= set(sizes)
+
+
+def test_goals_say_what_rows_decide() -> None:
+    rows = [
+        {"stage": "kernels", "case": f"{kernel} opt-13b 30000 64", "kernel": kernel, "us": us, "status": "ok"}
+        for kernel, us in (("decode_kv", 200.0), ("decode_absorbed", 300.0))
+    ]
+    assert list(report.goals(rows)) == ["decode_absorbed over decode_kv, 30,000 tokens (goal 1.0): 1.50"]
+
+
+def test_a_short_table_keeps_what_went_wrong() -> None:
+    rows = [{"stage": "kernels", "case": f"good {i}", "us": 1.0, "status": "ok"} for i in range(30)]
+    rows.append({"stage": "kernels", "case": "bad", "status": "RuntimeError: no"})
+    lines = report.table("kernels", rows, most=9)
+    assert len(lines) == 11  # a count, a heading, eight rows, what went wrong
+    assert lines[-1] == "bad: RuntimeError: no"
 
 
 def test_work_of_a_kernel() -> None:

@@ -1,0 +1,86 @@
+"""Stages `sanitizer` and `autotune`: other people's tools over the same programs."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.harness import ROOT, Stage, environment_of, spawn
+
+_OPS = ("decode_kv opt-13b bfloat16", "decode_absorbed opt-13b bfloat16", "prefill opt-13b bfloat16")
+"""Checks of stage `correctness` that are run under the sanitizer."""
+_PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
+
+
+def _find_sanitizer() -> str | None:
+    found = shutil.which("compute-sanitizer")
+    return found or next((place for place in _PLACES if Path(place).is_file()), None)
+
+
+def sanitizer(stage: Stage) -> None:
+    """Run checks of `correctness` under `compute-sanitizer`: accesses out of bounds, misaligned or of nobody's memory."""
+    table, tool = stage.table(), _find_sanitizer()
+    if tool is None:
+        if "memcheck" not in table.done:
+            table.add("memcheck", status="skipped: compute-sanitizer is not on this machine")
+        return
+
+    def check(case: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.gpu.correctness", case, *(["--tiny"] if stage.tiny else [])]
+        limit = ["timeout", "-s", "KILL", f"{max(5.0, stage.left_s):.0f}"] if shutil.which("timeout") else []
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*limit, tool, "--tool", "memcheck", "--target-processes", "all", *command], cwd=ROOT,
+            env=environment_of("sanitizer", stage.work or stage.out), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        summary = re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)
+        if summary is None:
+            raise RuntimeError(f"no summary; exit {done.returncode}: {(done.stdout + done.stderr).strip()[-160:]}")
+        errors = int(summary[1])
+        return {"errors": errors, "seconds": time.monotonic() - begin, "status": "ok" if not errors else "errors"}
+
+    for case in _OPS:
+        name = f"memcheck {case}"
+        if stage.wanted(table, name, needs_s=5.0):
+            stage.run(table, name, lambda case=case: check(case), limit_s=600.0)
+
+
+def autotune(stage: Stage) -> None:
+    """Keep XLA's choices for this card as a file to ship, `autotune.json`: `benchmarks.gpu.autotune` makes it, where this
+    revision has it, model by model, and says in lines of JSON what it compiled."""
+    table, work = stage.table(), (stage.work or stage.out) / "autotune"
+    if importlib.util.find_spec("benchmarks.gpu.autotune") is None:
+        if "autotune" not in table.done:
+            table.add("autotune", status="skipped: benchmarks.gpu.autotune is not in this revision")
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.autotune",
+        "--out",
+        str(work),
+        "--seconds",
+        f"{stage.left_s - 2:.0f}",
+    ]
+    environment = environment_of("autotune", stage.work or stage.out)
+    process = spawn([*command, *(["--tiny"] if stage.tiny else [])], environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    programs, errors, begin = 0, 0, time.monotonic()
+    for line in process.stdout:
+        row = json.loads(line) if line.startswith("{") else {}
+        programs += "program" in row
+        errors += row.get("error") is not None
+        if "results" in row:
+            for path in work.rglob("*.json"):
+                shutil.copyfile(path, stage.out / "autotune.json")
+            table.add(
+                row["model"], programs=programs, errors=errors, results=row["results"], seconds=time.monotonic() - begin,
+                file=str(Path(row["file"]).relative_to(work)), status="ok" if not errors else "some failed",
+            )  # fmt: skip
+    if process.wait():
+        table.add("autotune", status=f"exit {process.returncode}; its own output is above")
