@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, SamplerVariant, bucket_for
+from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, Buckets, PromptSize, SamplerVariant, bucket_for
 
 Kind = Literal[
     "decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts",
@@ -19,8 +19,8 @@ TRANSFERS: tuple[Kind, ...] = (
     "save", "load", "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
 )  # fmt: skip
 """Kinds that move blocks or slots between the device and host memory."""
-_SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
-"""The field of `Buckets` that has the sizes of programs of a kind."""
+_SIZES: dict[Kind, str] = {"decode": "decode", "copy": "copies", "convert": "conversions"}
+"""The field of `Buckets` that has the sizes of programs of a kind. Those of prompts have two (`Buckets.prompts`)."""
 
 
 class ProgramName(NamedTuple):
@@ -29,6 +29,8 @@ class ProgramName(NamedTuple):
     kind: Kind
     size: int
     variant: SamplerVariant | None = None
+    prefix_room: int | None = None
+    """Of a program for prompts, as of `PromptSize`."""
 
 
 class ReadyPrograms:
@@ -51,12 +53,16 @@ class ReadyPrograms:
     def first(self) -> set[ProgramName]:
         """The fewest programs that serve every step, without those of `TRANSFERS`."""
         names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in _SIZES.items()}
+        tokens, room = max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))
+        names.add(ProgramName("prefill", tokens, prefix_room=room))
         names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
         return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
 
     def forget(self) -> None:
         """From now on steps run nothing but what `add` names."""
-        self.sizes = Buckets(decode=[], masked=[], prefill=[], copies=[], conversions=[])
+        self.sizes = Buckets(
+            decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[]
+        )
         self._samplers, self._transfers = {}, {}
 
     def add(self, name: ProgramName) -> None:
@@ -69,11 +75,21 @@ class ReadyPrograms:
         if name.kind in TRANSFERS:
             self._transfers[name.kind] = sorted({*self._transfers.get(name.kind, ()), name.size})
             return
+        if name.kind == "prefill":
+            self._add_prompts(PromptSize(name.size, name.prefix_room))
+            return
         field = _SIZES.get(name.kind)
         if field is None:  # has one size
             return
         sizes = sorted({*getattr(self.sizes, field), name.size})
         self.sizes = dataclasses.replace(self.sizes, **{field: sizes})
+
+    def _add_prompts(self, size: PromptSize) -> None:
+        if size in self._all.prefixed:
+            prefixed = sorted({*self.sizes.prefixed, size}, key=lambda size: size.cost)
+            self.sizes = dataclasses.replace(self.sizes, prefixed=prefixed)
+        else:
+            self.sizes = dataclasses.replace(self.sizes, prefill=sorted({*self.sizes.prefill, size.tokens}))
 
     def finish(self) -> None:
         """All programs are ready."""

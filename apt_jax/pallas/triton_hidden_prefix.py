@@ -8,7 +8,12 @@ The prefixes of all rows lie one after another, each from a whole tile of positi
   * `prefix_attend` folds the keys and values of the piece into the flash states (m, l, acc) of the query tiles. A
     program reads and writes those of its own tile.
 
-Pieces are few and of a size that depends on shapes alone, so that memory is known and a step stays one CUDA graph.
+Kernels are launched as the host says, which knows the prefixes (`room`): not at all, for one piece, or for a few. That
+is one CUDA graph, and what is launched in vain costs little beside the products of a piece, some milliseconds a layer.
+Where there may be more pieces than `_MOST_LAUNCHED` the device counts them and a loop takes as many as there are: the
+host drives it, between two graphs a layer. Either way memory is that of one piece, however many rows and however long
+their contexts may be. A kernel that does all in one launch would need a barrier over the whole chip between the
+projection of a piece and its use, which nothing here can check without a chip.
 
 For few query tokens `absorbed_prefix` is cheaper: absorbed attention, each token a row of its own. Up to H tokens it
 multiplies less than the projection of the prefix.
@@ -42,8 +47,8 @@ from apt_jax.pallas.triton_queries import (
 from apt_jax.pallas.triton_tiles import NUM_PROCESSORS, PrefillTile, Tile, check_chip, padded, tile_for
 
 _PIECE_POSITIONS = 8192
-_MAX_PIECES = 32
-"""A piece has at least so many positions, and more where that would be more pieces."""
+_MOST_LAUNCHED = 4
+"""Pieces that kernels are launched for whether they exist or not."""
 
 _SIDE_BY_SIDE = 8
 """Tiles of positions that programs take at the same time, for all heads: what they read fits the L2 cache."""
@@ -71,15 +76,15 @@ def plan_prefixes(
     capacity: int,
     positions: int,
     piece_positions: int,
-    max_pieces: int | None = _MAX_PIECES,
+    room: int | None = None,
 ) -> PrefixPlan:
     """Lay out prefixes of layer inputs.
 
     Args:
         capacity: the longest prefix that there can be.
         positions: of a tile.
-        piece_positions: of a piece, at least.
-        max_pieces: pieces are longer where they were more; None: as many as there are.
+        piece_positions: of a piece, rounded up to whole tiles.
+        room: positions of all rows together, each row's rounded up to whole tiles; None: `capacity` each.
     """
     batch = hidden_lens.shape[0]
     begins = scores.first_seen(hidden_lens) // positions * positions + jnp.zeros_like(hidden_lens)
@@ -87,20 +92,19 @@ def plan_prefixes(
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     longest = capacity if scores.window is None else min(capacity, scores.window + positions)
     total = batch * -(-longest // positions)
+    if room is not None:
+        total = min(total, room // positions)
     tile = jnp.arange(total, dtype=jnp.int32)
     row = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     there, row = row < batch, jnp.minimum(row, batch - 1)
     first = begins[row] + (tile - (ends - counts)[row]) * positions
     fields = jnp.where(there[:, None], jnp.stack((row, first, hidden_lens[row]), axis=1), 0)
-    per_piece = -(-piece_positions // positions)
-    if max_pieces is not None:
-        per_piece = max(per_piece, -(-total // max_pieces))
     return PrefixPlan(
         begins=begins,
         starts=(ends - counts) * positions,
         tiles=fields,
         count=ends[-1:],
-        per_piece=min(per_piece, total),
+        per_piece=min(-(-piece_positions // positions), total),
     )
 
 
@@ -332,23 +336,26 @@ def projected_prefix(
     key_norm: KeyNorm | None,
     interpret: bool,
     chip: str | None,
+    room: int | None,
     piece_positions: int = _PIECE_POSITIONS,
-) -> tuple[Array, Array, Array]:
+) -> FlashState:
     """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
 
     Args:
         weights: W_k, b_k, W_v, b_v in the dtype of the pool.
         block_size: layer inputs of a block.
+        room: positions of all rows together, each row's rounded up to whole tiles of any kernel; None: as many as block
+            tables hold.
+        piece_positions: fewer in tests.
     """
     num_kv_heads, head_dim, width = weights[0].shape
     num_heads = q.shape[1]
     kernel = "project" if angles is None and key_norm is None else "project_turned"
     project = tile_for(kernel, chip, num_heads, width, pool.dtype.itemsize, head_dim)
-    plan = plan_prefixes(hidden_lens, scores, tables.shape[2] * block_size, project.tokens, piece_positions)
+    plan = plan_prefixes(hidden_lens, scores, tables.shape[2] * block_size, project.tokens, piece_positions, room)
     most = plan.per_piece * project.tokens
     programs = 2 if interpret else NUM_PROCESSORS[check_chip(chip, head_dim)]
     turns = (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
-    state: FlashState = (None, None, None)
     project_piece = functools.partial(
         launch,
         functools.partial(
@@ -373,16 +380,23 @@ def projected_prefix(
     inputs = (tables, slot_ranges, pool.reshape(pool.shape[0], -1), *weights)
     scale = None if key_norm is None else key_norm.scale
 
-    # Lowered once for all pieces but the first, which finds no state.
+    # Lowered once for all pieces but the first, where that finds no state.
     @jax.jit
     def attend_to(piece: Array, state: FlashState) -> FlashState:
         kv = project_piece((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0]))
         more: dict[str, Any] = {"tile": tile, "scores": scores, "interpret": interpret}
         return attend_to_piece(piece, q, kv, plan, query_tiles, slopes, state, **more)
 
-    for piece in range(-(-plan.tiles.shape[0] // plan.per_piece)):
-        state = attend_to(jnp.full(1, piece, jnp.int32), state)
-    return state[0], state[1], state[2]
+    state: FlashState = (None, None, None)
+    most_pieces = -(-plan.tiles.shape[0] // plan.per_piece)
+    if most_pieces <= _MOST_LAUNCHED:
+        for piece in range(most_pieces):
+            state = attend_to(jnp.full(1, piece, jnp.int32), state)
+        return state
+    of_head = jnp.zeros(q.shape[:2], jnp.float32)
+    pieces = (plan.count[0] + plan.per_piece - 1) // plan.per_piece
+    state = (of_head, of_head, jnp.zeros(q.shape, jnp.float32))
+    return lax.fori_loop(0, pieces, lambda piece, state: attend_to(piece[None], state), state)
 
 
 def absorbed_prefix(

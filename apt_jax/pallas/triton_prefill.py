@@ -129,6 +129,7 @@ def prefill(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
+    room: int | None = None,
     interpret: bool = False,
     chip: str | None = None,
     **more: Any,
@@ -142,6 +143,8 @@ def prefill(
     Args:
         with_hidden: some row may have a hidden prefix; static, without it no kernel for one is launched.
         key_norm: of each head by itself.
+        room: positions of all hidden prefixes together, as `projected_prefix` counts them, that kernels are launched for;
+            None: as many as block tables hold. On several devices a loop takes what there is.
         tensor: devices that heads and layer inputs are spread over; see `sharded_prefix`.
         interpret: run in Pallas' interpreter, on any platform.
         chip: what tiles are chosen for (`triton_tiles.CHIPS`).
@@ -207,12 +210,13 @@ def prefill(
             bv,
             block_size=block_size,
             slot_ranges=slot_ranges,
+            most_positions=room,
             interpret=interpret,
             chip=chip,
         )
     elif with_hidden:
         if tensor is None:
-            attend_prefix = functools.partial(projected_prefix, chip=chip)
+            attend_prefix = functools.partial(projected_prefix, chip=chip, room=room)
         else:
             attend_prefix = functools.partial(sharded_prefix, tensor=tensor, num_kv_heads=num_kv_heads)
         state = attend_prefix(

@@ -78,7 +78,7 @@ def sharded_prefix(
     by_feature = wk.shape[0] > num_kv_heads
     width = wk.shape[2] if by_feature else wk.shape[2] // tensor.size
     capacity = tables.shape[2] * block_size
-    plan = plan_prefixes(hidden_lens, scores, capacity, _TILE_POSITIONS, piece_positions, max_pieces=None)
+    plan = plan_prefixes(hidden_lens, scores, capacity, _TILE_POSITIONS, piece_positions)
     by_block = pool.reshape(pool.shape[0], -1)
     lane = jnp.arange(width, dtype=jnp.int32)
 

@@ -210,7 +210,13 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=hidden, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=hidden, num_devices=4, quarter=True),
         StepCase(**common | {"model": "opt-30b", "num_layers": 8}, kinds=both, num_devices=2),
-        StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=both, num_devices=4, prefill_tokens=1024),
+        StepCase(
+            **common | {"model": "opt-66b", "num_layers": 2},
+            kinds=both,
+            num_devices=4,
+            prefill_tokens=1024,
+            prefix_room=None,
+        ),
         StepCase(
             **common | {"model": "llama-3-70b", "num_layers": 16, "num_blocks": 16384},
             kinds=kv,
@@ -219,8 +225,9 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**short, kinds=both),
         StepCase(**short, kinds=hidden, absorb=False),
         StepCase(**short, kinds=kv, sampling="sample"),
-        StepCase(**short, kinds=both, prefill_tokens=1024),
-        StepCase(**dict(short, num_blocks=32_768), kinds=both, prefill_tokens=8192),
+        StepCase(**short, kinds=both, prefill_tokens=1024, prefix_room=32_768),
+        StepCase(**dict(short, num_layers=2, num_blocks=32_768), kinds=both, prefill_tokens=1024, prefix_room=None, num_rows=192),
+        StepCase(**dict(short, num_blocks=32_768), kinds=both, prefill_tokens=8192, prefix_room=8192),
         *_model_cases(),
     ]
     return [(case, arch) for case in cases for arch in ARCHS if (case.model, arch) not in _XLA_SPILLS]
