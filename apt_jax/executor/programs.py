@@ -209,7 +209,9 @@ class Programs:
         """The least of `kind_sets` that a step's rows need."""
         sets = self.kind_sets(num_decode, num_prefill, prefix_room)
         has = [not num_prefill and bool((kind == KV).any()), bool((kind == HIDDEN).any())]
-        return next(kinds for kinds in sets if all(offered or not needed for offered, needed in zip(kinds, has, strict=True)))
+        return next(
+            kinds for kinds in sets if all(offered or not needed for offered, needed in zip(kinds, has, strict=True))
+        )
 
     def hidden_rooms(self, num_decode: int, kinds: KindSet) -> list[int | None]:
         """Values of `StepOptions.hidden_room` that programs with so many decode rows are compiled for, ascending.

@@ -60,9 +60,7 @@ class ReadyPrograms:
 
     def forget(self) -> None:
         """From now on steps run nothing but what `add` names."""
-        self.sizes = Buckets(
-            decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[]
-        )
+        self.sizes = Buckets(decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[])
         self._samplers, self._transfers = {}, {}
 
     def add(self, name: ProgramName) -> None:

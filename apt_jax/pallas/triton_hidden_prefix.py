@@ -37,8 +37,10 @@ from apt_jax.pallas.triton_decode_absorbed import absorbed_attention
 from apt_jax.pallas.triton_queries import (
     LOG2_E,
     FlashState,
+    QueryTiles,
     Scores,
     attend,
+    each_tile,
     no_state,
     queries_of,
     read_state,
@@ -207,6 +209,7 @@ def _project_kernel(
 def _attend_kernel(
     piece: Any,
     query_tiles: Any,
+    count: Any,
     begins: Any,
     starts: Any,
     q_ref: Any,
@@ -221,61 +224,68 @@ def _attend_kernel(
     *,
     tile: PrefillTile,
     scores: Scores,
-    num_tiles: int,
+    programs: int,
     piece_positions: int,
     group: int,
     head_dim: int,
     barrier: bool,
 ) -> None:
-    index, kv_head = num_tiles - 1 - pl.program_id(0), pl.program_id(1)
-    row, offset, first, length, _, hidden_len = read_tile(query_tiles, index)
-    begin, start = plt.load(begins.at[row]), plt.load(starts.at[row])
+    kv_head = pl.program_id(1)
     lane = jnp.arange(padded(head_dim))
     lane_ok = below(lane, head_dim, lane.size)
-    # Positions less their places in the piece, and those of the row's that the piece holds.
-    place = plt.load(piece.at[jnp.int32(0)]) * piece_positions
-    less = begin - start + place
-    low = jnp.maximum(begin, less)
-    high = jnp.minimum(hidden_len, less + piece_positions)
 
-    @pl.when((length > 0) & (low < high))
-    def _() -> None:
-        queries = queries_of(tile.queries, group, kv_head, offset, first, length)
-        q = queries.load(q_ref, lane, lane_ok)
-        slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
-        if m_in is None:
-            state = no_state(tile.queries, lane.size)
-        else:  # a row's first piece has none
-            state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
+    def one_tile(index: Any) -> None:
+        row, offset, first, length, _, hidden_len = read_tile(query_tiles, index)
+        begin, start = plt.load(begins.at[row]), plt.load(starts.at[row])
+        # Positions less their places in the piece, and those of the row's that the piece holds.
+        place = plt.load(piece.at[jnp.int32(0)]) * piece_positions
+        less = begin - start + place
+        low = jnp.maximum(begin, less)
+        high = jnp.minimum(hidden_len, less + piece_positions)
 
-        def fetch(position: Any) -> Any:
-            own = position < high
+        @pl.when(low < high)
+        def _() -> None:
+            queries = queries_of(tile.queries, group, kv_head, offset, first, length)
+            q = queries.load(q_ref, lane, lane_ok)
+            slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
+            if m_in is None:
+                state = no_state(tile.queries, lane.size)
+            else:  # a row's first piece has none
+                state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
 
-            def half(which: int) -> Any:
-                at = (jnp.int32(which), (position - less)[:, None], kv_head, lane[None, :])
-                return load(kv, at, (tile.keys, lane.size), own[:, None], None if lane_ok is None else lane_ok[None, :])
+            def fetch(position: Any) -> Any:
+                own = position < high
 
-            return half(0), lambda: half(1), own[None, :]
+                def half(which: int) -> Any:
+                    at = (jnp.int32(which), (position - less)[:, None], kv_head, lane[None, :])
+                    return load(
+                        kv, at, (tile.keys, lane.size), own[:, None], None if lane_ok is None else lane_ok[None, :]
+                    )
 
-        m, l, acc = attend(
-            state,
-            q,
-            fetch,
-            scores,
-            hidden_len + queries.position,
-            slope,
-            keys=tile.keys,
-            first=jnp.maximum(low, scores.first_seen(hidden_len + first)),
-            last=high,
-        )
-        if barrier and m_in is not None:  # the outputs are the memory of the inputs, which other threads may still read
-            plt.debug_barrier()
-        _, offset_, first_, length_, _, _ = read_tile(query_tiles, index, copy=1)
-        queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
-        at = (queries.token, queries.head)
-        plt.store(m_out.at[at], m, mask=queries.ok)
-        plt.store(l_out.at[at], l, mask=queries.ok)
-        queries.store(acc_out, lane, lane_ok, acc)
+                return half(0), lambda: half(1), own[None, :]
+
+            m, l, acc = attend(
+                state,
+                q,
+                fetch,
+                scores,
+                hidden_len + queries.position,
+                slope,
+                keys=tile.keys,
+                first=jnp.maximum(low, scores.first_seen(hidden_len + first)),
+                last=high,
+            )
+            if barrier and m_in is not None:
+                # The outputs are the memory of the inputs, which other threads may still read.
+                plt.debug_barrier()
+            _, offset_, first_, length_, _, _ = read_tile(query_tiles, index, copy=1)
+            queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
+            at = (queries.token, queries.head)
+            plt.store(m_out.at[at], m, mask=queries.ok)
+            plt.store(l_out.at[at], l, mask=queries.ok)
+            queries.store(acc_out, lane, lane_ok, acc)
+
+    each_tile(count, programs, one_tile)
 
 
 def attend_to_piece(
@@ -283,7 +293,7 @@ def attend_to_piece(
     q: Float[Array, "T N H"],
     kv: Float[Array, "2 S K H"],
     plan: PrefixPlan,
-    query_tiles: Int32[Array, "TILES 12"],
+    query_tiles: QueryTiles,
     slopes: Float[Array, " N"] | None,
     state: FlashState,
     *,
@@ -299,7 +309,7 @@ def attend_to_piece(
         _attend_kernel,
         tile=tile,
         scores=scores,
-        num_tiles=query_tiles.shape[0],
+        programs=query_tiles.programs,
         piece_positions=positions,
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
@@ -307,14 +317,14 @@ def attend_to_piece(
     )
     m, l, acc = launch(
         kernel,
-        (piece, query_tiles, plan.begins, plan.starts, q, kv, slopes, *state),
+        (piece, query_tiles.fields, query_tiles.count, plan.begins, plan.starts, q, kv, slopes, *state),
         (of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
-        grid=(query_tiles.shape[0], num_kv_heads),
+        grid=(query_tiles.programs, num_kv_heads),
         warps=tile.warps,
         stages=tile.stages,
         name="prefix_attend",
         interpret=interpret,
-        in_place={} if state[0] is None else {7: 0, 8: 1, 9: 2},
+        in_place={} if state[0] is None else {8: 0, 9: 1, 10: 2},
     )
     return m, l, acc
 
@@ -325,7 +335,7 @@ def projected_prefix(
     tables: Int32[Array, "B 2 J"],
     slot_ranges: Int32[Array, "B J 2"] | None,
     hidden_lens: Int32[Array, " B"],
-    query_tiles: Int32[Array, "TILES 12"],
+    query_tiles: QueryTiles,
     weights: tuple[Any, ...],
     slopes: Float[Array, " N"] | None,
     *,
