@@ -55,6 +55,7 @@ from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
 from benchmarks.gpu.engine_step import StepCase
 from benchmarks.gpu.launches import LaunchCase, LaunchReport
+from benchmarks.gpu.tables import as_markdown, as_text, replace_between
 
 _ROOT = Path(__file__).parents[2]
 DOCUMENT = _ROOT / "docs" / "kernels.md"
@@ -531,23 +532,6 @@ def check_launches(case: LaunchCase, ops: KernelBackend) -> Outcome:
     )
 
 
-def with_twins(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes, where steps that launch more than their twins fail."""
-    counted = [(o.case, o.report) for o in outcomes if o.case is not None and isinstance(o.report, LaunchReport)]
-    wrong = launches.twin_failures(counted)
-    return [
-        dataclasses.replace(o, failures=(*o.failures, wrong[o.case])) if o.case is not None and o.case in wrong else o
-        for o in outcomes
-    ]
-
-
-def launch_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """`launches.table` of what was counted."""
-    return launches.table(
-        [(o.case, o.report if isinstance(o.report, LaunchReport) else None) for o in outcomes if o.case is not None]
-    )
-
-
 def _line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
@@ -640,29 +624,6 @@ def step_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     return rows
 
 
-def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
-
-
-def replace_between(text: str, name: str, content: str) -> str:
-    """Replace what stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`."""
-    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = text.partition(opening)
-    _, ends, after = rest.partition(closing)
-    if not (found and ends):
-        raise ValueError(f"no markers {opening} and {closing}")
-    return f"{before}{opening}\n{content}\n{closing}{after}"
-
-
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -682,7 +643,7 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
     text = replace_between(text, "kernels", as_markdown(kernel_table(outcomes)))
     text = replace_between(text, "small", as_markdown(kernel_table(outcomes, SMALL_ARCHS)))
     text = replace_between(text, "steps", as_markdown(step_table(outcomes)))
-    text = replace_between(text, "launches", as_markdown(launch_table(outcomes)))
+    text = replace_between(text, "launches", as_markdown(launches.table(outcomes)))
     built = ", ".join(f"{name} {version}" for name, version in versions().items())
     document.write_text(replace_between(text, "versions", f"Compiled with {built}."))
     results.mkdir(parents=True, exist_ok=True)
@@ -724,8 +685,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only in (None, "launches"):
         items += launches.quick_cases(options.day) if options.quick else launches.cases()
     items = [item for item in items if options.match in str(item)]
-    outcomes = with_twins(run(items, options.jobs))
-    tables = (kernel_table(outcomes), kernel_table(outcomes, SMALL_ARCHS), step_table(outcomes), launch_table(outcomes))
+    outcomes = launches.with_twins(run(items, options.jobs))
+    tables = (
+        kernel_table(outcomes),
+        kernel_table(outcomes, SMALL_ARCHS),
+        step_table(outcomes),
+        launches.table(outcomes),
+    )
     for table in tables:
         if len(table) > 1:
             print("\n" + as_text(table))

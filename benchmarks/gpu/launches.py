@@ -7,8 +7,8 @@ layer more than its twin over keys and values alone, which writes layer inputs.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from apt_jax.executor.buckets import PromptSize, padded_prefix
 from apt_jax.models import PRESETS
@@ -17,6 +17,8 @@ from apt_jax.ops.backend import KernelBackend
 from benchmarks.gpu import device_free, engine_step
 from benchmarks.gpu.compile_only import CHIPS
 from benchmarks.gpu.engine_step import StepCase
+
+_Outcome = TypeVar("_Outcome", bound=Any)
 
 PROMPT_TOKENS, DECODE_ROWS = (64, 1024), (1, 64)
 PREFIX_TOKENS = 1500
@@ -132,12 +134,11 @@ def count(case: LaunchCase, ops: KernelBackend) -> tuple[LaunchReport, list[str]
     return report, list(dict.fromkeys(wrong))
 
 
-def twin_failures(found: Iterable[tuple[LaunchCase, LaunchReport]]) -> dict[LaunchCase, str]:
+def twin_failures(found: Mapping[LaunchCase, LaunchReport]) -> dict[LaunchCase, str]:
     """Cases that launch more than their twins may, and what is wrong with them."""
-    reports = dict(found)
     wrong = {}
-    for case, report in reports.items():
-        twin = None if case.twin is None else reports.get(case.twin)
+    for case, report in found.items():
+        twin = None if case.twin is None else found.get(case.twin)
         if twin is not None and (report.fixed > twin.fixed or report.per_layer > twin.per_layer + WRITES):
             wrong[case] = (
                 f"{report.fixed} launches and {report.per_layer} a layer without hidden prefixes, over keys and values alone"
@@ -146,15 +147,22 @@ def twin_failures(found: Iterable[tuple[LaunchCase, LaunchReport]]) -> dict[Laun
     return wrong
 
 
-def table(found: Sequence[tuple[LaunchCase, LaunchReport | None]]) -> list[list[str]]:
-    """A header and a row for every case."""
+def with_twins(outcomes: Sequence[_Outcome]) -> list[_Outcome]:
+    """The gate's outcomes, where steps that launch more than their twins fail."""
+    wrong = twin_failures({o.case: o.report for o in outcomes if isinstance(o.report, LaunchReport)})
+    return [dataclasses.replace(o, failures=(*o.failures, wrong[o.case])) if o.case in wrong else o for o in outcomes]
+
+
+def table(outcomes: Sequence[Any]) -> list[list[str]]:
+    """A header and a row for every case among the gate's outcomes."""
     rows = [["step", "model", "chip", "launches a layer", "beside layers", "whole model", "graphs", "outside"]]
-    for case, report in found:
+    for outcome in outcomes:
+        if outcome.case is None:
+            continue
         numbers = ["failed", *[""] * 4]
-        if report is not None:
-            numbers = [
-                str(value)
-                for value in (report.per_layer, report.fixed, report.total, report.command_buffers, report.outside)
-            ]
-        rows.append([case.name, case.model, case.arch, *numbers])
+        report = outcome.report
+        if isinstance(report, LaunchReport):
+            counts = (report.per_layer, report.fixed, report.total, report.command_buffers, report.outside)
+            numbers = [str(count) for count in counts]
+        rows.append([outcome.case.name, outcome.case.model, outcome.case.arch, *numbers])
     return rows
