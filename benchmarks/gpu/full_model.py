@@ -16,7 +16,7 @@ from apt_jax.backends import attention_ops
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.errors import QueueFullError
 from apt_jax.executor import StepBatch, StepHandle, calibrate
-from apt_jax.executor.buckets import GREEDY, KindSet
+from apt_jax.executor.buckets import GREEDY, KindSet, PromptSize
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.frontend.components import EngineComponents, build_components, with_policy
@@ -123,21 +123,23 @@ def build(size: _Size, config: ModelConfig, params: ModelParams, *, hidden_atten
     )  # fmt: skip
     executor.buckets.decode = list(size.decode_buckets)
     executor.buckets.prefill = list(size.prefill_buckets)
+    executor.buckets.prefixed = [s for s in executor.buckets.prefixed if s.tokens in size.prefill_buckets]
     return executor
 
 
-Program = tuple[int, int, KindSet]
-"""Decode rows, prefill tokens, kinds."""
+Program = tuple[int, PromptSize | None, KindSet]
+"""Decode rows, size of prompts, kinds."""
 
 
 def _lower(executor: JaxExecutor, program: Program) -> Any:
     """Lower the program that `JaxExecutor.execute` calls; sampling programs are small and compiled at their first
     call."""
-    rows, tokens, kinds = program
+    rows, prompts, kinds = program
     runner = executor.runner
     try:
-        if tokens or executor.programs.branches:
-            return runner.empty_forward_call(rows, tokens, kinds).lower()
+        if prompts or executor.programs.branches:
+            tokens, prefix_room = prompts or (0, None)
+            return runner.empty_forward_call(rows, tokens, kinds, None, prefix_room).lower()
         return runner.empty_decode_call(rows, kinds, GREEDY).lower()
     except Exception as error:
         return error
@@ -146,15 +148,20 @@ def _lower(executor: JaxExecutor, program: Program) -> Any:
 def programs_of(executor: JaxExecutor) -> list[Program]:
     """All that greedy serving uses, for every mixture of kinds."""
     return [
-        (rows, tokens, kinds)
-        for rows, tokens in reversed(executor.buckets.forward_shapes(mixed=executor.mixed))
-        for kinds in executor.programs.kind_sets(has_prompts=tokens > 0)
+        (rows, prompts, kinds)
+        for rows, prompts in reversed(executor.buckets.forward_shapes(mixed=executor.mixed))
+        for kinds in executor.programs.kind_sets(rows, *(prompts or (0, None)))
     ]
 
 
 def warm(executor: JaxExecutor, program: Program) -> None:
-    """Run a program once on rows that touch few blocks, sampling included."""
-    rows, tokens, (kv, hidden) = program
+    """Run a program once on rows that touch few blocks, sampling included; one for hidden prefixes on padding."""
+    rows, prompts, (kv, hidden) = program
+    tokens, prefix_room = prompts or (0, None)
+    if prompts in executor.buckets.prefixed:
+        executor.allocate()
+        executor.runner.empty_forward_call(rows, tokens, program[2], None, prefix_room).run()
+        return
     chunks = (2 if kv and hidden and not rows else 1) if tokens else 0
     beside = min(rows, executor.max_num_seqs - chunks)
     lens = [1] * beside + [tokens // max(1, chunks)] * chunks
@@ -253,8 +260,8 @@ def step(stage: Stage) -> list[str]:
             for case in cases:
                 name, _, kinds, _, lens = case
                 rows, tokens = (0, sum(lens)) if name.startswith("prefill") else (len(kinds), 0)
-                mixture = built.programs.kind_set_of(np.asarray(kinds, np.int8), has_prompts=tokens > 0)
-                yield case, _lower(built, (rows, tokens, mixture))
+                mixture = built.programs.kind_set_of(np.asarray(kinds, np.int8), rows, tokens, 0)
+                yield case, _lower(built, (rows, built.buckets.prompt_size(tokens, 0) if tokens else None, mixture))
 
         started = time.perf_counter()
         pairs = stage.compiled(
