@@ -9,7 +9,9 @@ from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 
 DROPPED = 44
-BUCKETS = Buckets(decode=[1, 2, 4], masked=[1, 4], prefill=[4, 8], copies=[8], conversions=[1, 2])
+BUCKETS = Buckets(
+    decode=[1, 2, 4], masked=[1, 4], prefill=[4, 8], prefixed=[], scored=[8], copies=[8], conversions=[1, 2]
+)
 FORMAT = StepFormat(
     block_size=4, hidden_block_size=4, num_blocks=10, max_num_seqs=4, table_len=8, vocab_size=40,
     num_biases=8, buckets=BUCKETS,

@@ -2,13 +2,27 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from apt_jax.request import SamplingParams
 
 _MIN_PREFILL_BUCKET = 32
-_SPARSE_ROWS, _SPARSE_TOKENS = 64, 512
-"""Rows and tokens of a step below which the weights take its time, on GPUs."""
+_Length = TypeVar("_Length", int, NDArray[np.int32])
+_SPARSE_ROWS = 64
+"""Rows of a step below which the weights take its time, on GPUs."""
+_FLAT_TOKENS = (64, 128)
+"""Tokens of prompts below `_STEEP_TOKENS`, on GPUs: an H100 reads weights as long as it multiplies 240 tokens by them, an
+A100 as long as 150."""
+_STEEP_TOKENS = 256
+_OCTAVE = (16, 18, 21, 24, 28)
+"""Sixteenths between a power of two and the next: steps of 12 to 17 %."""
+_PREFIX_ROOMS = (8192, 32_768)
+"""Positions of hidden prefixes, all rows together, that programs are compiled for beside those for any number."""
+_SPARSE_PREFIX = 4
+"""Prompt sizes with hidden prefixes grow by such factors: what is computed of a prefix takes most of such a step."""
 _CONVERT_TOKENS = (128, 1024)
 """About how many layer inputs the programs convert that compute keys and values from them."""
 
@@ -28,6 +42,69 @@ def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, spar
     return [b for b in buckets if b < last] + [last]
 
 
+def prompt_buckets(largest: int) -> list[int]:
+    """Tokens of prompts of a step on GPUs, up to `largest`: few where reading the weights takes the time, above that such
+    that few prompts are padded by more than 15 % (`python -m benchmarks.gpu.bounds --only buckets`)."""
+    buckets, octave = list(_FLAT_TOKENS), _STEEP_TOKENS
+    while octave < largest:
+        buckets += [octave * part // _OCTAVE[0] for part in _OCTAVE]
+        octave *= 2
+    return [*(b for b in buckets if b < largest), largest]
+
+
+class PromptSize(NamedTuple):
+    """What a program for prompt chunks holds."""
+
+    tokens: int
+    """Of all chunks."""
+    prefix_room: int | None
+    """Positions of all hidden prefixes, each rounded up to a multiple of `PREFIX_STEP`; None: any number."""
+
+    def holds(self, tokens: int, prefix: int) -> bool:
+        return self.tokens >= tokens and (self.prefix_room is None or self.prefix_room >= prefix)
+
+    @property
+    def cost(self) -> tuple[int, bool, int]:
+        """Orders sizes by the time of a step that they all hold."""
+        return self.tokens, self.prefix_room is None, self.prefix_room or 0
+
+
+def prefix_sizes(
+    prompts: Sequence[int], *, max_num_seqs: int, max_model_len: int, in_pieces: bool, few_tokens: int
+) -> list[PromptSize]:
+    """Sizes of programs for prompts with hidden prefixes, on GPUs; the last holds every step.
+
+    Any number of positions is held beside many tokens alone, where there are most of them.
+
+    Args:
+        prompts: tokens of prompts of a step, ascending.
+        in_pieces: kernels for prefixes are launched as often as positions may need; else the device counts.
+        few_tokens: up to so many tokens the number of launches does not depend on the prefixes.
+    """
+    coarse, size = [prompts[-1]], prompts[0]
+    while size < prompts[-1]:
+        coarse.insert(-1, bucket_for(prompts, size))
+        size *= _SPARSE_PREFIX
+    found = []
+    for tokens in dict.fromkeys(coarse):
+        most = min(max_num_seqs, tokens) * padded_prefix(max_model_len)
+        rooms: list[int | None] = [room for room in _PREFIX_ROOMS if room < most] if in_pieces else []
+        if tokens <= few_tokens and max_model_len <= _PREFIX_ROOMS[0]:
+            rooms = []
+        rooms.append(None)
+        found += [PromptSize(tokens, room) for room in (rooms if tokens == prompts[-1] else rooms[:1])]
+    return found
+
+
+PREFIX_STEP = 256
+"""Room for a hidden prefix is a multiple of so many positions: of every tile of the kernels."""
+
+
+def padded_prefix(length: _Length) -> _Length:
+    """Room that hidden prefixes take, each."""
+    return -(-length // PREFIX_STEP) * PREFIX_STEP
+
+
 def bucket_for(buckets: Sequence[int], size: int) -> int:
     """The smallest bucket that holds `size`."""
     return next(b for b in buckets if b >= size)
@@ -43,6 +120,10 @@ class Buckets:
     """Rows that sample, where some do so under a mask."""
     prefill: list[int]
     """Tokens of prompt chunks."""
+    prefixed: list[PromptSize]
+    """Sizes of programs for prompts with hidden prefixes, where those of `prefill` are for prompts without."""
+    scored: list[int]
+    """Tokens of prompt chunks in steps that give the states of all of them."""
     copies: list[int]
     """Blocks that are copied before a step."""
     conversions: list[int]
@@ -58,31 +139,58 @@ class Buckets:
         hidden_block_size: int,
         rows_multiple: int,
         sparse: bool = False,
+        has_rooms: bool = False,
+        in_pieces: bool = True,
+        few_tokens: int = 0,
     ) -> "Buckets":
         """Buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`.
 
         Args:
             sparse: half as many of them where a step takes as long with some rows more, because it reads the weights once in
-                any case.
+                any case, and those of `prompt_buckets`.
+            has_rooms: programs are compiled for hidden prefixes of prompts by their length.
+            in_pieces, few_tokens: as of `prefix_sizes`.
         """
         decode = power_of_two_buckets(1, max_num_seqs, rows_multiple, sparse_below=_SPARSE_ROWS if sparse else 0)
+        if sparse:
+            prefill = prompt_buckets(max_num_batched_tokens)
+        else:
+            smallest = min(_MIN_PREFILL_BUCKET, max_num_batched_tokens)
+            prefill = power_of_two_buckets(smallest, max_num_batched_tokens)
+        prefixed = prefix_sizes(
+            prefill, max_num_seqs=max_num_seqs, max_model_len=max_model_len, in_pieces=in_pieces, few_tokens=few_tokens
+        )
         return cls(
             decode=decode,
             # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
             masked=sorted({decode[0], *decode[::-2]}),
-            prefill=power_of_two_buckets(
-                min(_MIN_PREFILL_BUCKET, max_num_batched_tokens),
-                max_num_batched_tokens,
-                sparse_below=_SPARSE_TOKENS if sparse else 0,
-            ),
+            prefill=prefill,
+            prefixed=prefixed if has_rooms else [],
+            # As many as there are powers of four.
+            scored=prefill[:: -len(_OCTAVE) if sparse else -2][::-1],
             copies=sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs}),
             conversions=sorted({-(-min(n, max_model_len) // hidden_block_size) for n in _CONVERT_TOKENS}),
         )
 
-    def forward_shapes(self, *, mixed: bool) -> list[tuple[int, int]]:
-        """(decode rows, prefill tokens) of all forward programs; `mixed`: also of those with both."""
-        shapes = [(rows, 0) for rows in self.decode] + [(0, tokens) for tokens in self.prefill]
-        return shapes + [(self.decode[-1], tokens) for tokens in self.prefill] if mixed else shapes
+    @property
+    def prompts(self) -> list[PromptSize]:
+        """Sizes of programs for prompts, the cheapest that holds a step first."""
+        without = 0 if self.prefixed else None
+        return sorted([*(PromptSize(tokens, without) for tokens in self.prefill), *self.prefixed], key=lambda s: s.cost)
+
+    def prompt_size(self, tokens: int, prefix: int) -> PromptSize:
+        """The cheapest of `prompts` that holds a step.
+
+        Args:
+            prefix: positions of its hidden prefixes, each as of `padded_prefix`.
+        """
+        return next(size for size in self.prompts if size.holds(tokens, prefix))
+
+    def forward_shapes(self, *, mixed: bool) -> list[tuple[int, PromptSize | None]]:
+        """(decode rows, size of prompts) of all forward programs; `mixed`: also of those with both."""
+        prompts = self.prompts
+        shapes = [*((rows, None) for rows in self.decode), *((0, size) for size in prompts)]
+        return shapes + [(self.decode[-1], size) for size in prompts] if mixed else shapes
 
 
 class KindSet(NamedTuple):

@@ -191,7 +191,7 @@ class JaxExecutor:
                 kv, hidden = self.kinds_offered
                 widths = (self.config.lane if kv else None, self.config.hidden_size if hidden else None)
                 self.host.share_slots(widths, self._memory.placed_slots)
-        self._prompts = PromptPrograms(self.runner, self.buckets.prefill)
+        self._prompts = PromptPrograms(self.runner, self.buckets.scored)
         self._compiled_at_warm_up = 0
         self._huge_pages = huge_pages
         if self.platform == "cpu":
@@ -485,7 +485,7 @@ class JaxExecutor:
         in_one = in_one and not step.num_prefill
         kinds, room = self.kinds_offered, None
         if self.ready.is_complete and (in_one or step.num_prefill):
-            kinds = self.programs.kind_set_of(batch.kind, has_prompts=step.num_prefill > 0)
+            kinds = self.programs.kind_set_of(batch.kind, step.num_decode, step.num_prefill, step.prefix_room)
             decodes = batch.num_tokens == 1
             room = self.programs.hidden_room_of(step.num_decode, kinds, batch.kind[decodes], batch.start[decodes] + 1)
         done = functools.partial(DeviceStepHandle, num_rows=len(batch.slots), rows=rows)
@@ -502,7 +502,9 @@ class JaxExecutor:
                 pooled = (list(batch.pool_spans), self._prompts.pool(batch, places, of_all))
                 done = functools.partial(done, pooled=pooled)
         else:
-            states = runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds, room).run()
+            states = runner.forward_call(
+                step.ints, step.num_decode, step.num_prefill, kinds, room, step.prefix_room
+            ).run()
         if not len(rows):
             # Its end is waited for: else the steps behind it pile up on the device, and gaps between tokens with them.
             return done(tokens=None, logprobs=None, states=states)

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.block_tables import Changes
-from apt_jax.executor.buckets import CHANGES_PER_CALL, Buckets, SamplerVariant, bucket_for
+from apt_jax.executor.buckets import (
+    CHANGES_PER_CALL,
+    Buckets,
+    SamplerVariant,
+    bucket_for,
+    padded_prefix,
+)
 from apt_jax.request import SamplingParams
 from apt_jax.sched.request_table import HIDDEN, KV
 
@@ -157,6 +163,8 @@ class PackedForward:
     ints: Ints
     num_decode: int
     num_prefill: int
+    prefix_room: int | None
+    """Of the program, as of `PromptSize`."""
     table_changes: Changes
     """Changes of block tables that did not fit into `ints`: to be sent before."""
 
@@ -168,6 +176,11 @@ def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[ND
         return np.zeros(0, np.int64), np.arange(len(batch.slots))
     # KV rows first, then hidden ones; by length within, so that a tile of rows wastes little.
     return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
+
+
+def prefix_positions(batch: StepBatch, prefills: NDArray[np.int64]) -> int:
+    """Room that the hidden prefixes of rows computed as chunks take together (`Buckets.prompt_size`)."""
+    return int(padded_prefix(batch.start[prefills][batch.kind[prefills] == HIDDEN]).sum())
 
 
 def pack_forward(
@@ -209,11 +222,15 @@ def pack_forward(
     lens = batch.num_tokens[prefills]
     chunk_ends = np.cumsum(lens)
     num_prefill_tokens = int(lens.sum())
+    num_prefill, prefix_room = 0, None
     if not len(prefills):
-        num_decode, num_prefill = bucket_for(sizes.decode, len(decodes)), 0
+        num_decode = bucket_for(sizes.decode, len(decodes))
     else:
         num_decode = sizes.decode[-1] if len(decodes) else 0
-        num_prefill = bucket_for(only_chunks or sizes.prefill, num_prefill_tokens)
+        if only_chunks:
+            num_prefill = bucket_for(only_chunks, num_prefill_tokens)
+        else:
+            num_prefill, prefix_room = sizes.prompt_size(num_prefill_tokens, prefix_positions(batch, prefills))
     views, ints = step_format.empty_forward(num_decode, num_prefill)
     n, m = len(decodes), len(prefills)
     fit = min(views["table_changes"].shape[1], table_changes.shape[1])
@@ -255,7 +272,11 @@ def pack_forward(
     samples = np.flatnonzero(batch.samples)
     views["sample_rows"][: len(samples)] = last_place[samples]
     return PackedForward(
-        ints=ints, num_decode=num_decode, num_prefill=num_prefill, table_changes=table_changes[:, fit:]
+        ints=ints,
+        num_decode=num_decode,
+        num_prefill=num_prefill,
+        prefix_room=prefix_room,
+        table_changes=table_changes[:, fit:],
     )
 
 

@@ -211,19 +211,25 @@ class Programs:
         """True: programs skip on the device what no row needs."""
         return self.ops.branches
 
-    def kind_sets(self, *, has_prompts: bool) -> list[KindSet]:
-        """Kinds that programs are compiled for: steps of decode rows that sample in the same program, and steps with
-        prompts, which compute keys and values in any case."""
+    def kind_sets(self, num_decode: int, num_prefill: int, prefix_room: int | None = None) -> list[KindSet]:
+        """Kinds that programs of a size are compiled for, the last for all: of steps of decode rows, those that sample in
+        the same program. Prompts compute keys and values in any case, and what is written of which kind costs nothing."""
         if self.branches or not all(self.kinds_offered):
             return [self.kinds_offered]
-        both = [KindSet(True, False), KindSet(True, True)]
-        return both if has_prompts else [*both, KindSet(False, True)]
+        both = KindSet(True, True)
+        if not num_prefill:
+            return [KindSet(True, False), KindSet(False, True), both]
+        return [KindSet(True, False), both] if num_decode and prefix_room == 0 else [both]
 
-    def kind_set_of(self, kind: NDArray[np.int8], *, has_prompts: bool) -> KindSet:
-        """The one of `kind_sets` that a step's rows need."""
-        if self.branches or not all(self.kinds_offered):
-            return self.kinds_offered
-        return KindSet(has_prompts or bool((kind == KV).any()), bool((kind == HIDDEN).any()))
+    def kind_set_of(
+        self, kind: NDArray[np.int8], num_decode: int, num_prefill: int, prefix_room: int | None = None
+    ) -> KindSet:
+        """The least of `kind_sets` that a step's rows need."""
+        sets = self.kind_sets(num_decode, num_prefill, prefix_room)
+        has = [not num_prefill and bool((kind == KV).any()), bool((kind == HIDDEN).any())]
+        return next(
+            kinds for kinds in sets if all(offered or not needed for offered, needed in zip(kinds, has, strict=True))
+        )
 
     def hidden_rooms(self, num_decode: int, kinds: KindSet) -> list[int | None]:
         """Values of `StepOptions.hidden_room` that programs with so many decode rows are compiled for, ascending.
@@ -275,10 +281,11 @@ class Programs:
         num_prefill: int,
         kinds: KindSet,
         hidden_room: int | None = None,
+        prefix_room: int | None = None,
     ) -> tuple[Pools, Array, Array]:
         """Write the cache; gives hidden states of the rows that sample."""
         tables, batch, options, sample_rows = self._step(tables, last_tokens, ints, num_decode, num_prefill, kinds)
-        options = dataclasses.replace(options, hidden_room=hidden_room)
+        options = dataclasses.replace(options, hidden_room=hidden_room, prefix_room=prefix_room)
         pools, states = decoder_step(params, pools, batch, self.config, options, sample_rows)
         return pools, tables, states
 

@@ -54,13 +54,11 @@ class PromptPrograms:
 
     Args:
         runner: of the executor.
-        prefill: padded numbers of tokens that steps have, ascending.
+        buckets: padded numbers of tokens that steps have, ascending.
     """
 
-    def __init__(self, runner: ProgramRunner, prefill: list[int]) -> None:
-        self._runner = runner
-        # Every second one: half as many programs to compile, for at most four times the tokens.
-        self.buckets = sorted({*prefill[::-1][::2]})
+    def __init__(self, runner: ProgramRunner, buckets: list[int]) -> None:
+        self._runner, self.buckets = runner, buckets
         self._lock = threading.Lock()
         self._is_ready = False
 

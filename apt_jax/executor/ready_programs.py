@@ -6,10 +6,19 @@ sampler that serves all rows, so that there is always one: a step never waits fo
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from apt_jax.executor.buckets import CHANGES_PER_CALL, EVERYTHING, GREEDY, Buckets, SamplerVariant, bucket_for
+from apt_jax.executor.buckets import (
+    CHANGES_PER_CALL,
+    EVERYTHING,
+    GREEDY,
+    Buckets,
+    PromptSize,
+    SamplerVariant,
+    bucket_for,
+)
 
 Kind = Literal[
     "decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts",
@@ -19,10 +28,10 @@ TRANSFERS: tuple[Kind, ...] = (
     "save", "load", "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
 )  # fmt: skip
 """Kinds that move blocks or slots between the device and host memory."""
-_SIZES: dict[Kind, str] = {"decode": "decode", "prefill": "prefill", "copy": "copies", "convert": "conversions"}
-"""The field of `Buckets` that has the sizes of programs of a kind,"""
-_SIZES_OF_GRAPHS: dict[Kind, str] = {**_SIZES, "decode": "masked", "fused": "decode", "mixed": "prefill"}
-"""and that where a decode step is one program with its sampler."""
+_SIZES: dict[Kind, str] = {"decode": "decode", "copy": "copies", "convert": "conversions"}
+"""The field of `Buckets` that has the sizes of programs of a kind. Those of prompts have two (`Buckets.prompts`)."""
+_SIZES_OF_GRAPHS: dict[Kind, str] = {**_SIZES, "decode": "masked", "fused": "decode"}
+"""The same where a decode step is one program with its sampler."""
 
 
 class ProgramName(NamedTuple):
@@ -31,6 +40,8 @@ class ProgramName(NamedTuple):
     kind: Kind
     size: int
     variant: SamplerVariant | None = None
+    prefix_room: int | None = None
+    """Of a program for prompts, as of `PromptSize`."""
 
 
 class ReadyPrograms:
@@ -59,6 +70,12 @@ class ReadyPrograms:
         """The fewest programs that serve every step, without those of `TRANSFERS`."""
         fields = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
         names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in fields.items()}
+        prompts = {max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))}
+        if self._all.prefixed:
+            prompts.add(PromptSize(self._all.prefill[-1], 0))
+        of_prompts: tuple[Kind, ...] = ("prefill",) if self._branches else ("prefill", "mixed")
+        for kind, size in itertools.product(of_prompts, prompts):
+            names.add(ProgramName(kind, size.tokens, prefix_room=size.prefix_room))
         names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
         if not self._branches:
             # All numbers of rows: the compiler tries their products on the device, which serving would disturb.
@@ -71,7 +88,7 @@ class ReadyPrograms:
 
     def forget(self) -> None:
         """From now on steps run nothing but what `add` names."""
-        self.sizes = Buckets(decode=[], masked=[], prefill=[], copies=[], conversions=[])
+        self.sizes = Buckets(decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[])
         self._samplers, self._transfers = {}, {}
 
     def add(self, name: ProgramName) -> None:
@@ -87,11 +104,21 @@ class ReadyPrograms:
         if name.kind in TRANSFERS:
             self._transfers[name.kind] = sorted({*self._transfers.get(name.kind, ()), name.size})
             return
+        if name.kind in ("prefill", "mixed"):
+            self._add_prompts(PromptSize(name.size, name.prefix_room))
+            return
         field = self._size_fields.get(name.kind)
         if field is None:  # has one size
             return
         sizes = sorted({*getattr(self.sizes, field), name.size})
         self.sizes = dataclasses.replace(self.sizes, **{field: sizes})
+
+    def _add_prompts(self, size: PromptSize) -> None:
+        if size in self._all.prefixed:
+            prefixed = sorted({*self.sizes.prefixed, size}, key=lambda size: size.cost)
+            self.sizes = dataclasses.replace(self.sizes, prefixed=prefixed)
+        else:
+            self.sizes = dataclasses.replace(self.sizes, prefill=sorted({*self.sizes.prefill, size.tokens}))
 
     def finish(self) -> None:
         """All programs are ready."""

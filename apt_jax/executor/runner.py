@@ -208,7 +208,13 @@ class ProgramRunner:
         return jnp.zeros(shape, dtype, device=self._memory.placed(P()))
 
     def forward_call(
-        self, ints: Ints, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None
+        self,
+        ints: Ints,
+        num_decode: int,
+        num_prefill: int,
+        kinds: KindSet,
+        hidden_room: int | None = None,
+        prefix_room: int | None = None,
     ) -> ProgramCall:
         """Gives hidden states of the rows that sample."""
         args = (self.params, self.pools, self.tables, self.last_tokens, ints)
@@ -217,6 +223,7 @@ class ProgramRunner:
             "num_prefill": num_prefill,
             "kinds": kinds,
             "hidden_room": hidden_room,
+            "prefix_room": prefix_room,
         }
         return ProgramCall(self, "forward", args, static, replaces=("pools", "tables"))
 
@@ -300,11 +307,16 @@ class ProgramRunner:
         return ProgramCall(self, "load_slots", args, {"width": width}, replaces=("pools",))
 
     def empty_forward_call(
-        self, num_decode: int, num_prefill: int, kinds: KindSet, hidden_room: int | None = None
+        self,
+        num_decode: int,
+        num_prefill: int,
+        kinds: KindSet,
+        hidden_room: int | None = None,
+        prefix_room: int | None = None,
     ) -> ProgramCall:
         """A call on padding alone."""
         _, ints = self.step_format.empty_forward(num_decode, num_prefill)
-        return self.forward_call(ints, num_decode, num_prefill, kinds, hidden_room)
+        return self.forward_call(ints, num_decode, num_prefill, kinds, hidden_room, prefix_room)
 
     def empty_tables_call(self) -> ProgramCall:
         """A call on padding alone."""

@@ -80,9 +80,9 @@ def largest_programs(programs: Iterable[Program]) -> list[Program]:
     """The programs that need most memory beside the pool: one that computes the most tokens, and one that samples from the
     most rows with everything that a sampler can do."""
 
-    def weight(program: Program) -> tuple[int, int]:
-        variant = program.name.variant
-        return program.name.size, 0 if variant is None else variant.penalised + variant.masked
+    def weight(program: Program) -> tuple[int, bool, int]:
+        variant, room = program.name.variant, program.name.prefix_room
+        return program.name.size, room is None, 0 if variant is None else variant.penalised + variant.masked
 
     programs = list(programs)
     kinds = {program.name.kind for program in programs}
@@ -122,9 +122,10 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
     variants = SamplerVariant.variants()
     part, name = functools.partial, ProgramName
     found: list[Program] = []
-    for rows, tokens in buckets.forward_shapes(mixed=mixed):
+    for rows, prompts in buckets.forward_shapes(mixed=mixed):
+        tokens, prefix_room = prompts or (0, None)
         kind = "decode" if not tokens else "mixed" if rows else "prefill"
-        kind_sets = programs.kind_sets(has_prompts=tokens > 0)
+        kind_sets = programs.kind_sets(rows, tokens, prefix_room)
         if not programs.branches and not tokens:
             if rows not in buckets.masked:
                 continue
@@ -132,9 +133,9 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
         for kinds in kind_sets:
             # Few steps decode in a forward program by itself.
             for room in programs.hidden_rooms(rows, kinds) if tokens else [None]:
-                call = part(runner.empty_forward_call, rows, tokens, kinds, room)
+                call = part(runner.empty_forward_call, rows, tokens, kinds, room, prefix_room)
                 is_general = kinds == programs.kinds_offered and room is None
-                found.append(Program(name(kind, tokens or rows), call, is_general))
+                found.append(Program(name(kind, tokens or rows, prefix_room=prefix_room), call, is_general))
     found.append(Program(name("tables", CHANGES_PER_CALL), runner.empty_tables_call))
     found.append(Program(name("counts", CHANGES_PER_CALL), runner.empty_counts_call))
     samplers = [(rows, variant) for rows in buckets.decode for variant in variants]
@@ -142,7 +143,7 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
     for rows, variant in samplers:
         found.append(Program(name("sample", rows, variant), part(runner.empty_sample_call, rows, variant)))
     for rows in () if programs.branches else buckets.decode:
-        for kinds in programs.kind_sets(has_prompts=False):
+        for kinds in programs.kind_sets(rows, 0):
             for variant, room in itertools.product(variants, programs.hidden_rooms(rows, kinds)):
                 if not variant.penalised:
                     call = part(runner.empty_decode_call, rows, kinds, variant, room)

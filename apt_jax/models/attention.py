@@ -349,7 +349,7 @@ def _attend_prefill(
 ) -> Float[Array, "T N H"]:
     """Chunks of prompts over their cached prefixes and themselves; `width` is that of layer inputs."""
     p, options, batch = a.params, a.options, a.batch
-    has_hidden = options.kinds[1]
+    has_hidden = options.kinds[1] and options.prefix_room != 0
     of_inputs: dict[str, Any] = {}
     if has_hidden:
         same_blocks = options.hidden_block_size == options.block_size and width == a.config.lane
@@ -362,6 +362,7 @@ def _attend_prefill(
             adapters=_key_adapters(a, index),
             tensor=options.tensor,
             hidden_block_size=None if same_blocks else options.hidden_block_size,
+            room=options.prefix_room,
         )
     return options.ops.prefill(
         q,

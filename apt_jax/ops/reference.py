@@ -323,15 +323,18 @@ def prefill(
     hidden_block_size: int | None = None,
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
+    room: int | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of prompt chunks that lie one after another in T, each over its cached prefix and itself.
 
     Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
     and values or (where `hidden[r]`) layer inputs. Rows from `num_rows` on are left out; tokens of no row give zeros.
     `q` and `k` are turned by the caller where the model is rotary, `angles` turns keys computed from a hidden prefix,
-    whose blocks hold `hidden_block_size` positions (None: as many as others). Where this is compiled, `offsets` to
+    whose blocks hold `hidden_block_size` positions (None: as many as others). `room` says how many positions of hidden
+    prefixes there are at most, each row's rounded up to whole tiles of a kernel (None: as block tables hold). Where this is compiled, `offsets` to
     `num_rows` are NumPy arrays, as the program is for these rows.
     """
+    del room
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]
     for r in range(int(num_rows)):

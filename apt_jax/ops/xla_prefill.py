@@ -101,10 +101,12 @@ def prefill(
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
     adapters: KeyValueAdapters | None = None,
+    room: int | None = None,
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
     absorbing (crossover at H * N / (N - 1)). `adapters` are added to W_k and W_v, by row. With `tensor` W_k and W_v have
     this device's heads, or this device's features of all heads (`xla_common.project_shards`)."""
+    del room  # what there is is computed
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads

@@ -390,6 +390,7 @@ def absorbed_attention(
     block_size: int,
     slot_ranges: Int32[Array, "R J 2"] | None = None,
     table_of_row: Int32[Array, " B"] | None = None,
+    most_positions: int | None = None,
     rules: LogitModifiers | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
@@ -404,6 +405,7 @@ def absorbed_attention(
         lens: positions that each query row attends to, at most J * block_size.
         block_size: layer inputs at the start of each block.
         table_of_row: row of `tables` and `slot_ranges` of each query row; None: its own (R = B).
+        most_positions: of a row; None: as many as `tables` hold.
         rules: for queries at the last of their positions.
         out_dtype: of z, which is N times as wide as a layer input: 16 bits save a good part of the traffic.
         interpret: run in Pallas' interpreter, on any platform.
@@ -424,7 +426,8 @@ def absorbed_attention(
         "interpret": interpret,
         "chip": chip,
     }
-    most_tiles = -(-tables.shape[1] * block_size // tile.tokens)
+    capacity = tables.shape[1] * block_size
+    most_tiles = -(-min(capacity, most_positions or capacity) // tile.tokens)
     out: Output | None = None
     for wave in waves_of(visible, most_tiles, heads * tile.tokens * pool.dtype.itemsize):
         scores = absorbed_scores(q_absorbed, pool, tables, wave, **more)

@@ -8,7 +8,12 @@ The prefixes of all rows lie one after another, each from a whole tile of positi
   * `prefix_attend` folds the keys and values of the piece into the flash states (m, l, acc) of the query tiles. A
     program reads and writes those of its own tile.
 
-Pieces are few and of a size that depends on shapes alone, so that memory is known and a step stays one CUDA graph.
+Kernels are launched as the host says, which knows the prefixes (`room`): not at all, for one piece, or for a few. That
+is one CUDA graph, and what is launched in vain costs little beside the products of a piece, some milliseconds a layer.
+Where there may be more pieces than `_MOST_LAUNCHED` the device counts them and a loop takes as many as there are: the
+host drives it, between two graphs a layer. Either way memory is that of one piece, however many rows and however long
+their contexts may be. A kernel that does all in one launch would need a barrier over the whole chip between the
+projection of a piece and its use, which nothing here can check without a chip.
 
 For few query tokens `absorbed_prefix` is cheaper: absorbed attention, each token a row of its own. Up to H tokens it
 multiplies less than the projection of the prefix.
@@ -32,8 +37,10 @@ from apt_jax.pallas.triton_decode_absorbed import absorbed_attention
 from apt_jax.pallas.triton_queries import (
     LOG2_E,
     FlashState,
+    QueryTiles,
     Scores,
     attend,
+    each_tile,
     no_state,
     queries_of,
     read_state,
@@ -42,8 +49,8 @@ from apt_jax.pallas.triton_queries import (
 from apt_jax.pallas.triton_tiles import NUM_PROCESSORS, PrefillTile, Tile, check_chip, padded, tile_for
 
 _PIECE_POSITIONS = 8192
-_MAX_PIECES = 32
-"""A piece has at least so many positions, and more where that would be more pieces."""
+_MOST_LAUNCHED = 4
+"""Pieces that kernels are launched for whether they exist or not."""
 
 _SIDE_BY_SIDE = 8
 """Tiles of positions that programs take at the same time, for all heads: what they read fits the L2 cache."""
@@ -71,15 +78,15 @@ def plan_prefixes(
     capacity: int,
     positions: int,
     piece_positions: int,
-    max_pieces: int | None = _MAX_PIECES,
+    room: int | None = None,
 ) -> PrefixPlan:
     """Lay out prefixes of layer inputs.
 
     Args:
         capacity: the longest prefix that there can be.
         positions: of a tile.
-        piece_positions: of a piece, at least.
-        max_pieces: pieces are longer where they were more; None: as many as there are.
+        piece_positions: of a piece, rounded up to whole tiles.
+        room: positions of all rows together, each row's rounded up to whole tiles; None: `capacity` each.
     """
     batch = hidden_lens.shape[0]
     begins = scores.first_seen(hidden_lens) // positions * positions + jnp.zeros_like(hidden_lens)
@@ -87,20 +94,19 @@ def plan_prefixes(
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     longest = capacity if scores.window is None else min(capacity, scores.window + positions)
     total = batch * -(-longest // positions)
+    if room is not None:
+        total = min(total, room // positions)
     tile = jnp.arange(total, dtype=jnp.int32)
     row = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
     there, row = row < batch, jnp.minimum(row, batch - 1)
     first = begins[row] + (tile - (ends - counts)[row]) * positions
     fields = jnp.where(there[:, None], jnp.stack((row, first, hidden_lens[row]), axis=1), 0)
-    per_piece = -(-piece_positions // positions)
-    if max_pieces is not None:
-        per_piece = max(per_piece, -(-total // max_pieces))
     return PrefixPlan(
         begins=begins,
         starts=(ends - counts) * positions,
         tiles=fields,
         count=ends[-1:],
-        per_piece=min(per_piece, total),
+        per_piece=min(-(-piece_positions // positions), total),
     )
 
 
@@ -203,6 +209,7 @@ def _project_kernel(
 def _attend_kernel(
     piece: Any,
     query_tiles: Any,
+    count: Any,
     begins: Any,
     starts: Any,
     q_ref: Any,
@@ -217,61 +224,68 @@ def _attend_kernel(
     *,
     tile: PrefillTile,
     scores: Scores,
-    num_tiles: int,
+    programs: int,
     piece_positions: int,
     group: int,
     head_dim: int,
     barrier: bool,
 ) -> None:
-    index, kv_head = num_tiles - 1 - pl.program_id(0), pl.program_id(1)
-    row, offset, first, length, _, hidden_len = read_tile(query_tiles, index)
-    begin, start = plt.load(begins.at[row]), plt.load(starts.at[row])
+    kv_head = pl.program_id(1)
     lane = jnp.arange(padded(head_dim))
     lane_ok = below(lane, head_dim, lane.size)
-    # Positions less their places in the piece, and those of the row's that the piece holds.
-    place = plt.load(piece.at[jnp.int32(0)]) * piece_positions
-    less = begin - start + place
-    low = jnp.maximum(begin, less)
-    high = jnp.minimum(hidden_len, less + piece_positions)
 
-    @pl.when((length > 0) & (low < high))
-    def _() -> None:
-        queries = queries_of(tile.queries, group, kv_head, offset, first, length)
-        q = queries.load(q_ref, lane, lane_ok)
-        slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
-        if m_in is None:
-            state = no_state(tile.queries, lane.size)
-        else:  # a row's first piece has none
-            state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
+    def one_tile(index: Any) -> None:
+        row, offset, first, length, _, hidden_len = read_tile(query_tiles, index)
+        begin, start = plt.load(begins.at[row]), plt.load(starts.at[row])
+        # Positions less their places in the piece, and those of the row's that the piece holds.
+        place = plt.load(piece.at[jnp.int32(0)]) * piece_positions
+        less = begin - start + place
+        low = jnp.maximum(begin, less)
+        high = jnp.minimum(hidden_len, less + piece_positions)
 
-        def fetch(position: Any) -> Any:
-            own = position < high
+        @pl.when(low < high)
+        def _() -> None:
+            queries = queries_of(tile.queries, group, kv_head, offset, first, length)
+            q = queries.load(q_ref, lane, lane_ok)
+            slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
+            if m_in is None:
+                state = no_state(tile.queries, lane.size)
+            else:  # a row's first piece has none
+                state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
 
-            def half(which: int) -> Any:
-                at = (jnp.int32(which), (position - less)[:, None], kv_head, lane[None, :])
-                return load(kv, at, (tile.keys, lane.size), own[:, None], None if lane_ok is None else lane_ok[None, :])
+            def fetch(position: Any) -> Any:
+                own = position < high
 
-            return half(0), lambda: half(1), own[None, :]
+                def half(which: int) -> Any:
+                    at = (jnp.int32(which), (position - less)[:, None], kv_head, lane[None, :])
+                    return load(
+                        kv, at, (tile.keys, lane.size), own[:, None], None if lane_ok is None else lane_ok[None, :]
+                    )
 
-        m, l, acc = attend(
-            state,
-            q,
-            fetch,
-            scores,
-            hidden_len + queries.position,
-            slope,
-            keys=tile.keys,
-            first=jnp.maximum(low, scores.first_seen(hidden_len + first)),
-            last=high,
-        )
-        if barrier and m_in is not None:  # the outputs are the memory of the inputs, which other threads may still read
-            plt.debug_barrier()
-        _, offset_, first_, length_, _, _ = read_tile(query_tiles, index, copy=1)
-        queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
-        at = (queries.token, queries.head)
-        plt.store(m_out.at[at], m, mask=queries.ok)
-        plt.store(l_out.at[at], l, mask=queries.ok)
-        queries.store(acc_out, lane, lane_ok, acc)
+                return half(0), lambda: half(1), own[None, :]
+
+            m, l, acc = attend(
+                state,
+                q,
+                fetch,
+                scores,
+                hidden_len + queries.position,
+                slope,
+                keys=tile.keys,
+                first=jnp.maximum(low, scores.first_seen(hidden_len + first)),
+                last=high,
+            )
+            if barrier and m_in is not None:
+                # The outputs are the memory of the inputs, which other threads may still read.
+                plt.debug_barrier()
+            _, offset_, first_, length_, _, _ = read_tile(query_tiles, index, copy=1)
+            queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
+            at = (queries.token, queries.head)
+            plt.store(m_out.at[at], m, mask=queries.ok)
+            plt.store(l_out.at[at], l, mask=queries.ok)
+            queries.store(acc_out, lane, lane_ok, acc)
+
+    each_tile(count, programs, one_tile)
 
 
 def attend_to_piece(
@@ -279,7 +293,7 @@ def attend_to_piece(
     q: Float[Array, "T N H"],
     kv: Float[Array, "2 S K H"],
     plan: PrefixPlan,
-    query_tiles: Int32[Array, "TILES 12"],
+    query_tiles: QueryTiles,
     slopes: Float[Array, " N"] | None,
     state: FlashState,
     *,
@@ -295,7 +309,7 @@ def attend_to_piece(
         _attend_kernel,
         tile=tile,
         scores=scores,
-        num_tiles=query_tiles.shape[0],
+        programs=query_tiles.programs,
         piece_positions=positions,
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
@@ -303,14 +317,14 @@ def attend_to_piece(
     )
     m, l, acc = launch(
         kernel,
-        (piece, query_tiles, plan.begins, plan.starts, q, kv, slopes, *state),
+        (piece, query_tiles.fields, query_tiles.count, plan.begins, plan.starts, q, kv, slopes, *state),
         (of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
-        grid=(query_tiles.shape[0], num_kv_heads),
+        grid=(query_tiles.programs, num_kv_heads),
         warps=tile.warps,
         stages=tile.stages,
         name="prefix_attend",
         interpret=interpret,
-        in_place={} if state[0] is None else {7: 0, 8: 1, 9: 2},
+        in_place={} if state[0] is None else {8: 0, 9: 1, 10: 2},
     )
     return m, l, acc
 
@@ -321,7 +335,7 @@ def projected_prefix(
     tables: Int32[Array, "B 2 J"],
     slot_ranges: Int32[Array, "B J 2"] | None,
     hidden_lens: Int32[Array, " B"],
-    query_tiles: Int32[Array, "TILES 12"],
+    query_tiles: QueryTiles,
     weights: tuple[Any, ...],
     slopes: Float[Array, " N"] | None,
     *,
@@ -332,23 +346,26 @@ def projected_prefix(
     key_norm: KeyNorm | None,
     interpret: bool,
     chip: str | None,
+    room: int | None,
     piece_positions: int = _PIECE_POSITIONS,
-) -> tuple[Array, Array, Array]:
+) -> FlashState:
     """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
 
     Args:
         weights: W_k, b_k, W_v, b_v in the dtype of the pool.
         block_size: layer inputs of a block.
+        room: positions of all rows together, each row's rounded up to whole tiles of any kernel; None: as many as block
+            tables hold.
+        piece_positions: fewer in tests.
     """
     num_kv_heads, head_dim, width = weights[0].shape
     num_heads = q.shape[1]
     kernel = "project" if angles is None and key_norm is None else "project_turned"
     project = tile_for(kernel, chip, num_heads, width, pool.dtype.itemsize, head_dim)
-    plan = plan_prefixes(hidden_lens, scores, tables.shape[2] * block_size, project.tokens, piece_positions)
+    plan = plan_prefixes(hidden_lens, scores, tables.shape[2] * block_size, project.tokens, piece_positions, room)
     most = plan.per_piece * project.tokens
     programs = 2 if interpret else NUM_PROCESSORS[check_chip(chip, head_dim)]
     turns = (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
-    state: FlashState = (None, None, None)
     project_piece = functools.partial(
         launch,
         functools.partial(
@@ -373,16 +390,23 @@ def projected_prefix(
     inputs = (tables, slot_ranges, pool.reshape(pool.shape[0], -1), *weights)
     scale = None if key_norm is None else key_norm.scale
 
-    # Lowered once for all pieces but the first, which finds no state.
+    # Lowered once for all pieces but the first, where that finds no state.
     @jax.jit
     def attend_to(piece: Array, state: FlashState) -> FlashState:
         kv = project_piece((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0]))
         more: dict[str, Any] = {"tile": tile, "scores": scores, "interpret": interpret}
         return attend_to_piece(piece, q, kv, plan, query_tiles, slopes, state, **more)
 
-    for piece in range(-(-plan.tiles.shape[0] // plan.per_piece)):
-        state = attend_to(jnp.full(1, piece, jnp.int32), state)
-    return state[0], state[1], state[2]
+    state: FlashState = (None, None, None)
+    most_pieces = -(-plan.tiles.shape[0] // plan.per_piece)
+    if most_pieces <= _MOST_LAUNCHED:
+        for piece in range(most_pieces):
+            state = attend_to(jnp.full(1, piece, jnp.int32), state)
+        return state
+    of_head = jnp.zeros(q.shape[:2], jnp.float32)
+    pieces = (plan.count[0] + plan.per_piece - 1) // plan.per_piece
+    state = (of_head, of_head, jnp.zeros(q.shape, jnp.float32))
+    return lax.fori_loop(0, pieces, lambda piece, state: attend_to(piece[None], state), state)
 
 
 def absorbed_prefix(

@@ -26,6 +26,7 @@ from apt_jax.pallas.triton_prefix_shards import sharded_prefix
 from apt_jax.pallas.triton_queries import (
     Scores,
     attend,
+    each_tile,
     no_state,
     queries_of,
     query_tiles,
@@ -37,6 +38,7 @@ from apt_jax.pallas.triton_tiles import PrefillTile, padded, prefill_tile
 
 def _chunk_kernel(
     tiles: Any,
+    count: Any,
     tables: Any,
     ranges: Any,
     q_ref: Any,
@@ -51,21 +53,19 @@ def _chunk_kernel(
     *,
     tile: PrefillTile,
     scores: Scores,
-    num_tiles: int,
+    programs: int,
     block_size: int,
     group: int,
     head_dim: int,
 ) -> None:
-    # Later tiles of a chunk have more keys before them: they start first.
-    index, kv_head = num_tiles - 1 - pl.program_id(0), pl.program_id(1)
-    row, offset, first, length, kv_len, hidden_len = read_tile(tiles, index)
+    kv_head = pl.program_id(1)
     lane = jnp.arange(padded(head_dim))
     lane_ok = below(lane, head_dim, lane.size)
     lane_mask = None if lane_ok is None else lane_ok[None, :]
     shape = (tile.keys, lane.size)
 
-    @pl.when(length > 0)
-    def _() -> None:
+    def one_tile(index: Any) -> None:
+        row, offset, first, length, kv_len, hidden_len = read_tile(tiles, index)
         queries = queries_of(tile.queries, group, kv_head, offset, first, length)
         q = queries.load(q_ref, lane, lane_ok)
         slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
@@ -104,6 +104,8 @@ def _chunk_kernel(
         queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
         queries.store(out_ref, lane, lane_ok, acc / jnp.maximum(l, 1e-30)[:, None])
 
+    each_tile(count, programs, one_tile)
+
 
 def prefill(
     q: Float[Array, "T N H"],
@@ -129,6 +131,7 @@ def prefill(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
     tensor: Shards | None = None,
+    room: int | None = None,
     interpret: bool = False,
     chip: str | None = None,
     **more: Any,
@@ -142,6 +145,8 @@ def prefill(
     Args:
         with_hidden: some row may have a hidden prefix; static, without it no kernel for one is launched.
         key_norm: of each head by itself.
+        room: positions of all hidden prefixes together, as `projected_prefix` counts them, that kernels are launched for;
+            None: as many as block tables hold. On several devices a loop takes what there is.
         tensor: devices that heads and layer inputs are spread over; see `sharded_prefix`.
         interpret: run in Pallas' interpreter, on any platform.
         chip: what tiles are chosen for (`triton_tiles.CHIPS`).
@@ -207,12 +212,13 @@ def prefill(
             bv,
             block_size=block_size,
             slot_ranges=slot_ranges,
+            most_positions=room,
             interpret=interpret,
             chip=chip,
         )
     elif with_hidden:
         if tensor is None:
-            attend_prefix = functools.partial(projected_prefix, chip=chip)
+            attend_prefix = functools.partial(projected_prefix, chip=chip, room=room)
         else:
             attend_prefix = functools.partial(sharded_prefix, tensor=tensor, num_kv_heads=num_kv_heads)
         state = attend_prefix(
@@ -236,16 +242,16 @@ def prefill(
         _chunk_kernel,
         tile=tile,
         scores=scores,
-        num_tiles=tiles.shape[0],
+        programs=tiles.programs,
         block_size=block_size,
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
     )
     out = launch(
         kernel,
-        (tiles, tables, slot_ranges, q, k, v, pool.reshape(-1, lane_width), slopes, *state),
+        (tiles.fields, tiles.count, tables, slot_ranges, q, k, v, pool.reshape(-1, lane_width), slopes, *state),
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        grid=(tiles.shape[0], num_kv_heads),
+        grid=(tiles.programs, num_kv_heads),
         warps=tile.warps,
         stages=tile.stages,
         name="prefill_chunk",

@@ -18,7 +18,7 @@ from apt_jax.ops.linear import project_kv
 from apt_jax.ops.reference import KeyNorm
 from apt_jax.ops.xla_common import Shards, project_shards
 from apt_jax.pallas.triton_hidden_prefix import PrefixPlan, attend_to_piece, plan_prefixes
-from apt_jax.pallas.triton_queries import FlashState, Scores
+from apt_jax.pallas.triton_queries import FlashState, QueryTiles, Scores
 from apt_jax.pallas.triton_tiles import PrefillTile
 
 _PIECE_POSITIONS = 2048
@@ -50,7 +50,7 @@ def sharded_prefix(
     tables: Int32[Array, "B 2 J"],
     slot_ranges: Int32[Array, "B J 2"] | None,
     hidden_lens: Int32[Array, " B"],
-    query_tiles: Int32[Array, "TILES 12"],
+    query_tiles: QueryTiles,
     weights: tuple[Any, ...],
     slopes: Float[Array, " N"] | None,
     *,
@@ -78,7 +78,7 @@ def sharded_prefix(
     by_feature = wk.shape[0] > num_kv_heads
     width = wk.shape[2] if by_feature else wk.shape[2] // tensor.size
     capacity = tables.shape[2] * block_size
-    plan = plan_prefixes(hidden_lens, scores, capacity, _TILE_POSITIONS, piece_positions, max_pieces=None)
+    plan = plan_prefixes(hidden_lens, scores, capacity, _TILE_POSITIONS, piece_positions)
     by_block = pool.reshape(pool.shape[0], -1)
     lane = jnp.arange(width, dtype=jnp.int32)
 

@@ -1,8 +1,8 @@
 """Tiles of query tokens, and flash attention of a tile over keys and values, for the prefill kernels.
 
-A program takes a tile of query tokens of one chunk and the query heads of one key/value head, side by side as the rows
-of its products. Which chunk a tile belongs to is computed on the device, from the chunks' lengths: a grid of as many
-tiles as any division into chunks can need, of which the last ones have nothing to do.
+A program takes tiles of query tokens of one chunk and the query heads of one key/value head, side by side as the rows
+of its products. Which chunk a tile belongs to is computed on the device, from the chunks' lengths. There are programs
+for the tiles of few chunks; where chunks are many and short they take several tiles in turn.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Int32
 
@@ -25,8 +26,23 @@ TILE_FIELDS = 6
 """Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's
 length, cached keys and values, cached layer inputs."""
 
+_MORE_TILES = 8
+"""Programs for tiles that are not full, as the last one of each chunk."""
+
 FlashState = tuple[Any, Any, Any]
 """m and l (queries,) and acc (queries, lanes)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryTiles:
+    """The tiles of query tokens of a step, the same in every layer: the compiler computes them once a step."""
+
+    fields: Int32[Array, "TILES 12"]
+    """`TILE_FIELDS` of every tile, twice; zeros beyond the last tile."""
+    count: Int32[Array, " 1"]
+    """Tiles that there are."""
+    programs: int
+    """Programs of a kernel that take them in turn, for each key/value head."""
 
 
 def query_tiles(
@@ -36,11 +52,8 @@ def query_tiles(
     hidden_lens: Int32[Array, " B"],
     num_tokens: int,
     per_tile: int,
-) -> Int32[Array, "TILES 12"]:
-    """`TILE_FIELDS` of every query tile, twice; tiles beyond the last chunk have only zeros.
-
-    The same in every layer, so the compiler computes it once a step.
-    """
+) -> QueryTiles:
+    """The tiles of `per_tile` tokens of chunks of at most `num_tokens` tokens together."""
     batch = offsets.shape[0]
     counts = (chunk_lens + per_tile - 1) // per_tile
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -49,7 +62,24 @@ def query_tiles(
     there, row = row < batch, jnp.minimum(row, batch - 1)
     first = (tile - (ends - counts)[row]) * per_tile
     fields = (row, offsets[row], first, chunk_lens[row], kv_lens[row], hidden_lens[row])
-    return jnp.where(there[:, None], jnp.stack((*fields, *fields), axis=1), 0)
+    return QueryTiles(
+        fields=jnp.where(there[:, None], jnp.stack((*fields, *fields), axis=1), 0),
+        count=ends[-1:],
+        programs=min(tile.shape[0], num_tokens // per_tile + _MORE_TILES),
+    )
+
+
+def each_tile(count: Any, programs: int, do: Callable[[Any], None]) -> None:
+    """Call `do` with the index of every tile of this program, the last ones first: later tiles of a chunk have more keys
+    before them."""
+    last = plt.load(count.at[jnp.int32(0)]) - 1
+
+    def step(i: Any) -> Any:
+        do(last - i)
+        return i + programs
+
+    # Not a `fori_loop`, which the compiler would pipeline.
+    lax.while_loop(lambda i: i <= last, step, pl.program_id(0))
 
 
 def read_tile(tiles: Any, index: Any, copy: int = 0) -> tuple[Any, ...]:

@@ -40,8 +40,11 @@ def hidden_states(executor: JaxExecutor, ids: np.ndarray, kind: int = KV) -> Arr
     step = pack_forward(batch, executor.step_format, np.zeros((2, 0), np.int32), mixed=executor.mixed)
     views = executor.step_format.forward_layout(step.num_decode, step.num_prefill).split(step.ints)
     views["sample_rows"][: len(ids)] = step.num_decode + np.arange(len(ids))
-    kinds = executor.programs.kind_set_of(batch.kind, has_prompts=True)
-    return executor.runner.forward_call(step.ints, step.num_decode, step.num_prefill, kinds).run()[: len(ids)]
+    kinds = executor.programs.kind_set_of(batch.kind, step.num_decode, step.num_prefill, step.prefix_room)
+    call = executor.runner.forward_call(
+        step.ints, step.num_decode, step.num_prefill, kinds, prefix_room=step.prefix_room
+    )
+    return call.run()[: len(ids)]
 
 
 def losses(executor: JaxExecutor, windows: np.ndarray, label: str) -> np.ndarray:

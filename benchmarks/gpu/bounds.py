@@ -1,7 +1,7 @@
 """Bounds that need no device: programs and seconds of lowering of a start, bytes that steps send from the host, cache that
-models have on cards, and what decode kernels move and walk.
+models have on cards, what decode kernels move and walk, and what the padding of prompts costs.
 
-    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic]
+    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic,buckets]
 
 What it prints is in benchmarks/results/gpu-bounds/, as CSV too.
 """
@@ -35,6 +35,7 @@ from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_deco
 from apt_jax.pallas.triton_tiles import tile_for
 from apt_jax.pallas.triton_work_list import longest_chain, pieces_for
 from apt_jax.utils.device_memory import MEMORY_FRACTION
+from benchmarks.gpu import bucket_waste
 from benchmarks.gpu.compile_only import CHIPS
 from benchmarks.gpu.device_free import pallas_for
 from benchmarks.gpu.engine_step import StepCase, abstract_runner, input_failures, sent_bytes
@@ -251,7 +252,14 @@ def traffic() -> Iterator[Row]:
 
 _TILE_OF = {"decode_kv": "kv", "decode_reprojected": "reprojected"}
 
-TABLES = {"start": starts, "steps": step_inputs, "memory": memory_plans, "chains": chains, "traffic": traffic}
+TABLES = {
+    "start": starts,
+    "steps": step_inputs,
+    "memory": memory_plans,
+    "chains": chains,
+    "traffic": traffic,
+    "buckets": bucket_waste.rows,
+}
 
 
 def table_of(rows: Sequence[Row]) -> list[list[str]]:

@@ -48,6 +48,8 @@ class StepCase:
     num_rows: int = 64
     prefill_tokens: int = 0
     """Number of prompt tokens; if there are any, the step has no decode rows."""
+    prefix_room: int | None = 0
+    """Positions of hidden prefixes of prompts that there is room for; None: as many as block tables hold."""
     context: int = 2048
     """Longest context of a row, in tokens."""
     num_blocks: int = 6144
@@ -60,19 +62,25 @@ class StepCase:
 
     @property
     def num_loops(self) -> int:
-        """Layers with a loop whose length depends on data. Over several GPUs that is one over hidden prefixes of prompts, or
-        XLA's over the layer inputs of rows that are not absorbed."""
+        """Layers with a loop whose length depends on data: one over hidden prefixes of prompts, on one GPU where there is no
+        bound on them, or on several XLA's over the layer inputs of rows that are not absorbed."""
         config = model_of(self)
         absorbs = self.absorb and config.hidden_mode == "absorb"
-        if self.num_devices == 1 or not self.kinds[1] or (absorbs and not self.prefill_tokens):
+        if not self.kinds[1]:
             return 0
-        return config.num_layers
+        if self.prefill_tokens:
+            has_loop = self.prefix_room != 0 if self.num_devices > 1 else self.prefix_room is None
+        else:
+            has_loop = self.num_devices > 1 and not absorbs
+        return config.num_layers if has_loop else 0
 
     @property
     def name(self) -> str:
         hidden = "absorbed" if self.absorb else "reprojected"
         kinds = [name for name, used in zip(("kv", hidden), self.kinds, strict=True) if used]
         step = f"{self.prefill_tokens} prompt tokens" if self.prefill_tokens else self.sampling
+        if self.prefill_tokens and self.prefix_room != 0:
+            step += f", {'any' if self.prefix_room is None else self.prefix_room} positions before"
         rows = f", {self.num_rows} rows" if self.num_rows != StepCase.num_rows else ""
         context = f", context {self.context}" if self.context != StepCase.context else ""
         room = ", contexts a quarter full" if self.quarter else ""
@@ -175,6 +183,6 @@ def _call(case: StepCase, runner: ProgramRunner) -> ProgramCall:
     """The call that the engine makes for such a step."""
     kinds = KindSet(*case.kinds)
     if case.prefill_tokens:
-        return runner.empty_forward_call(0, case.prefill_tokens, kinds)
+        return runner.empty_forward_call(0, case.prefill_tokens, kinds, None, case.prefix_room)
     room = runner.programs.hidden_rooms(case.num_rows, kinds)[0] if case.quarter else None
     return runner.empty_decode_call(case.num_rows, kinds, VARIANTS[case.sampling], room)

@@ -8,6 +8,9 @@ Steps (`device_free.py`, `engine_step.py`): the engine's programs at OPT-13B, sa
 heads over four; those that matter most with all 40 layers, the rest with 8. No copy of the pool, temporaries below 5 %
 of it, everything in one command buffer (one CUDA graph), and no more bytes from the host than rows and tokens need.
 
+Launches (`launches.py`): of steps of prompts and decode rows of three models. Prompts without hidden prefixes may cost
+one launch a layer more than where there are keys and values alone.
+
 What limits it: nothing runs, so it says that code compiles well, not that it is right or fast.
 
     python -m benchmarks.gpu.gate             # check; exit status 1 and the reasons where something fails
@@ -47,10 +50,12 @@ from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.reference import KeyNorm, LogitModifiers
 from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import compile_only, device_free, engine_step
+from benchmarks.gpu import compile_only, device_free, engine_step, launches
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
 from benchmarks.gpu.engine_step import StepCase
+from benchmarks.gpu.launches import LaunchCase, LaunchReport
+from benchmarks.gpu.tables import as_markdown, as_text, replace_between
 
 _ROOT = Path(__file__).parents[2]
 DOCUMENT = _ROOT / "docs" / "kernels.md"
@@ -72,7 +77,7 @@ _LONG = f"{_LONG_TOKENS} tokens of {_LONG_CONTEXT}"
 _CONTEXTS = {_LONG: _LONG_CONTEXT, "context of 131,072": 131_072, "context of 262,144, 256 rows": 262_144}
 _SHARDS = {"2 GPUs": 2, "4 GPUs": 4}
 _NORMED = "shared key heads, key norm"
-_STEP = "step"
+_STEP, _LAUNCHES = "step", "launches"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,11 +108,13 @@ class Outcome:
     shape: str
     dtype: str
     arch: str
-    report: KernelReport | ProgramReport | None
+    report: KernelReport | ProgramReport | LaunchReport | None
     """None: it did not compile."""
     failures: tuple[str, ...]
     seconds: float
     num_devices: int = 1
+    case: LaunchCase | None = None
+    """Of launches."""
 
     @property
     def place(self) -> str:
@@ -210,7 +217,13 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=hidden, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=hidden, num_devices=4, quarter=True),
         StepCase(**common | {"model": "opt-30b", "num_layers": 8}, kinds=both, num_devices=2),
-        StepCase(**common | {"model": "opt-66b", "num_layers": 2}, kinds=both, num_devices=4, prefill_tokens=1024),
+        StepCase(
+            **common | {"model": "opt-66b", "num_layers": 2},
+            kinds=both,
+            num_devices=4,
+            prefill_tokens=1024,
+            prefix_room=None,
+        ),
         StepCase(
             **common | {"model": "llama-3-70b", "num_layers": 16, "num_blocks": 16384},
             kinds=kv,
@@ -219,8 +232,15 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**short, kinds=both),
         StepCase(**short, kinds=hidden, absorb=False),
         StepCase(**short, kinds=kv, sampling="sample"),
-        StepCase(**short, kinds=both, prefill_tokens=1024),
-        StepCase(**dict(short, num_blocks=32_768), kinds=both, prefill_tokens=8192),
+        StepCase(**short, kinds=both, prefill_tokens=1024, prefix_room=32_768),
+        StepCase(
+            **dict(short, num_layers=2, num_blocks=32_768),
+            kinds=both,
+            prefill_tokens=1024,
+            prefix_room=None,
+            num_rows=192,
+        ),
+        StepCase(**dict(short, num_blocks=32_768), kinds=both, prefill_tokens=8192, prefix_room=8192),
         *_model_cases(),
     ]
     return [(case, arch) for case in cases for arch in ARCHS if (case.model, arch) not in _XLA_SPILLS]
@@ -257,6 +277,10 @@ def _model_cases() -> list[StepCase]:
     ]
     common: dict[str, Any] = {"dtype": "bfloat16", "num_layers": 2, "num_blocks": 65_536}
     return [StepCase(model=model, kinds=kinds, **common | more) for model, kinds, more in models]
+
+
+Item = KernelCase | tuple[StepCase, str] | LaunchCase
+"""What a worker checks."""
 
 
 def quick(
@@ -487,18 +511,41 @@ def check_step(case: StepCase, arch: str, ops: KernelBackend) -> Outcome:
     )
 
 
+def check_launches(case: LaunchCase, ops: KernelBackend) -> Outcome:
+    """Count the launches of a step and judge it by itself."""
+    start = time.perf_counter()
+    report: LaunchReport | None = None
+    try:
+        report, failures = launches.count(case, ops)
+    except Exception as error:
+        failures = [f"does not compile: {_line(error)}"]
+    return Outcome(
+        kernel=case.name,
+        op=_LAUNCHES,
+        shape=case.model,
+        dtype=case.dtype,
+        arch=case.arch,
+        report=report,
+        failures=tuple(failures),
+        seconds=time.perf_counter() - start,
+        case=case,
+    )
+
+
 def _line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def _work(item: KernelCase | tuple[StepCase, str]) -> list[Outcome]:
+def _work(item: Item) -> list[Outcome]:
+    if isinstance(item, LaunchCase):
+        return [check_launches(item, gpu_ops(CHIPS[item.arch]))]
     if isinstance(item, KernelCase):
         return check_kernels(item, gpu_ops(CHIPS[item.arch]))
     return [check_step(*item, gpu_ops(CHIPS[item[1]]))]
 
 
-def run(items: Sequence[KernelCase | tuple[StepCase, str]], jobs: int) -> list[Outcome]:
+def run(items: Sequence[Item], jobs: int) -> list[Outcome]:
     """Check all items, each in one of `jobs` processes; results in the order of the items."""
     context = multiprocessing.get_context("spawn")
     done: list[Outcome] = []
@@ -521,7 +568,7 @@ def kernel_table(outcomes: Sequence[Outcome], archs: Sequence[str] = ARCHS) -> l
     rows = [["kernel", "op", "model", "dtype", *(f"{arch} {cell}" for arch in archs for cell in cells)]]
     found: dict[tuple[str, str, str, str], dict[str, list[list[str]]]] = {}
     for outcome in outcomes:
-        if outcome.op == _STEP or outcome.arch not in archs:
+        if outcome.op in (_STEP, _LAUNCHES) or outcome.arch not in archs:
             continue
         key = (outcome.kernel, outcome.op, outcome.shape, outcome.dtype)
         found.setdefault(key, {}).setdefault(outcome.arch, []).append(_cells(outcome))
@@ -577,29 +624,6 @@ def step_table(outcomes: Sequence[Outcome]) -> list[list[str]]:
     return rows
 
 
-def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
-
-
-def replace_between(text: str, name: str, content: str) -> str:
-    """Replace what stands between the markers `<!-- NAME -->` and `<!-- /NAME -->`."""
-    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    before, found, rest = text.partition(opening)
-    _, ends, after = rest.partition(closing)
-    if not (found and ends):
-        raise ValueError(f"no markers {opening} and {closing}")
-    return f"{before}{opening}\n{content}\n{closing}{after}"
-
-
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -619,10 +643,11 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
     text = replace_between(text, "kernels", as_markdown(kernel_table(outcomes)))
     text = replace_between(text, "small", as_markdown(kernel_table(outcomes, SMALL_ARCHS)))
     text = replace_between(text, "steps", as_markdown(step_table(outcomes)))
+    text = replace_between(text, "launches", as_markdown(launches.table(outcomes)))
     built = ", ".join(f"{name} {version}" for name, version in versions().items())
     document.write_text(replace_between(text, "versions", f"Compiled with {built}."))
     results.mkdir(parents=True, exist_ok=True)
-    for name, kind in (("kernels", KernelReport), ("steps", ProgramReport)):
+    for name, kind in (("kernels", KernelReport), ("steps", ProgramReport), ("launches", LaunchReport)):
         fields = [field.name for field in dataclasses.fields(kind)]
         with (results / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -636,7 +661,7 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")
-    parser.add_argument("--only", choices=("kernels", "steps"), help="half of the gate")
+    parser.add_argument("--only", choices=("kernels", "steps", "launches"), help="a part of the gate")
     parser.add_argument("--quick", action="store_true", help="a tenth of the work: not every case on every chip")
     parser.add_argument(
         "--day",
@@ -654,12 +679,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the gate needs {' and '.join(missing)}: run it by `make gate`", file=sys.stderr)
         return 2
     start = time.perf_counter()
-    steps = [] if options.only == "kernels" else step_cases()
-    kernels = [] if options.only == "steps" else kernel_cases()
-    items = quick(kernels, steps, options.day) if options.quick else [*steps, *kernels]
+    steps = step_cases() if options.only in (None, "steps") else []
+    kernels = kernel_cases() if options.only in (None, "kernels") else []
+    items: list[Item] = list(quick(kernels, steps, options.day)) if options.quick else [*steps, *kernels]
+    if options.only in (None, "launches"):
+        items += launches.quick_cases(options.day) if options.quick else launches.cases()
     items = [item for item in items if options.match in str(item)]
-    outcomes = run(items, options.jobs)
-    for table in (kernel_table(outcomes), kernel_table(outcomes, SMALL_ARCHS), step_table(outcomes)):
+    outcomes = launches.with_twins(run(items, options.jobs))
+    tables = (
+        kernel_table(outcomes),
+        kernel_table(outcomes, SMALL_ARCHS),
+        step_table(outcomes),
+        launches.table(outcomes),
+    )
+    for table in tables:
         if len(table) > 1:
             print("\n" + as_text(table))
     if options.write:

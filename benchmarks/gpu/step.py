@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from apt_jax.executor import StepBatch, calibrate
-from apt_jax.executor.buckets import GREEDY, bucket_for
+from apt_jax.executor.buckets import GREEDY, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched.request_table import HIDDEN, KV
 from benchmarks.gpu import whole_model
@@ -55,6 +55,12 @@ class _Case:
     @property
     def is_decode(self) -> bool:
         return max(self.lens) == 1
+
+    def prompt_size(self, executor: JaxExecutor) -> PromptSize:
+        """Of the program that runs its chunks."""
+        chunks = [i for i, n in enumerate(self.lens) if n > 1]
+        prefix = sum(padded_prefix(self.starts[i]) for i in chunks if self.kinds[i] == HIDDEN)
+        return executor.buckets.prompt_size(sum(self.lens[i] for i in chunks), prefix)
 
     def batch(self, executor: JaxExecutor) -> StepBatch:
         """The step, over arbitrary contents of the pool."""
@@ -145,15 +151,14 @@ def _time(stage: Stage, table: Table, executor: JaxExecutor, cases: list[_Case])
 def _prepare(executor: JaxExecutor, cases: list[_Case], left_s: float) -> None:
     """Compile the programs of steps side by side, for most of the time at most; a step compiles what is missing."""
     decodes = {bucket_for(executor.buckets.decode, len(case.lens)) for case in cases if case.is_decode}
-    chunks = [sum(n for n in case.lens if n > 1) for case in cases if not case.is_decode]
-    prompts = {bucket_for(executor.buckets.prefill, tokens) for tokens in chunks}
+    prompts = {case.prompt_size(executor) for case in cases if not case.is_decode}
 
     def wanted(name: Any) -> bool:
         if name.kind in ("fused", "sample"):
             return name.size in decodes and name.variant == GREEDY
-        return (name.kind == "prefill" and name.size in prompts) or (
-            name.kind == "decode" and executor.programs.branches
-        )
+        if name.kind in ("prefill", "mixed"):
+            return PromptSize(name.size, name.prefix_room) in prompts
+        return name.kind == "decode" and executor.programs.branches
 
     programs = [program for program in executor._all_programs() if wanted(program.name)]
     threads = ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1)))

@@ -77,7 +77,7 @@ def compile_step(case: TpuCase, chip: Chip, ops: KernelBackend | None = None) ->
     elements = math.prod(pool.shape) // size
     pool_bytes = elements * pool.dtype.itemsize * num_layers
     decode, chunks = (0, case.prefill_tokens) if case.prefill_tokens else (case.num_rows, 0)
-    call = runner.empty_forward_call(decode, chunks, runner.programs.kind_sets(has_prompts=bool(chunks))[-1])
+    call = runner.empty_forward_call(decode, chunks, runner.programs.kind_sets(decode, chunks)[-1])
     lower = functools.partial(gpu.lower, call, donate=case.donate)
     forward = compile_program(lower, pool_elements=elements, pool_bytes=pool_bytes)
     # Without the tables of embeddings: of these a step reads a few rows.

@@ -114,6 +114,4 @@ def test_steps_of_served_requests_are_predicted(found) -> None:
         for of_prompts in (True, False):
             chosen = np.array([step[1:] for step in steps if step[0] == of_prompts])
             r2, error = errors(chosen[:, 1], chosen[:, 0])
-            print(policy,cache,of_prompts,r2,error)
-
-
+            print(policy, cache, of_prompts, r2, error)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Generator
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN
+from apt_jax.executor import buckets as buckets_module
 from apt_jax.executor.buckets import power_of_two_buckets
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.handles import DeviceStepHandle
@@ -235,6 +237,45 @@ def test_Q8_serving_after_warm_up_compiles_nothing(
             driver.step(counts, variants[i % 4], masks=masks)
             assert all(10 <= driver.tokens[s][-1] < 60 for s in masks)
     assert executor.compilations == 0
+
+
+def test_prompts_with_hidden_prefixes_compile_nothing_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each room for prefixes is taken, beside decode rows and without; tokens are those of a plain forward pass."""
+    draw_greedily(monkeypatch)
+    monkeypatch.setattr(buckets_module, "_PREFIX_ROOMS", (256, 512))
+    executor = make_executor("hybrid", "absorb", mixed=True, ops=GRAPHS, max_num_seqs=4)
+    buckets = executor.buckets
+    for sizes in (buckets.decode, buckets.masked, buckets.prefill):
+        del sizes[:-1]
+    assert [room for _, room in buckets.prompts] == [0, 256, 512, None]
+    executor.warm_up()
+    taken, forward_call = [], executor.runner.forward_call
+
+    def recorded(*args: Any) -> Any:
+        taken.append((args[1] > 0, args[3], args[5]))
+        return forward_call(*args)
+
+    monkeypatch.setattr(executor.runner, "forward_call", recorded)
+    driver = Driver(executor)
+    prompts = {slot: list(range(10 + slot, 30 + slot)) for slot in range(4)}
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, KV if slot == 3 else HIDDEN)
+    driver.step(dict.fromkeys(prompts, 4))  # no prefixes
+    driver.step({0: 3, 3: 4})
+    driver.step({0: 3, 1: 4})
+    driver.step({0: 3, 1: 4, 2: 4})
+    driver.step({0: 7, 3: 12})  # both end
+    driver.step({0: 1, 1: 8, 3: 1})
+    driver.step({0: 1, 2: 12, 1: 1})
+    driver.step(dict.fromkeys(prompts, 1))
+    driver.add(3, prompts[3], KV)
+    driver.step({3: 19, 0: 1})
+    assert executor.compilations == 0
+    assert [room for _, _, room in taken[:5]] == [0, 256, 512, None, 256]
+    assert {(beside, room) for beside, _, room in taken[5:]} >= {(True, 256)}
+    for slot in (0, 1, 2):
+        made = len(driver.tokens[slot]) - 20
+        assert driver.tokens[slot] == reference_greedy(prompts[slot], made), slot
 
 
 @functools.cache

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
+from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.shapes import SMALL, AttentionShape
 from apt_jax.pallas.triton_hidden_prefix import plan_prefixes
 from apt_jax.pallas.triton_prefill import prefill
-from apt_jax.pallas.triton_queries import Scores
+from apt_jax.pallas.triton_queries import Scores, query_tiles
 from tests.support.attention_cases import expected_prefill
 from tests.support.cases import cover
 
@@ -22,7 +24,9 @@ CHUNKS = (1, 80, 37, 0, 40, 5, 4)
 PREFIXES = (9, 0, 70, 20, 67, 6, 30)
 """Cached tokens; rows 5 and 6 are beyond `num_rows` in some cases."""
 
-run = jax.jit(prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip", "tensor", "piece_positions"))
+run = jax.jit(
+    prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip", "tensor", "piece_positions", "room")
+)
 
 
 def case(
@@ -147,7 +151,11 @@ def test_few_tokens_absorb_the_projections(dtype: str, shared: bool) -> None:
         hidden=(True, True, True, False, True),
         shared=shared,
     )
-    check(arguments, named, dtype)
+    actual = check(arguments, named, dtype)
+    if not shared:  # as much as the longest row has, rounded up to whole tiles
+        np.testing.assert_array_equal(
+            actual, np.asarray(run(*arguments, **named, interpret=True, room=256), np.float64)
+        )
 
 
 @pytest.mark.parametrize("chip", cover(["sm_80", "sm_90"], ["sm_90"]))  # other tests take the tiles of sm_80
@@ -210,12 +218,75 @@ def test_windows_leave_out_what_no_query_sees() -> None:
     assert not windowed.tiles[len(tiles) :, 2].any()
 
 
-@pytest.mark.parametrize(("rows", "per_piece"), [(1, 8), (64, 32), (256, 64), (4096, 1024)])
-def test_pieces_are_few(rows: int, per_piece: int) -> None:
-    """Contexts of 2,048 positions in tiles of 256: pieces of 8,192 positions, or larger ones where they were over 32."""
-    plan = plan_prefixes(jnp.zeros(rows, jnp.int32), Scores(scale=1.0, softcap=None, window=None), 2048, 256, 8192)
-    assert plan.per_piece == per_piece
-    assert -(-plan.tiles.shape[0] // per_piece) <= 32
+@pytest.mark.parametrize(
+    ("rows", "room", "tiles", "per_piece"),
+    [
+        (1, None, 8, 8),
+        (64, None, 512, 32),
+        (4096, None, 32_768, 32),
+        (4096, 8192, 32, 32),
+        (4, 8192, 32, 32),
+        (1, 8192, 8, 8),
+    ],
+)
+def test_work_and_memory_are_those_of_the_room(rows: int, room: int | None, tiles: int, per_piece: int) -> None:
+    """Contexts of 2,048 positions in tiles of 256, pieces of 8,192."""
+    lens = jnp.zeros(rows, jnp.int32)
+    plan = plan_prefixes(lens, Scores(scale=1.0, softcap=None, window=None), 2048, 256, 8192, room)
+    assert (plan.tiles.shape[0], plan.per_piece) == (tiles, per_piece)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, arguments: list[Any], named: dict[str, Any]) -> list[str]:
+    """Names of the kernels that `prefill` launches, in order of tracing; a loop's once."""
+    names = []
+    original = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *a, **k: names.append(k["name"]) or original(*a, **k))
+    jax.eval_shape(lambda *a: prefill(*a, **named, interpret=True), *arguments)
+    monkeypatch.undo()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("room", "pieces"),
+    [(256, 1), (512, 2), (768, 3), (1024, 4), (1280, 4), (None, 4)],
+)
+def test_kernels_are_launched_for_the_room(monkeypatch: pytest.MonkeyPatch, room: int | None, pieces: int) -> None:
+    """Of two rows of up to 512 positions, and pieces of 256."""
+    arguments, named = case(SMALL["one-head"], "float32", chunks=(30, 40), prefixes=(100, 500), hidden=(True, True))
+    names = launched(monkeypatch, arguments, named | {"room": room, "piece_positions": 256})
+    # All pieces but the first are traced together.
+    assert names.count("prefix_project") == names.count("prefix_attend") == min(pieces, 2)
+    assert names[-1] == "prefill_chunk"
+
+
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize(
+    ("prefixes", "room"),
+    [((256, 100), 512), ((256, 257), 768), ((100, 0), 256), ((300, 520), 1280), ((700, 830), None)],
+)
+@pytest.mark.parametrize("rules", [None, LogitModifiers(window=150, softcap=3.0)])
+def test_prefixes_fill_the_room_or_less_of_it(
+    prefixes: tuple[int, int], room: int | None, rules: LogitModifiers | None
+) -> None:
+    """Pieces of 256 positions, launched for the room, and where there may be more than four, in a loop."""
+    more = {"chunks": (3, 9), "hidden": (True, True)}
+    arguments, named = case(SMALL["one-head"], "float32", prefixes=prefixes, **more)
+    if rules is not None:
+        named["rules"] = rules
+    wanted = np.asarray(expected_prefill(arguments, named))
+    actual = np.asarray(run(*arguments, **named, interpret=True, room=room, piece_positions=256))
+    assert np.abs(actual - wanted).max() <= TOLERANCE["float32"] * np.abs(wanted).max()
+
+
+def test_many_short_chunks_share_programs() -> None:
+    """More tiles of query tokens than programs: each takes several."""
+    arguments, named = case(
+        SMALL["one-head"], "float32", chunks=(2, 1, 0, *[2] * 15), prefixes=(40, 0, 3, *[0] * 14, 20), hidden=(True, *[False] * 17)
+    )  # fmt: skip
+    offsets, lens, _, _ = (jnp.asarray(a, jnp.int32) for a in (arguments[5], arguments[6], arguments[7], arguments[7]))
+    tiles = query_tiles(offsets, lens, lens, lens, arguments[0].shape[0], 64)
+    assert (int(tiles.count[0]), tiles.programs) == (17, 8)
+    check(arguments, named, "float32")
 
 
 def test_more_query_heads_of_one_key_head_than_a_tile_has_rows() -> None:

@@ -62,7 +62,7 @@ def few_programs(executor: Executor) -> JaxExecutor:
     """Leave `executor` one size of every program, the largest, so that few are compiled; `make test-slow` has all."""
     assert isinstance(executor, JaxExecutor)
     buckets = executor.buckets
-    for sizes in () if ALL else (buckets.decode, buckets.masked, buckets.prefill):
+    for sizes in () if ALL else (buckets.decode, buckets.masked, buckets.prefill, buckets.prefixed, buckets.scored):
         del sizes[:-1]
     return executor
 

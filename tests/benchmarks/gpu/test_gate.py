@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from apt_jax.backends import attention_ops
 from apt_jax.ops import sampling, shapes
 from apt_jax.ops.backend import KernelBackend
-from benchmarks.gpu import compile_only, device_free, engine_step, gate
+from benchmarks.gpu import compile_only, device_free, engine_step, gate, launches
 from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
+from benchmarks.gpu.launches import LaunchCase, LaunchReport
 
 A100 = CHIPS["sm_80"]
 GOOD_KERNEL = KernelReport(
@@ -257,11 +258,78 @@ def test_tables_go_between_markers():
     assert gate.replace_between(text, "t", "new") == "a\n<!-- t -->\nnew\n<!-- /t -->\nb\n"
     with pytest.raises(ValueError, match="no markers"):
         gate.replace_between("a", "t", "new")
-    for name in ("kernels", "small", "steps", "versions"):
+    for name in ("kernels", "small", "steps", "launches", "versions"):
         assert gate.replace_between(gate.DOCUMENT.read_text(), name, "new")
 
 
+PLAIN = LaunchReport(fixed=8, per_layer=16, total=648, command_buffers=1, outside=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        ({}, False),
+        ({"per_layer": 17}, False),  # the write of layer inputs
+        ({"per_layer": 18}, True),
+        ({"fixed": 9}, True),
+    ],
+)
+def test_a_step_without_hidden_prefixes_may_launch_one_kernel_a_layer_more_than_its_twin(change, fails):
+    case = LaunchCase(model="opt-13b", hybrid=True, prompt_tokens=64)
+    twin, behind = (dataclasses.replace(case, **changed) for changed in ({"hybrid": False}, {"num_prefixes": 1}))
+    reports = {
+        twin: PLAIN,
+        case: dataclasses.replace(PLAIN, **change),
+        behind: dataclasses.replace(PLAIN, per_layer=60),
+    }
+    outcomes = [
+        gate.Outcome(kernel=c.name, op="launches", shape="m", dtype="d", arch="a", report=r, failures=(), seconds=0.0, case=c)
+        for c, r in reports.items()
+    ]  # fmt: skip
+    assert [bool(o.failures) for o in launches.with_twins(outcomes)] == [False, fails, False]
+    table = launches.table(outcomes)
+    assert [row[0] for row in table[1:]] == [c.name for c in reports]
+    assert table[1][3:6] == ["16", "8", "648"]
+    assert launches.with_twins(outcomes[1:]) == outcomes[1:]  # alone there is nothing to compare with
+
+
+def test_launches_are_counted_in_the_steps_that_the_engine_runs():
+    cases = launches.cases()
+    assert {c.model for c in cases} == {"opt-13b", "llama-2-7b", "llama-3-8b"}
+    of_opt = {(c.hybrid, c.prompt_tokens, c.num_prefixes) for c in cases if c.model == "opt-13b" and c.prompt_tokens}
+    assert of_opt == {(hybrid, t, n) for t in (64, 1024) for hybrid, n in ((False, 0), (True, 0), (True, 1), (True, 8))}
+    assert {c.num_rows for c in cases if not c.prompt_tokens} == {1, 64}
+    assert all(case.twin is None or case.twin in cases for case in cases)
+    rooms = {
+        (c.model, c.prompt_tokens, c.num_prefixes): launches.step_of(c, 1).prefix_room
+        for c in cases
+        if c.prompt_tokens and c.hybrid
+    }
+    assert [rooms["opt-13b", 1024, n] for n in (0, 1, 8)] == [0, 8192, 32_768]
+    assert [rooms["opt-13b", 64, n] for n in (0, 1, 8)] == [0, None, None]  # absorbed
+    assert [rooms["llama-2-7b", 64, n] for n in (0, 1, 8)] == [0, 8192, 32_768]
+    for day in (0, 1):
+        plain, hybrid = launches.quick_cases(day)
+        assert hybrid.twin == plain
+
+
 # ---- compiled for real
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_gate_finds_a_kernel_that_prompts_without_prefixes_launch(planted, monkeypatch):
+    """One that is launched for prefixes that are not there, as if the host did not know."""
+    if not (gate._installed("triton") and gate._installed("jax_plugins.xla_cuda12")):
+        pytest.skip("needs Triton and JAX's CUDA plugin: make gate")
+    case = LaunchCase(model="opt-13b", hybrid=True, prompt_tokens=64)
+    assert case.twin is not None
+    counted = [gate.check_launches(case.twin, gate.gpu_ops(CHIPS[case.arch]))]
+    if planted:
+        step_of = launches.step_of
+        monkeypatch.setattr(launches, "step_of", lambda c, n: dataclasses.replace(step_of(c, n), prefix_room=8192))
+    counted.append(gate.check_launches(case, gate.gpu_ops(CHIPS[case.arch])))
+    assert [o.failures for o in counted] == [(), ()]
+    assert bool(launches.with_twins(counted)[1].failures) == planted
 
 
 compiles = pytest.mark.skipif(
@@ -336,11 +404,13 @@ def test_a_step_must_donate_its_pools(num_devices):
     ("step", "loops"),
     [
         ({}, 0),
-        ({"kinds": (True, False), "prefill_tokens": 512}, 0),
-        ({"prefill_tokens": 512}, 2),
+        ({"kinds": (True, False), "prefill_tokens": 512, "prefix_room": None}, 0),
+        ({"prefill_tokens": 512}, 0),
+        ({"prefill_tokens": 512, "prefix_room": None}, 2),
         ({"absorb": False}, 2),
         ({"model": "llama-2-7b"}, 2),
-        ({"prefill_tokens": 512, "num_devices": 1}, 0),
+        ({"prefill_tokens": 512, "num_devices": 1, "prefix_room": 32_768}, 0),
+        ({"prefill_tokens": 512, "num_devices": 1, "prefix_room": None}, 2),
     ],
 )
 def test_loops_of_steps_over_several_gpus(step, loops):
