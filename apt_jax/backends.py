@@ -5,6 +5,7 @@ cpu               CPU          default       C++ (`cpu/`), compiled at first use
 xla               all          fallback      plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); portable
 triton            NVIDIA GPU   default       Pallas kernels on the Triton backend (`pallas/triton_*.py`)
 triton-interpret  all          tests only    the same kernels in Pallas' interpreter, slow
+triton-onepass    NVIDIA GPU   option        `triton` with absorbed decode in one pass where the chip has clusters (`pallas/cuda/`)
 jax-triton        NVIDIA GPU   example       `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
 tpu               TPU          default       `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
 tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
@@ -150,6 +151,28 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     )
 
 
+def _triton_onepass(chip: str | None) -> KernelBackend:
+    ops = _triton(chip)
+    from apt_jax.pallas import cuda_decode_absorbed as cuda
+
+    two_kernels, one_pass = ops.decode_absorbed, jax.jit(cuda.decode_absorbed, static_argnames="block_size")
+
+    @functools.cache
+    def say(reason: str) -> None:
+        logger.warning("absorbed decode takes two kernels, not one pass: %s", reason)
+
+    def decode_absorbed(q_absorbed: Array, pool: Array, *args: Any, **kwargs: Any) -> Array:
+        reason = "layer inputs are spread over devices"
+        if "tensor" not in kwargs:
+            reason = cuda.why_not(chip, q_absorbed, pool)
+        if reason is None:
+            return one_pass(q_absorbed, pool, *args, **kwargs)
+        say(reason)
+        return two_kernels(q_absorbed, pool, *args, **kwargs)
+
+    return dataclasses.replace(ops, name="triton-onepass", decode_absorbed=decode_absorbed)
+
+
 def _jax_triton(chip: str | None) -> KernelBackend:
     from apt_jax.pallas import jax_triton_absorbed
 
@@ -211,15 +234,16 @@ _IMPLEMENTATIONS: dict[str, Callable[[str | None], KernelBackend]] = {
     "xla": _xla,
     "triton": _triton,
     "triton-interpret": functools.partial(_triton, interpret=True),
+    "triton-onepass": _triton_onepass,
     "jax-triton": _jax_triton,
     "tpu": _tpu,
     "tpu-interpret": functools.partial(_tpu, interpret=True),
 }
 
 _GPU = ("gpu", "cuda")
-_PLATFORMS = {"cpu": ("cpu",), "triton": _GPU, "jax-triton": _GPU, "tpu": ("tpu",)}
+_PLATFORMS = {"cpu": ("cpu",), "triton": _GPU, "triton-onepass": _GPU, "jax-triton": _GPU, "tpu": ("tpu",)}
 """Platforms of JAX that an implementation runs on; those that are not here run on all."""
-_DEVICES = {"cpu": "CPUs", "triton": "NVIDIA GPUs", "jax-triton": "NVIDIA GPUs", "tpu": "TPUs"}
+_DEVICES = {"cpu": "CPUs", "tpu": "TPUs"} | dict.fromkeys(("triton", "triton-onepass", "jax-triton"), "NVIDIA GPUs")
 
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
 

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 _HIDDEN_OP = {None: "decode_reprojected", "absorb": "decode_absorbed", "partial": "decode_v_absorbed"}
 """The op that hidden rows decode with; "v-absorb" as "partial"."""
 
+_WITH_TILES = (None, "triton", "triton-onepass", "jax-triton")
+"""Backends whose kernels have tiles for some GPUs and heads."""
+
 CHECKED_TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 """TPU generations that kernels and steps are compiled for (`make gate-tpu`), by the names of JAX."""
 
@@ -164,7 +167,7 @@ def check_attention(config: EngineConfig, device: Any, read_model: Callable[[], 
         check_platform(config.attention_backend or "", device.platform)
     except ValueError as error:
         raise ConfigError(f"{error} (--attention-backend)") from None
-    if device.platform not in ("gpu", "cuda") or config.attention_backend not in (None, "triton", "jax-triton"):
+    if device.platform not in ("gpu", "cuda") or config.attention_backend not in _WITH_TILES:
         return
     chip = chip_of(device)
     from apt_jax.pallas.triton_tiles import check_chip

@@ -2,7 +2,8 @@
 
 Pallas kernels on the Triton backend are lowered for CUDA on the CPU; the Triton code that lies in the lowered program
 is compiled by the `triton` package, whose wheel brings ptxas and a disassembler. XLA has a Triton of its own, so on a
-real machine register counts can be some 10 % off. Kernels written in Triton are compiled from their source.
+real machine register counts can be some 10 % off. Kernels written in Triton are compiled from their source, those that
+lie in a program as PTX by the same ptxas.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import Any
 from apt_jax.pallas.triton_tiles import chip_for
 
 _CUSTOM_CALL = "__gpu$xla.gpu.triton"
+_PTX_CALL = "__gpu$xla.gpu.ptx"
 _RESERVED_SHARED_BYTES = 1024
 """Shared memory that the driver takes for itself in every CTA."""
 _MAX_CTAS = 32
@@ -95,15 +97,21 @@ class KernelCode:
     num_warps: int
     num_stages: int
     grid: tuple[int, int, int]
+    ptx: str = ""
+    """Instead of Triton code."""
+    shared_bytes: int = 0
+    """With `ptx`: what it is launched with."""
 
     @property
     def has_products(self) -> bool:
         """Multiplies tiles, which belongs on the tensor cores."""
-        return bool(re.search(r"\btt\.dot\b", self.ttir))
+        return bool(re.search(r"\btt\.dot\b|\bmma\.sync\b", self.ttir + self.ptx))
 
     @property
     def streams_tiles(self) -> bool:
         """Multiplies tiles that a loop loads, which must be fetched ahead by asynchronous copies."""
+        if self.ptx:
+            return self.has_products
         depth, found, loops = 0, False, []
         loads = products = False
         for line in self.ttir.splitlines():
@@ -156,12 +164,11 @@ def occupancy(chip: Chip, *, registers: int, num_warps: int, shared_bytes: int) 
 
 def disassemble(cubin: bytes, chip: Chip, *, num_warps: int, shared_bytes: int) -> KernelReport:
     """Read a cubin that holds one kernel."""
-    tools = Path(_triton(".backends.nvidia").__path__[0]) / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage, sass = (
-            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run([_tool(tool), option, file.name], capture_output=True, text=True, check=True).stdout
             for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
         )
 
@@ -191,6 +198,11 @@ def _triton(module: str = "") -> Any:
     return importlib.import_module(f"triton{module}")
 
 
+def _tool(name: str) -> Path:
+    """One of the programs that the `triton` package brings."""
+    return Path(_triton(".backends.nvidia").__path__[0]) / "bin" / name
+
+
 def _target(chip: Chip) -> Any:
     return _triton(".backends.compiler").GPUTarget("cuda", chip.capability, 32)
 
@@ -209,7 +221,7 @@ def _lowering_for(chip: Chip) -> Iterator[None]:
 
 
 def pallas_kernels(function: Callable[..., Any], arguments: tuple[Any, ...], chip: Chip) -> list[KernelCode]:
-    """The Triton kernels of a jitted function, in the order of its program.
+    """The kernels of a jitted function, Triton's and those in PTX, in the order of its program.
 
     Args:
         arguments: of `function`, arrays as `jax.ShapeDtypeStruct`.
@@ -229,8 +241,9 @@ def _walk(operation: Any, found: list[KernelCode]) -> None:
 
     if operation.name == "stablehlo.custom_call":
         target = ir.StringAttr(operation.attributes["call_target_name"]).value
-        if target == _CUSTOM_CALL:
-            found.append(_read_call(ir.DictAttr(operation.attributes["mhlo.backend_config"])))
+        read = {_CUSTOM_CALL: _read_call, _PTX_CALL: _read_ptx_call}.get(target)
+        if read is not None:
+            found.append(read(ir.DictAttr(operation.attributes["mhlo.backend_config"])))
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -261,6 +274,25 @@ def _read_call(fields: Any) -> KernelCode:
     )
 
 
+def _read_ptx_call(fields: Any) -> KernelCode:
+    from jaxlib.mlir import ir
+
+    named = {fields[i].name: fields[i].attr for i in range(len(fields))}
+
+    def number(name: str) -> int:
+        return ir.IntegerAttr(named[name]).value
+
+    return KernelCode(
+        name=ir.StringAttr(named["name"]).value,
+        ttir="",
+        num_warps=number("block_x") // 32,
+        num_stages=1,
+        grid=(number("grid_x"), number("grid_y"), number("grid_z")),
+        ptx=ir.StringAttr(named["kernel_data"]).value,
+        shared_bytes=number("shared_mem_bytes"),
+    )
+
+
 def _options(num_warps: int, num_stages: int) -> dict[str, Any]:
     # Fused multiply-add is what XLA's own Triton takes; the package is about to change its default.
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
@@ -284,6 +316,8 @@ def _optimise(path: Path, code: KernelCode, chip: Chip) -> None:
 
 def compile_kernel(code: KernelCode, chip: Chip) -> KernelReport:
     """Compile a kernel that `pallas_kernels` found."""
+    if code.ptx:
+        return _assemble(code, chip)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "kernel.ttir"
         path.write_text(code.ttir)
@@ -294,6 +328,17 @@ def compile_kernel(code: KernelCode, chip: Chip) -> KernelReport:
             options=_options(code.num_warps, code.num_stages),
         )
     return disassemble(kernel.asm["cubin"], chip, num_warps=code.num_warps, shared_bytes=kernel.metadata.shared)
+
+
+def _assemble(code: KernelCode, chip: Chip) -> KernelReport:
+    """Compile PTX as the driver does when it is loaded."""
+    with tempfile.TemporaryDirectory() as directory:
+        source, cubin = Path(directory) / "kernel.ptx", Path(directory) / "kernel.cubin"
+        source.write_text(code.ptx)
+        command = [_tool("ptxas"), f"-arch={chip.arch}", os.fspath(source), "-o", os.fspath(cubin)]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        binary = cubin.read_bytes()
+    return disassemble(binary, chip, num_warps=code.num_warps, shared_bytes=code.shared_bytes)
 
 
 def compile_triton(

@@ -59,6 +59,8 @@ class StepCase:
     quarter: bool = False
     """Scores over several devices have room for a quarter of the context of all rows."""
     donate: bool = True
+    backend: str = "triton"
+    """Of `apt_jax.backends`."""
 
     @property
     def num_loops(self) -> int:
@@ -84,7 +86,8 @@ class StepCase:
         rows = f", {self.num_rows} rows" if self.num_rows != StepCase.num_rows else ""
         context = f", context {self.context}" if self.context != StepCase.context else ""
         room = ", contexts a quarter full" if self.quarter else ""
-        return f"{' + '.join(kinds)}, {step}{rows}{context}{room}"
+        backend = f", {self.backend}" if self.backend != StepCase.backend else ""
+        return f"{' + '.join(kinds)}, {step}{rows}{context}{room}{backend}"
 
 
 def model_of(case: StepCase) -> ModelConfig:

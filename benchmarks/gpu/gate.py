@@ -77,6 +77,7 @@ _LONG = f"{_LONG_TOKENS} tokens of {_LONG_CONTEXT}"
 _CONTEXTS = {_LONG: _LONG_CONTEXT, "context of 131,072": 131_072, "context of 262,144, 256 rows": 262_144}
 _SHARDS = {"2 GPUs": 2, "4 GPUs": 4}
 _NORMED = "shared key heads, key norm"
+_ONE_PASS = "one pass"
 _STEP, _LAUNCHES = "step", "launches"
 
 
@@ -91,7 +92,7 @@ class KernelCase:
     num_rows: int = 64
     variant: str = ""
     """`shared blocks`: rows own ranges of slots; `hidden prefix`: of `prefill`; `jax-triton`: the kernels in Triton;
-    a context (`_CONTEXTS`), or a number of GPUs (`_SHARDS`)."""
+    `one pass`: of the backend `triton-onepass`; a context (`_CONTEXTS`), or a number of GPUs (`_SHARDS`)."""
 
     @property
     def name(self) -> str:
@@ -134,9 +135,13 @@ class _Devices:
     scatter_sum = gather = lambda self, x, axis: x
 
 
-def gpu_ops(chip: Chip) -> KernelBackend:
-    """The registry's kernels for NVIDIA GPUs with the tiles of `chip`."""
-    return attention_ops("gpu", "triton", chip.tiles)
+def gpu_ops(chip: Chip, name: str = "triton") -> KernelBackend:
+    """The registry's kernels for NVIDIA GPUs with the tiles of `chip`.
+
+    Args:
+        name: of the backend.
+    """
+    return attention_ops("gpu", name, chip.tiles)
 
 
 def kernel_cases() -> list[KernelCase]:
@@ -151,6 +156,9 @@ def kernel_cases() -> list[KernelCase]:
             ops.append(("decode_absorbed", "jax-triton"))
         for (op, variant), dtype, arch in itertools.product(ops, DTYPES, ARCHS):
             cases.append(KernelCase(op=op, shape=name, dtype=dtype, arch=arch, variant=variant))
+        if not shape.rotary_dim:
+            for dtype in DTYPES:
+                cases.append(KernelCase(op="decode_absorbed", shape=name, dtype=dtype, arch="sm_90", variant=_ONE_PASS))
         if name in _SMALL_SHAPES:
             for (op, variant), arch in itertools.product(ops, SMALL_ARCHS):
                 if variant != "jax-triton":
@@ -212,6 +220,7 @@ def step_cases() -> list[tuple[StepCase, str]]:
     cases = [
         StepCase(**common, kinds=kv),
         StepCase(**common, kinds=hidden),
+        StepCase(**common, kinds=hidden, backend="triton-onepass"),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=kv, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=both, num_devices=4),
         StepCase(**common | {"model": "opt-66b", "num_layers": 16}, kinds=hidden, num_devices=4),
@@ -243,7 +252,12 @@ def step_cases() -> list[tuple[StepCase, str]]:
         StepCase(**dict(short, num_blocks=32_768), kinds=both, prefill_tokens=8192, prefix_room=8192),
         *_model_cases(),
     ]
-    return [(case, arch) for case in cases for arch in ARCHS if (case.model, arch) not in _XLA_SPILLS]
+    return [
+        (case, arch)
+        for case in cases
+        for arch in ARCHS
+        if (case.model, arch) not in _XLA_SPILLS and (arch == "sm_90" or case.backend != "triton-onepass")
+    ]
 
 
 _XLA_SPILLS = {("qwen3-0.6b", "sm_90")}
@@ -541,8 +555,9 @@ def _work(item: Item) -> list[Outcome]:
     if isinstance(item, LaunchCase):
         return [check_launches(item, gpu_ops(CHIPS[item.arch]))]
     if isinstance(item, KernelCase):
-        return check_kernels(item, gpu_ops(CHIPS[item.arch]))
-    return [check_step(*item, gpu_ops(CHIPS[item[1]]))]
+        backend = "triton-onepass" if item.variant == _ONE_PASS else "triton"
+        return check_kernels(item, gpu_ops(CHIPS[item.arch], backend))
+    return [check_step(*item, gpu_ops(CHIPS[item[1]], item[0].backend))]
 
 
 def run(items: Sequence[Item], jobs: int) -> list[Outcome]:

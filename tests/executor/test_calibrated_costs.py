@@ -1,7 +1,5 @@
 """Calibrations of machines whose costs are known: how well they predict steps and attainment as served."""
 
-import dataclasses
-import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,19 +9,11 @@ from apt_jax.config import SLO
 from apt_jax.executor import StepBatch
 from apt_jax.executor.calibrate import (
     calibrate,
-    calibration_path,
     describe,
-    load_calibration,
-    program_shapes,
-    store_calibration,
 )
-from apt_jax.executor.calibration_steps import CalibrationSteps
 from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.costs.programs import ProgramShapes
-from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals, load_trace
 from apt_jax.sim.workload import Workload
