@@ -4,7 +4,7 @@ Two kinds do not: those that can divide a text in many ways before they fail, an
 many places, and run far from each before they fail. The second kind is never made better by possessive quantifiers, as
 each place is a search of its own.
 
-The check is of syntax: it errs on the side of finding too much. What it finds is written anew, mostly with a bound, or
+The check is of syntax: it errs on the side of finding too much. What it finds is written in another way, mostly with a bound, or
 stands in `ALLOWED` with the reason why no text can use it.
 """
 
@@ -61,7 +61,7 @@ def plain(nodes: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def characters(kind: Any, value: Any, flags: int) -> frozenset[str]:
-    """What one node that is a character can be."""
+    """Return the characters that one node of the tree, itself a character, can be."""
     match kind:
         case sre.LITERAL:
             found = {chr(value)}
@@ -87,7 +87,7 @@ def is_character(kind: Any) -> bool:
 
 
 def parts(kind: Any, value: Any) -> list[Nodes]:
-    """What a node is made of: its alternatives, or what it repeats."""
+    """Return the parts of a node: its alternatives, or what it repeats."""
     if kind is sre.BRANCH:
         return [plain(one) for one in value[1]]
     if kind in _REPEATS:

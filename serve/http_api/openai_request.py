@@ -43,9 +43,9 @@ Body = Mapping[str, Any]
 MAX_CONTAINERS = 2**16
 """Lists and objects of one body: the parser makes them with the interpreter's lock held."""
 MAX_NAMES = 2**16
-"""Names in all objects of one body, likewise."""
+"""Names in all objects of one body, for the same reason."""
 MAX_VALUES = 2**19
-"""Values of one body, likewise: more than there are token ids in a prompt."""
+"""Values of one body, for the same reason: more than there are token ids in a prompt."""
 _MAX_EFFORT_CHARS = 32
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
@@ -98,12 +98,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _fraction(text: str) -> float:
-    """Parse a number that is no integer. The parser's own function would hold the interpreter's lock over all of them."""
+    """Parse a number that is not an integer. The parser's own function would hold the interpreter's lock over all of them."""
     return float(text)
 
 
 def _surplus(data: bytes) -> str | None:
-    """What a body has too much of outside of strings, after its bound; None: nothing. Linear in `data` of any content.
+    """Return the bound that a body exceeds outside of strings; None: it exceeds none. Linear in `data` of any content.
 
     Exact for as much of `data` as is JSON, beyond which the parser does not go.
     """

@@ -43,7 +43,7 @@ _REFUSED = {
 """Fields that may only be unset, and what they would ask for."""
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
 _MAX_NAME_CHARS = 1024
-"""Of a tensor: every end of its module's name is looked at."""
+"""Longest name of a tensor: every end of its module's name is looked at."""
 
 
 def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelConfig, *, max_rank: int) -> LoraAdapter:

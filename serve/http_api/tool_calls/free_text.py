@@ -17,7 +17,7 @@ MAX_SPACE_CHARS = 64
 """Whitespace between a call and content that is left out; more of it is content."""
 _NAME = re.compile(NAME_PATTERN)
 SLICE_CHARS = 1024
-"""Of a text are taken at a time."""
+"""Characters of a text that are taken at a time."""
 _MARKS_CHARS = 256
 """More than what stands around the JSON of a call."""
 

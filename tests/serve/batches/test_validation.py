@@ -67,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_file_in_whose_reading_the_server_ended_twice_fails_alone(tmp_path, reading):
-    """What is on disk while a file is read is what a server that ends then leaves."""
+    """A copy of the directory while a file is read is what a server that ends then leaves."""
     ends = [tmp_path / f"end{number}" for number in range(MAX_VALIDATIONS + 1)]
     ids: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What is made to take long in bodies, fields, lines, heads, forms and outputs: time grows with size.
+"""Bodies, fields, lines, heads, forms and outputs that are made to take long: time grows with size.
 
 Times are of the processor, each of several shapes together: one that takes the square of its size is most of it.
 """
