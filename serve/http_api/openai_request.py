@@ -42,8 +42,8 @@ Body = Mapping[str, Any]
 
 MAX_CONTAINERS = 2**16
 """Lists and objects of one body: the parser makes them with the interpreter's lock held."""
-MAX_NAMES = 2**16
-"""Names in all objects of one body, for the same reason."""
+MAX_NAMES = 3 * 2**15
+"""Names in all objects of one body, for the same reason: more than the longest conversation has."""
 MAX_VALUES = 2**19
 """Values of one body, for the same reason: more than there are token ids in a prompt."""
 _MAX_EFFORT_CHARS = 32

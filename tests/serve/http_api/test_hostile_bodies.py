@@ -11,6 +11,7 @@ import time
 import pytest
 
 from apt_jax.errors import InvalidRequestError
+from apt_jax.text.chat import MAX_MESSAGES
 from serve.http_api import openai_request
 from serve.http_api.openai_request import MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, parse_json
 
@@ -87,8 +88,11 @@ def test_what_no_call_needs_is_refused_by_name():
             parse_json(data(most + 1))
 
 
-def test_the_longest_prompts_and_texts_are_taken():
+def test_the_longest_prompts_conversations_and_texts_are_taken():
     assert len(parse_json(json.dumps({"input": [[50_000 + i % 9 for i in range(2**15)]] * 8}).encode())["input"]) == 8
+    parts = [{"type": "text", "text": "x"}] * 3
+    longest = {"messages": [{"role": "user", "content": parts}] * MAX_MESSAGES}
+    assert len(parse_json(json.dumps(longest).encode())["messages"]) == MAX_MESSAGES
     essay = "What, then: {a, b}? [c, d]" * 60_000
     assert parse_json(json.dumps({"prompt": essay}).encode())["prompt"] == essay
 
