@@ -53,10 +53,10 @@ def prompt_buckets(largest: int) -> list[int]:
 
 
 class PromptSize(NamedTuple):
-    """What a program for prompt chunks holds."""
+    """Limits of a program for prompt chunks."""
 
     tokens: int
-    """Of all chunks."""
+    """Padded tokens of all chunks."""
     prefix_room: int | None
     """Positions of all hidden prefixes, each rounded up to a multiple of `PREFIX_STEP`; None: any number."""
 

@@ -164,7 +164,7 @@ class PackedForward:
     num_decode: int
     num_prefill: int
     prefix_room: int | None
-    """Of the program, as of `PromptSize`."""
+    """Room of the program for hidden prefixes, as of `PromptSize`."""
     table_changes: Changes
     """Changes of block tables that did not fit into `ints`: to be sent before."""
 

@@ -162,6 +162,7 @@ def plan_executor(
         "kv_table_len": -(-max_model_len // cache.block_size) * kinds.kv,
         "hidden_table_len": -(-max_model_len // hidden_block_size) * hidden,
     }
+    absorbs_prompts = hidden_mode == "absorb" and config.hidden_size == config.lane and not extras["prefill"]
     entries = max_num_seqs * max(2 * max(table_lens.values()), config.vocab_size)
     if entries > _MAX_ENTRIES:
         raise ConfigError(
@@ -190,7 +191,7 @@ def plan_executor(
             sparse=not ops.branches,
             has_rooms=hidden and not ops.branches,
             in_pieces=num_devices == 1,
-            few_tokens=config.head_dim if hidden_mode == "absorb" and not extras["prefill"] else 0,
+            few_tokens=config.head_dim if absorbs_prompts else 0,
         ),
         num_devices=num_devices,
         platform=platform,

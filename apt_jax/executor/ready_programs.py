@@ -41,7 +41,7 @@ class ProgramName(NamedTuple):
     size: int
     variant: SamplerVariant | None = None
     prefix_room: int | None = None
-    """Of a program for prompts, as of `PromptSize`."""
+    """Room of a program for prompts, as of `PromptSize`."""
 
 
 class ReadyPrograms:

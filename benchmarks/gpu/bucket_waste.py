@@ -1,4 +1,4 @@
-"""What padding prompts to the sizes of compiled programs costs, by traffic and largest step.
+"""Time that padding prompts to the sizes of compiled programs adds, by traffic and largest step.
 
 A prompt is computed alone, in steps of at most as many tokens as a step may have. A step takes as long as its padded
 tokens, and at least as long as reading the weights: below `KNEES` tokens more of them cost nothing. Under load steps are

@@ -115,7 +115,7 @@ class Outcome:
     seconds: float
     num_devices: int = 1
     case: LaunchCase | None = None
-    """Of launches."""
+    """Step whose launches were counted."""
 
     @property
     def place(self) -> str:
@@ -294,7 +294,7 @@ def _model_cases() -> list[StepCase]:
 
 
 Item = KernelCase | tuple[StepCase, str] | LaunchCase
-"""What a worker checks."""
+"""A check of a worker."""
 
 
 def quick(

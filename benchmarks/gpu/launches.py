@@ -22,7 +22,7 @@ _Outcome = TypeVar("_Outcome", bound=Any)
 
 PROMPT_TOKENS, DECODE_ROWS = (64, 1024), (1, 64)
 PREFIX_TOKENS = 1500
-"""Of each hidden prefix."""
+"""Length of each hidden prefix."""
 WRITES = 1
 """Launches a layer that layer inputs may cost a step without hidden prefixes."""
 
@@ -36,7 +36,7 @@ class LaunchCase:
     prompt_tokens: int = 0
     """0: the step decodes."""
     num_rows: int = 64
-    """That decode, or seats beside prompts."""
+    """Rows that decode; of a step of prompts `--max-num-seqs`."""
     num_prefixes: int = 0
     """Hidden prefixes of the prompts."""
     arch: str = "sm_90"
@@ -66,7 +66,7 @@ class LaunchReport:
     fixed: int
     per_layer: int
     total: int
-    """Of the whole model."""
+    """Sum for the whole model."""
     command_buffers: int
     outside: int
     """Launches outside command buffers, with two layers."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from apt_jax.executor.buckets import EVERYTHING, GREEDY, SAMPLED, Buckets, SamplerVariant
+from apt_jax.executor.buckets import EVERYTHING, GREEDY, SAMPLED, Buckets, PromptSize, SamplerVariant
 from apt_jax.executor.ready_programs import ProgramName, ReadyPrograms
 
 BUCKETS = Buckets.for_limits(
@@ -63,3 +63,23 @@ def test_a_broader_sampler_has_all_that_the_rows_need() -> None:
             assert other.masked >= variant.masked
     assert EVERYTHING.broader() == []
     assert np.all([v.broader()[-1] == EVERYTHING for v in (GREEDY, SAMPLED, PENALISED, MASKED)])
+
+
+def test_the_first_program_for_prompts_holds_any_hidden_prefix() -> None:
+    buckets = Buckets.for_limits(
+        max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, hidden_block_size=16, rows_multiple=8, sparse=True,
+        has_rooms=True,
+    )  # fmt: skip
+    ready = ReadyPrograms(buckets)
+    names = ready.first()
+    ready.forget()
+    for name in names:
+        ready.add(name)
+    assert ready.sizes.prompts == [PromptSize(512, None)]
+    ready.add(ProgramName("prefill", 256, prefix_room=8192))
+    assert [ready.sizes.prompt_size(10, n) for n in (0, 8192, 8193)] == [(256, 8192), (256, 8192), (512, None)]
+    ready.add(ProgramName("prefill", 64, prefix_room=0))
+    assert [ready.sizes.prompt_size(10, n) for n in (0, 1)] == [(64, 0), (256, 8192)]
+    assert ready.sizes.prompt_size(65, 0) == (256, 8192)
+    ready.finish()
+    assert ready.sizes == buckets

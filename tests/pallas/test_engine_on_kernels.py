@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from apt_jax.config import HiddenAttention
+from apt_jax.executor import buckets
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.sched.request_table import HIDDEN, KV
@@ -44,6 +45,27 @@ def test_tokens_equal_a_plain_forward_pass(ops: str, attention: HiddenAttention)
     for slot, prompt in prompts.items():
         generated = len(driver.tokens[slot]) - len(prompt)
         assert driver.tokens[slot] == reference_greedy(prompt, generated, plain), slot
+
+
+@pytest.mark.slow  # tests/executor has the same over XLA's ops, tests/pallas/test_triton_prefill.py the kernels
+def test_tokens_are_the_same_with_room_for_any_hidden_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "_PREFIX_ROOMS", (256, 512))
+    executor = make_executor(attention="absorb", ops="triton-interpret", params=FIRST, config=ONE_LAYER)
+    for sizes in (executor.buckets.decode, executor.buckets.masked):
+        del sizes[:-1]
+    assert [room for _, room in executor.buckets.prompts] == [0, 256, 512, None]
+    driver = Driver(executor)
+    prompts = {slot: list(range(10 + slot, 30 + slot)) for slot in range(4)}
+    for slot, prompt in prompts.items():
+        driver.add(slot, prompt, KV if slot == 3 else HIDDEN)
+    driver.step(dict.fromkeys(prompts, 4))
+    driver.step({0: 3, 3: 4})
+    driver.step({0: 3, 1: 4})
+    driver.step({0: 3, 1: 4, 2: 4})
+    driver.step({0: 7, 1: 8, 2: 12, 3: 12})
+    driver.step(dict.fromkeys(prompts, 1))
+    for slot, prompt in prompts.items():
+        assert driver.tokens[slot] == reference_greedy(prompt, 2, plain), slot
 
 
 @pytest.mark.slow
