@@ -135,7 +135,12 @@ def input_failures(num_rows: int, prefill_tokens: int, num_bytes: int) -> list[s
 def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> ProgramRunner:
     """The programs of `JaxExecutor` for GPUs that are not there, with shapes for weights and pools."""
     mesh = make_mesh(chip, case.num_devices)
-    plan = plan_executor(
+    return described_runner(plan_of(case, chip, ops), mesh, case.dtype, case.num_blocks)
+
+
+def plan_of(case: StepCase, chip: Chip, ops: KernelBackend | None) -> ExecutorPlan:
+    """The plan of an executor whose largest step is the case's."""
+    return plan_executor(
         model_of(case),
         cache=CacheConfig(
             mode="hybrid" if case.kinds[1] else "kv",
@@ -150,7 +155,6 @@ def abstract_runner(case: StepCase, chip: Chip, ops: KernelBackend | None) -> Pr
         chip=chip.arch,
         attention=ops,
     )
-    return described_runner(plan, mesh, case.dtype, case.num_blocks)
 
 
 def described_runner(

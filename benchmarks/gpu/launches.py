@@ -111,8 +111,8 @@ def step_of(case: LaunchCase, num_layers: int) -> StepCase:
 def _program(case: LaunchCase, common: dict[str, Any]) -> PromptSize:
     """The engine's, of those of a server that computes as many tokens a step as any case has."""
     largest = StepCase(**common, prefill_tokens=max(PROMPT_TOKENS))
-    runner = engine_step.abstract_runner(largest, CHIPS[case.arch], None)
-    size = runner.step_format.buckets.prompt_size(case.prompt_tokens, case.num_prefixes * padded_prefix(PREFIX_TOKENS))
+    buckets = engine_step.plan_of(largest, CHIPS[case.arch], None).buckets
+    size = buckets.prompt_size(case.prompt_tokens, case.num_prefixes * padded_prefix(PREFIX_TOKENS))
     return size if case.hybrid else size._replace(prefix_room=0)
 
 

@@ -251,7 +251,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, arguments: list[Any], named: dict[
     [(256, 1), (512, 2), (768, 3), (1024, 4), (1280, 4), (None, 4)],
 )
 def test_kernels_are_launched_for_the_room(monkeypatch: pytest.MonkeyPatch, room: int | None, pieces: int) -> None:
-    """Of two rows of up to 512 positions, and pieces of 256."""
+    """Two rows of up to 512 positions, and pieces of 256."""
     arguments, named = case(SMALL["one-head"], "float32", chunks=(30, 40), prefixes=(100, 500), hidden=(True, True))
     names = launched(monkeypatch, arguments, named | {"room": room, "piece_positions": 256})
     # All pieces but the first are traced together.
