@@ -95,11 +95,11 @@ def _child(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {"rates": args.rates, "seats": args.seats, "step_tokens": args.step_tokens, "requests": args.requests}
+    return {"rates": args.rates, "slots": args.slots, "step_tokens": args.step_tokens, "requests": args.requests}
 
 
 class _Log:
-    """What is printed, kept in the folder too.
+    """Log of what is printed, kept in the folder too.
 
     Args:
         path: the file; it grows to `_LOG_BYTES` at most.
@@ -132,7 +132,7 @@ def _command(name: str, seconds: float, args: argparse.Namespace, *, careful: bo
     command = [sys.executable, "-m", "benchmarks.gpu.run", "--child", name, "--out", str(args.out), "--work", str(args.work)]  # fmt: skip
     command += ["--seconds", f"{seconds:.1f}", "--only", args.only, "--requests", str(args.requests)]
     command += ["--rates", ",".join(map(str, args.rates))]
-    command += ["--seats", str(args.seats)] if args.seats else []
+    command += ["--slots", str(args.slots)] if args.slots else []
     command += ["--step-tokens", str(args.step_tokens)] if args.step_tokens else []
     command += ["--tiny"] if args.tiny else []
     return command + (["--careful"] if careful else [])
@@ -192,7 +192,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU; all stages")
     parser.add_argument("--rates", default="16,12,24", help="stage serve: requests/s, in this order")
     parser.add_argument("--requests", type=int, default=128, help="stage serve: of each run")
-    parser.add_argument("--seats", type=int, help="stages with an engine: --max-num-seqs (default: the engine's)")
+    parser.add_argument("--slots", type=int, help="stages with an engine: --max-num-seqs (default: the engine's)")
     parser.add_argument("--step-tokens", type=int, help="stages with an engine: --max-num-batched-tokens")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--careful", action="store_true", help=argparse.SUPPRESS)

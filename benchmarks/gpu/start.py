@@ -84,11 +84,13 @@ class _Report:
     """Prints what there is as lines of JSON, with the seconds since the process was started."""
 
     def __init__(self, started_s: float) -> None:
-        self._started_s = started_s
+        self._started_s, self._lock = started_s, threading.Lock()
 
     def __call__(self, what: str, **values: Any) -> None:
         plain = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
-        print(json.dumps({"what": what, "at_s": round(time.time() - self._started_s, 2), **plain}), flush=True)
+        line = json.dumps({"what": what, "at_s": round(time.time() - self._started_s, 2), **plain})
+        with self._lock:  # programs are compiled side by side
+            print(line, flush=True)
 
 
 @contextlib.contextmanager
