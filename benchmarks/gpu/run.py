@@ -120,8 +120,9 @@ class _Log:
 
         def read() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                self.say(line.rstrip("\n"))
+            with process.stdout as output:
+                for line in output:
+                    self.say(line.rstrip("\n"))
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()

@@ -62,15 +62,16 @@ def _in_a_process(stage: Stage, table: Table, model: str, name: str) -> bool:
     assert process.stderr is not None
     reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
     reader.start()
-    for line in process.stdout:
-        if line.startswith("{"):
-            row = json.loads(line)
-            what = row.pop("what")
-            table.add(f"{name}: {what}", **row)
-            if "program" not in row:
-                print(f"  {name}: {what} after {row['at_s']:.1f} s", flush=True)
-    status = process.wait()
-    reader.join(2.0)
+    with process:
+        for line in process.stdout:
+            if line.startswith("{"):
+                row = json.loads(line)
+                what = row.pop("what")
+                table.add(f"{name}: {what}", **row)
+                if "program" not in row:
+                    print(f"  {name}: {what} after {row['at_s']:.1f} s", flush=True)
+        status = process.wait()
+        reader.join(2.0)
     if status:
         last = next((line.strip() for line in reversed(errors) if line.strip()), "")
         table.add(name, status=f"exit {status}: {last}"[:300])

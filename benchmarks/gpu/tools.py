@@ -68,19 +68,20 @@ def autotune(stage: Stage) -> None:
         f"{stage.left_s - 2:.0f}",
     ]
     environment = environment_of("autotune", stage.work or stage.out)
-    process = spawn([*command, *(["--tiny"] if stage.tiny else [])], environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    flags = ["--tiny"] if stage.tiny else []
     programs, errors, begin = 0, 0, time.monotonic()
-    for line in process.stdout:
-        row = json.loads(line) if line.startswith("{") else {}
-        programs += "program" in row
-        errors += row.get("error") is not None
-        if "results" in row:
-            for path in work.rglob("*.json"):
-                shutil.copyfile(path, stage.out / "autotune.json")
-            table.add(
-                row["model"], programs=programs, errors=errors, results=row["results"], seconds=time.monotonic() - begin,
-                file=str(Path(row["file"]).relative_to(work)), status="ok" if not errors else "some failed",
-            )  # fmt: skip
-    if process.wait():
-        table.add("autotune", status=f"exit {process.returncode}; its own output is above")
+    with spawn([*command, *flags], environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            row = json.loads(line) if line.startswith("{") else {}
+            programs += "program" in row
+            errors += row.get("error") is not None
+            if "results" in row:
+                for path in work.rglob("*.json"):
+                    shutil.copyfile(path, stage.out / "autotune.json")
+                table.add(
+                    row["model"], programs=programs, errors=errors, results=row["results"], seconds=time.monotonic() - begin,
+                    file=str(Path(row["file"]).relative_to(work)), status="ok" if not errors else "some failed",
+                )  # fmt: skip
+        status = process.wait()
+    if status:
+        table.add("autotune", status=f"exit {status}; its own output is above")
