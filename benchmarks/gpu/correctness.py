@@ -101,7 +101,7 @@ def _share(stage: Stage, table: Table, names: "queue.SimpleQueue[str]", lock: th
             break
         if worker is None:
             worker = _start(stage)
-        found = _ask(worker, name, min(_CASE_LIMIT_S, stage.left_s + 2.0))
+        found = _ask(worker, name, min(600.0 if stage.tiny else _CASE_LIMIT_S, stage.left_s + 2.0))
         if "error" not in found and "status" not in found:  # no answer
             late = stage.left_s <= 0
             status = _end(worker)

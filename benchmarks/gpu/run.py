@@ -201,7 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.out = args.out.resolve()
     args.work = (args.work or Path(tempfile.gettempdir()) / f"apt-jax-gpu-queue-{os.getuid()}").resolve()
     args.rates = [float(rate) for rate in args.rates.split(",") if rate]
-    shares = {**FIRST_S, **REST_S} if args.tiny else REST_S if args.rest else FIRST_S
+    shares = {**REST_S, **FIRST_S} if args.tiny else REST_S if args.rest else FIRST_S
     names = [name for name in args.stages.split(",") if name] if args.stages else list(shares)
     for name in names:
         if name not in report.STAGES:
