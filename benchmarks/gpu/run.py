@@ -63,7 +63,7 @@ FIRST_S = {
 """Stages of the first command, in order of worth, and their shares of its time, seconds."""
 REST_S = {
     "correctness": 20.0, "kernels": 35.0, "peers": 10.0, "step": 25.0, "serve": 110.0, "generate": 40.0, "start": 15.0,
-    "tune": 30.0, "autotune": 10.0, "sanitizer": 5.0,
+    "autotune": 20.0, "tune": 20.0, "sanitizer": 5.0,
 }  # fmt: skip
 """Those of the second."""
 _MODULES = {

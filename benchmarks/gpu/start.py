@@ -133,7 +133,9 @@ def reported_programs(report: Callable[..., None]) -> Iterator[None]:
 
 def _name(call: Any) -> str:
     program, size, *_ = call.key
-    static = [f"{name} {_text(value)}" for name, value in call.static.items() if value not in (None, 0)]
+    absent = {("num_decode", 0), ("num_prefill", 0)}
+    given = [(name, value) for name, value in call.static.items() if value is not None and (name, value) not in absent]
+    static = [f"{name} {_text(value)}" for name, value in given]
     return ", ".join([program if size is None else f"{program} {size}", *static])
 
 
