@@ -33,6 +33,7 @@ from apt_jax.models.sharding import AXIS
 from apt_jax.ops.backend import KernelBackend
 from benchmarks.gpu.bounds import DEFAULTS
 from benchmarks.gpu.engine_step import BLOCK_SIZE, StepCase, described_runner, model_of
+from benchmarks.gpu.harness import end_with_parent
 
 MODELS = ("opt-13b", "llama-3-8b", "llama-2-7b", "opt-1.3b", "gemma-2b")
 _NUM_LAYERS = 2
@@ -115,4 +116,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main())

@@ -101,11 +101,11 @@ def _share(stage: Stage, table: Table, names: "queue.SimpleQueue[str]", lock: th
             break
         if worker is None:
             worker = _start(stage)
-        found = _ask(worker, name, min(_CASE_LIMIT_S, stage.left_s + 2.0))
+        found = _ask(worker, name, min(600.0 if stage.tiny else _CASE_LIMIT_S, stage.left_s + 2.0))
         if "error" not in found and "status" not in found:  # no answer
             late = stage.left_s <= 0
-            worker.kill()
-            found = {"status": "took too long" if worker.wait() == -9 else f"ended the process: {worker.returncode}"}
+            status = _end(worker)
+            found = {"status": "took too long" if status == -9 else f"ended the process: {status}"}
             worker = None
             if late:
                 break
@@ -114,8 +114,14 @@ def _share(stage: Stage, table: Table, names: "queue.SimpleQueue[str]", lock: th
             if found.get("status", "ok") != "ok":
                 print(f"  {name}: {found['status'][:160]}", flush=True)
     if worker is not None:
-        worker.kill()
-        worker.wait()
+        _end(worker)
+
+
+def _end(worker: "subprocess.Popen[str]") -> int:
+    """End a worker; returns its exit status."""
+    worker.kill()
+    with worker:
+        return worker.wait()
 
 
 def _start(stage: Stage) -> "subprocess.Popen[str]":

@@ -65,7 +65,7 @@ def _value(rows: Mapping[tuple[str, str], Row], stage: str, case: str, column: s
 
 
 def goals(rows: Sequence[Row]) -> Iterator[str]:
-    """What the rows say about each goal, as far as they do."""
+    """Yield what the rows say about each goal, as far as they do."""
     by_name = {(row["stage"], row["case"]): row for row in rows}
 
     def ratio(text: str, of: tuple[str, str, str], to: tuple[str, str, str], form: str = ".2f") -> Iterator[str]:

@@ -63,7 +63,7 @@ FIRST_S = {
 """Stages of the first command, in order of worth, and their shares of its time, seconds."""
 REST_S = {
     "correctness": 20.0, "kernels": 35.0, "peers": 10.0, "step": 25.0, "serve": 110.0, "generate": 40.0, "start": 15.0,
-    "tune": 30.0, "autotune": 10.0, "sanitizer": 5.0,
+    "autotune": 20.0, "tune": 20.0, "sanitizer": 5.0,
 }  # fmt: skip
 """Those of the second."""
 _MODULES = {
@@ -95,11 +95,11 @@ def _child(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {"rates": args.rates, "seats": args.seats, "step_tokens": args.step_tokens, "requests": args.requests}
+    return {"rates": args.rates, "slots": args.slots, "step_tokens": args.step_tokens, "requests": args.requests}
 
 
 class _Log:
-    """What is printed, kept in the folder too.
+    """Log of what is printed, kept in the folder too.
 
     Args:
         path: the file; it grows to `_LOG_BYTES` at most.
@@ -120,8 +120,9 @@ class _Log:
 
         def read() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                self.say(line.rstrip("\n"))
+            with process.stdout as output:
+                for line in output:
+                    self.say(line.rstrip("\n"))
 
         thread = threading.Thread(target=read, daemon=True)
         thread.start()
@@ -132,7 +133,7 @@ def _command(name: str, seconds: float, args: argparse.Namespace, *, careful: bo
     command = [sys.executable, "-m", "benchmarks.gpu.run", "--child", name, "--out", str(args.out), "--work", str(args.work)]  # fmt: skip
     command += ["--seconds", f"{seconds:.1f}", "--only", args.only, "--requests", str(args.requests)]
     command += ["--rates", ",".join(map(str, args.rates))]
-    command += ["--seats", str(args.seats)] if args.seats else []
+    command += ["--slots", str(args.slots)] if args.slots else []
     command += ["--step-tokens", str(args.step_tokens)] if args.step_tokens else []
     command += ["--tiny"] if args.tiny else []
     return command + (["--careful"] if careful else [])
@@ -192,7 +193,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU; all stages")
     parser.add_argument("--rates", default="16,12,24", help="stage serve: requests/s, in this order")
     parser.add_argument("--requests", type=int, default=128, help="stage serve: of each run")
-    parser.add_argument("--seats", type=int, help="stages with an engine: --max-num-seqs (default: the engine's)")
+    parser.add_argument("--slots", type=int, help="stages with an engine: --max-num-seqs (default: the engine's)")
     parser.add_argument("--step-tokens", type=int, help="stages with an engine: --max-num-batched-tokens")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--careful", action="store_true", help=argparse.SUPPRESS)
@@ -200,7 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.out = args.out.resolve()
     args.work = (args.work or Path(tempfile.gettempdir()) / f"apt-jax-gpu-queue-{os.getuid()}").resolve()
     args.rates = [float(rate) for rate in args.rates.split(",") if rate]
-    shares = {**FIRST_S, **REST_S} if args.tiny else REST_S if args.rest else FIRST_S
+    shares = {**REST_S, **FIRST_S} if args.tiny else REST_S if args.rest else FIRST_S
     names = [name for name in args.stages.split(",") if name] if args.stages else list(shares)
     for name in names:
         if name not in report.STAGES:

@@ -62,15 +62,16 @@ def _in_a_process(stage: Stage, table: Table, model: str, name: str) -> bool:
     assert process.stderr is not None
     reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
     reader.start()
-    for line in process.stdout:
-        if line.startswith("{"):
-            row = json.loads(line)
-            what = row.pop("what")
-            table.add(f"{name}: {what}", **row)
-            if "program" not in row:
-                print(f"  {name}: {what} after {row['at_s']:.1f} s", flush=True)
-    status = process.wait()
-    reader.join(2.0)
+    with process:
+        for line in process.stdout:
+            if line.startswith("{"):
+                row = json.loads(line)
+                what = row.pop("what")
+                table.add(f"{name}: {what}", **row)
+                if "program" not in row:
+                    print(f"  {name}: {what} after {row['at_s']:.1f} s", flush=True)
+        status = process.wait()
+        reader.join(2.0)
     if status:
         last = next((line.strip() for line in reversed(errors) if line.strip()), "")
         table.add(name, status=f"exit {status}: {last}"[:300])
@@ -84,11 +85,13 @@ class _Report:
     """Prints what there is as lines of JSON, with the seconds since the process was started."""
 
     def __init__(self, started_s: float) -> None:
-        self._started_s = started_s
+        self._started_s, self._lock = started_s, threading.Lock()
 
     def __call__(self, what: str, **values: Any) -> None:
         plain = {k: round(v, 3) if isinstance(v, float) else v for k, v in values.items()}
-        print(json.dumps({"what": what, "at_s": round(time.time() - self._started_s, 2), **plain}), flush=True)
+        line = json.dumps({"what": what, "at_s": round(time.time() - self._started_s, 2), **plain})
+        with self._lock:  # programs are compiled side by side
+            print(line, flush=True)
 
 
 @contextlib.contextmanager
@@ -130,7 +133,9 @@ def reported_programs(report: Callable[..., None]) -> Iterator[None]:
 
 def _name(call: Any) -> str:
     program, size, *_ = call.key
-    static = [f"{name} {_text(value)}" for name, value in call.static.items() if value not in (None, 0)]
+    absent = {("num_decode", 0), ("num_prefill", 0)}
+    given = [(name, value) for name, value in call.static.items() if value is not None and (name, value) not in absent]
+    static = [f"{name} {_text(value)}" for name, value in given]
     return ", ".join([program if size is None else f"{program} {size}", *static])
 
 

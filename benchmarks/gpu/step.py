@@ -5,7 +5,7 @@
   prompt 512 kv                            a prompt that fills a bucket of the engine's, keys and values
   prompt 512 hidden                        the same with layer inputs, no prefix: what is the twin of the row above
   prompt 512 over 1 hidden, 8 hidden, 8 kv chunks over so many prefixes of 469 tokens
-  mixed 512 kv, mixed 512 hidden           a prompt of the bucket and decode rows in all other seats
+  mixed 512 kv, mixed 512 hidden           a prompt of the bucket and decode rows in all other slots
 
 `alone_ms` is a step with all of its host time, `pipelined_ms` one of many that were dispatched ahead, `idle_host_ms` the
 host's time to dispatch one while the device has nothing to do. Rows `trace ...` count what a step launches, as JAX's
@@ -208,7 +208,7 @@ def _count(stage: Stage, table: Table, executor: JaxExecutor, cases: list[_Case]
 
 
 def _traced(executor: JaxExecutor, case: _Case) -> dict[str, Any]:
-    """What one step launches, by the profiler; on a CPU nothing."""
+    """Count what one step launches, by the profiler; on a CPU nothing."""
     batch = case.batch(executor)
     executor.execute(batch).result()
     with tempfile.TemporaryDirectory() as directory:
@@ -256,7 +256,7 @@ def _captured(found: list[Any]) -> Iterator[None]:
 
 
 def _listed(executor: JaxExecutor, case: _Case) -> dict[str, Any]:
-    """What one step launches, by XLA's listing of its largest program."""
+    """Count what one step launches, by XLA's listing of its largest program."""
     programs: list[Any] = []
     with _captured(programs):
         executor.execute(case.batch(executor)).result()

@@ -1,6 +1,5 @@
 """Stages `sanitizer` and `autotune`: other people's tools over the same programs."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -50,37 +49,36 @@ def sanitizer(stage: Stage) -> None:
             stage.run(table, name, lambda case=case: check(case), limit_s=600.0)
 
 
+_TUNED_MODELS = ("opt-13b", "llama-3-8b", "llama-2-7b", "opt-1.3b", "gemma-2b")
+"""Models whose products are tried, the most important first."""
+
+
 def autotune(stage: Stage) -> None:
-    """Keep XLA's choices for this card as a file to ship, `autotune.json`: `benchmarks.gpu.autotune` makes it, where this
-    revision has it, model by model, and says in lines of JSON what it compiled."""
+    """Keep XLA's choices for this card as a file to ship, `autotune.json`: `benchmarks.gpu.autotune` makes it, model by
+    model, and says in lines of JSON what it compiled."""
     table, work = stage.table(), (stage.work or stage.out) / "autotune"
-    if importlib.util.find_spec("benchmarks.gpu.autotune") is None:
-        if "autotune" not in table.done:
-            table.add("autotune", status="skipped: benchmarks.gpu.autotune is not in this revision")
+    models = [model for model in ("opt-13b",) if stage.tiny] or list(_TUNED_MODELS)
+    models = [model for model in models if stage.wanted(table, model, needs_s=0.0 if stage.tiny else 5.0)]
+    if not models:
         return
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.autotune",
-        "--out",
-        str(work),
-        "--seconds",
-        f"{stage.left_s - 2:.0f}",
-    ]
+    seconds = min(8.0, stage.left_s) if stage.tiny else max(1.0, stage.left_s - 5)
+    command = [sys.executable, "-m", "benchmarks.gpu.autotune", "--out", str(work), "--models", ",".join(models)]
+    command += ["--seconds", f"{seconds:.0f}"]
     environment = environment_of("autotune", stage.work or stage.out)
-    process = spawn([*command, *(["--tiny"] if stage.tiny else [])], environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    flags = ["--tiny"] if stage.tiny else []
     programs, errors, begin = 0, 0, time.monotonic()
-    for line in process.stdout:
-        row = json.loads(line) if line.startswith("{") else {}
-        programs += "program" in row
-        errors += row.get("error") is not None
-        if "results" in row:
-            for path in work.rglob("*.json"):
-                shutil.copyfile(path, stage.out / "autotune.json")
-            table.add(
-                row["model"], programs=programs, errors=errors, results=row["results"], seconds=time.monotonic() - begin,
-                file=str(Path(row["file"]).relative_to(work)), status="ok" if not errors else "some failed",
-            )  # fmt: skip
-    if process.wait():
-        table.add("autotune", status=f"exit {process.returncode}; its own output is above")
+    with spawn([*command, *flags], environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            row = json.loads(line) if line.startswith("{") else {}
+            programs += "program" in row
+            errors += row.get("error") is not None
+            if "results" in row:
+                for path in work.rglob("*.json"):
+                    shutil.copyfile(path, stage.out / "autotune.json")
+                table.add(
+                    row["model"], programs=programs, errors=errors, results=row["results"], seconds=time.monotonic() - begin,
+                    file=str(Path(row["file"]).relative_to(work)), status="ok" if not errors else "some failed",
+                )  # fmt: skip
+        status = process.wait()
+    if status:
+        table.add("autotune", status=f"exit {status}; its own output is above")

@@ -1,4 +1,4 @@
-"""What the stages with a whole model share: random weights made on the device, the engine with its default flags, floors
+"""Shared parts of the stages with a whole model: random weights made on the device, the engine with its default flags, floors
 of steps, and ShareGPT's lengths."""
 
 import dataclasses
@@ -56,7 +56,7 @@ def engine_config(model: str, stage_settings: Mapping[str, Any], *, tiny: bool, 
     """
     set_memory_fraction()  # before weights are made: an engine's share of the card
     given: dict[str, Any] = {"load_format": "dummy", **options}
-    given |= {"max_num_seqs": stage_settings.get("seats"), "max_num_batched_tokens": stage_settings.get("step_tokens")}
+    given |= {"max_num_seqs": stage_settings.get("slots"), "max_num_batched_tokens": stage_settings.get("step_tokens")}
     if tiny:
         # Interpreted kernels are too slow for a whole model: XLA's, in the programs that a GPU runs.
         make = backends._IMPLEMENTATIONS["xla"]
@@ -105,7 +105,7 @@ def with_known_pool(config: EngineConfig, stage: Stage) -> EngineConfig:
     if (
         not known
         or config.cache.num_blocks_override is not None
-        or any(stage.settings.get(k) for k in ("seats", "step_tokens"))
+        or any(stage.settings.get(k) for k in ("slots", "step_tokens"))
     ):
         return config
     cache = dataclasses.replace(config.cache, num_blocks_override=known[-1])
@@ -157,7 +157,7 @@ class StepFloor:
         return cls(executor.config, weights, dense, itemsize, executor.absorbs, rates)
 
     def seconds(self, num_tokens: Sequence[int], start: Sequence[int], kind: Sequence[int]) -> float:
-        """Of a step that reads weights and cache once and computes nothing twice; 0 where rates are not known.
+        """Seconds of a step that reads weights and cache once and computes nothing twice; 0 where rates are not known.
 
         Args:
             num_tokens, start, kind: of each row: tokens to compute, cached tokens before them, kind of the cache.

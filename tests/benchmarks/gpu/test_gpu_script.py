@@ -28,7 +28,7 @@ def command(out: Path, *flags: str) -> list[str]:
 def start(out: Path, *flags: str) -> str:
     """Run the script in a separate process, as it is used; return its output."""
     done = subprocess.run(
-        command(out, *flags), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280, check=False
+        command(out, *flags), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -118,7 +118,10 @@ def test_what_ends_the_script_leaves_rows_and_no_process(tmp_path: Path) -> None
     """`kill -9` of the parent, in the middle of a stage with worker processes."""
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(out, "--tiny", "--stages", "autotune,correctness"), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+        command(out, "--tiny", "--stages", "sanitizer,correctness"),
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
     )
     try:
         until = time.monotonic() + 120
@@ -135,17 +138,16 @@ def test_what_ends_the_script_leaves_rows_and_no_process(tmp_path: Path) -> None
         time.sleep(0.05)
     assert rows_of(out)
     assert {path.name for path in out.iterdir()} <= FILES
-    assert "autotune" in start(out, "--report")
+    assert "memcheck" in start(out, "--report")
 
 
 def test_a_stage_is_ended_when_its_time_is_over(tmp_path: Path) -> None:
     out = tmp_path / "out"
     begin = time.monotonic()
-    printed = start(out, "--tiny", "--stages", "autotune,serve", "--seconds", "9")
+    printed = start(out, "--tiny", "--stages", "serve", "--seconds", "9")
     assert time.monotonic() - begin < 60
     assert "serve: its time was over" in printed
     assert processes_of(out) == []
-    assert {row["stage"] for row in rows_of(out)} >= {"autotune"}
 
 
 CHILD = """
