@@ -107,9 +107,9 @@ class Programs:
         self.num_hosts = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
         size = 1 if mesh is None else mesh.size
         self._platform, self._num_late = platform, 0
-        self._draw: Callable[..., Any] = functools.partial(sampling.sample, branches=self.branches)
+        self._draw: Callable[..., Any] = self._draw_rows
         if platform in ("gpu", "cuda"):  # most of a sampling program, and in many
-            self._draw = lowered_once(self._draw, static_argnames=(), platform="cuda")
+            self._draw = lowered_once(self._draw_rows, static_argnames=(), platform="cuda")
         self._compiler_options = compiler_options(
             platform, num_devices=size, num_hosts=self.num_hosts, tuning_dir=tuning_dir
         )
@@ -445,6 +445,9 @@ class Programs:
         packed = jnp.stack([tokens, finite.astype(jnp.int32)])
         logprobs = sampling.log_probabilities(raw, tokens) if variant.penalised else None
         return last_tokens, token_counts, packed, logprobs
+
+    def _draw_rows(self, scores: Array, settings: sampling.SamplingRows) -> tuple[Array, Array]:
+        return sampling.sample(scores, settings, branches=self.branches)
 
     def decode(
         self,

@@ -36,6 +36,7 @@ from benchmarks.gpu.engine_step import BLOCK_SIZE, StepCase, described_runner, m
 from benchmarks.gpu.harness import end_with_parent
 
 MODELS = ("opt-13b", "llama-3-8b", "llama-2-7b", "opt-1.3b", "gemma-2b")
+_TINY = ("opt-125m",)
 _NUM_LAYERS = 2
 _NUM_BLOCKS = 64
 
@@ -93,9 +94,9 @@ def compiled(programs: Sequence[Program], until: float) -> Iterator[dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--models", default=",".join(MODELS), help="presets, the most important first")
+    parser.add_argument("--models", help=f"presets, the most important first; {','.join(MODELS)}")
     parser.add_argument("--seconds", type=float, default=240.0, help="after which no program is begun")
-    parser.add_argument("--tiny", action="store_true", help="few and small programs, to try the script on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="three small programs, to try the script on a CPU")
     options = parser.parse_args(arguments)
     until, device = time.monotonic() + options.seconds, jax.devices()[0]
     path = options.out / card_name(device.device_kind) / f"{jaxlib_version()}.json"
@@ -104,9 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuning_dir = prepare_tuning_dir(device)
         if tuning_dir is None:
             print(f"{device.device_kind} is no GPU: nothing is tuned", file=sys.stderr)
-        for model in options.models.split(","):
+        models = ",".join(_TINY if options.tiny else MODELS) if options.models is None else options.models
+        for model in models.split(","):
             runner = runner_of(model, tuning_dir, tiny=options.tiny)
-            for row in compiled(products(runner), until):
+            for row in compiled(products(runner)[: 3 if options.tiny else None], until):
                 print(json.dumps({"model": model, **row}), flush=True)
             count = 0 if tuning_dir is None else write_results(tuning_dir, path)
             print(json.dumps({"model": model, "results": count, "file": os.fspath(path)}), flush=True)

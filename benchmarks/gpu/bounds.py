@@ -66,7 +66,8 @@ def start_cases() -> list[tuple[str, StepCase]]:
 
 
 def starts(archs: Sequence[str] = ("sm_80",)) -> Iterator[Row]:
-    """Programs of a start, and the processor seconds that tracing and lowering them takes on this machine."""
+    """Programs of a start, and the processor seconds that tracing and lowering them takes on this machine: of all, and by
+    kind beside the number of that kind. What programs share is in the kind that comes first."""
     for arch in archs:
         chip = CHIPS[arch]
         for name, case in start_cases():
@@ -74,18 +75,25 @@ def starts(archs: Sequence[str] = ("sm_80",)) -> Iterator[Row]:
             with pallas_for(chip):
                 runner = abstract_runner(case, chip, ops)
                 programs = all_programs(runner, mixed=True, copies=True, conversions=False)
-                begin = time.thread_time()  # Python holds its lock: more cores do not help
+                spent: dict[str, float] = {}
                 for program in tqdm(programs, desc=f"{case.model} {name}", unit="program", file=sys.stderr):
+                    begin = time.thread_time()  # Python holds its lock: more cores do not help
                     program.call().lower()
-                seconds = time.thread_time() - begin
+                    kind = program.name.kind
+                    spent[kind] = spent.get(kind, 0.0) + time.thread_time() - begin
             yield {
                 "model": case.model,
                 "engine": name,
                 "chip": arch,
                 "programs": len(programs),
                 "of the whole model": sum(map(_is_whole_model, programs)),
-                "lowering s": round(seconds, 1),
+                "lowering s": round(sum(spent.values()), 1),
+                **{f"{kind} s": f"{seconds:.1f} / {_count(programs, kind)}" for kind, seconds in spent.items()},
             }
+
+
+def _count(programs: Sequence[Program], kind: str) -> int:
+    return sum(program.name.kind == kind for program in programs)
 
 
 def _is_whole_model(program: Program) -> bool:

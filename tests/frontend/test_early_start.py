@@ -15,8 +15,15 @@ from apt_jax.executor.ready_programs import TRANSFERS, ProgramName
 from apt_jax.frontend.early_start import BackgroundPreparation, Unprepared
 from apt_jax.request import SamplingParams
 from apt_jax.sched import make_policy
-from apt_jax.sched.request_table import KV
-from tests.executor.test_jax_executor import PROMPTS, Driver, few_programs, make_executor, reference_greedy
+from apt_jax.sched.request_table import HIDDEN, KV
+from tests.executor.test_jax_executor import (
+    GRAPHS,
+    PROMPTS,
+    Driver,
+    few_programs,
+    make_executor,
+    reference_greedy,
+)
 from tests.support.host_executor import make_host_executor
 from tests.support.paged_driver import draw_greedily
 from tests.support.shared_serving import draw_requests, serve
@@ -99,6 +106,44 @@ def test_a_program_that_cannot_be_compiled_ends_the_engine_with_its_reason() -> 
     _until(lambda: engine.failed)
     assert engine.failed == ["preparation beside serving failed: RuntimeError: no such instruction and more"]
     assert not programs[2].compiled.is_set()
+
+
+def test_a_program_without_memory_is_tried_again_alone() -> None:
+    programs = _programs(4)
+    programs[1].error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 515 bytes")
+    engine: Any = FakeEngine(programs)
+    engine.parts.executor.num_background_compilers = 3
+    fail, tried = programs[1].compile, []
+
+    def fail_once() -> None:
+        tried.append(1)
+        if len(tried) == 1:
+            fail()
+
+    programs[1].compile = fail_once  # type: ignore[method-assign]
+    preparation = BackgroundPreparation(engine)
+    preparation.start()
+    _until(lambda: len(engine.added) == 4)
+    order = [programs[n].name for n in (0, 2, 3, 1)]
+    assert engine.added == [(name, name is order[-1]) for name in order]
+    assert preparation.stop()
+    assert engine.failed == []
+
+
+def test_serving_goes_on_without_a_program_that_memory_is_lacking_for(caplog: pytest.LogCaptureFixture) -> None:
+    programs = _programs(3)
+    programs[2].error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 515 bytes")
+    engine: Any = FakeEngine(programs)
+    engine.parts.executor.num_background_compilers = 2
+    preparation = BackgroundPreparation(engine)
+    with caplog.at_level("WARNING"):
+        preparation.start()
+        _until(lambda: caplog.messages)
+    assert engine.added == [(p.name, False) for p in programs[:2]]  # never the last: steps must not run the third
+    (line,) = caplog.messages
+    assert "serving goes on without 1 programs" in line
+    assert preparation.stop()
+    assert engine.failed == []
 
 
 def test_a_stop_does_not_wait_for_the_compiler() -> None:
@@ -190,6 +235,45 @@ def test_steps_have_the_same_tokens_and_compile_nothing_whatever_is_ready(params
         assert driver.tokens[slot] == reference_greedy(prompt, 6)
     assert not executor.ready.is_complete
     assert np.isin(executor.ready.sizes.decode, executor.buckets.decode).all()
+
+
+def test_without_branches_general_programs_serve_until_all_others_are_ready() -> None:
+    """As on a GPU, whose programs are compiled for the cache kinds of a step too."""
+    executor = make_executor("hybrid", mixed=True, ops=GRAPHS, attention="absorb", max_num_seqs=4)
+    executor.buckets.prefill = executor.buckets.prefill[-1:]
+    executor.buckets.decode = executor.buckets.masked = [4]
+    executor.buckets.copies = executor.buckets.copies[-1:]
+    assert executor.can_start_early
+    others = executor.warm_up_first()
+    kinds = [name.kind for name in executor.ready.first()]
+    assert kinds.count("fused") == 1
+    assert {program.name.kind for program in others} >= {"fused", "prefill", "mixed", "sample"}
+    driver = Driver(executor)
+    sampled = SamplingParams(temperature=0.8, seed=5, logprobs=2)
+
+    def serve(kind_of: dict[int, int]) -> dict[int, list[int]]:
+        for slot, prompt in PROMPTS.items():
+            driver.add(slot, prompt, kind_of[slot])
+        driver.step({0: 3, 1: 20, 2: 1})
+        driver.step({0: 1, 1: 10, 2: 1, 3: 5})
+        driver.step({0: 1, 1: 7, 2: 1, 3: 12})
+        for _ in range(3):
+            driver.step(dict.fromkeys(PROMPTS, 1))
+        for slot, prompt in PROMPTS.items():
+            assert driver.tokens[slot] == reference_greedy(prompt, len(driver.tokens[slot]) - len(prompt)), slot
+        driver.step(dict.fromkeys(PROMPTS, 1), sampled)
+        return dict(driver.tokens)
+
+    of_kv, of_both = dict.fromkeys(PROMPTS, KV), {0: KV, 1: HIDDEN, 2: HIDDEN, 3: KV}
+    early = [serve(of_kv), serve(of_both)]
+    assert executor.compilations == 0
+    assert not executor.ready.is_complete
+    for program in others:
+        program.compile()
+        executor.add_program(program, last=program is others[-1])
+    assert executor.ready.is_complete
+    assert [serve(of_kv), serve(of_both)] == early
+    assert executor.compilations == 0
 
 
 def test_transfers_begin_with_the_largest_programs(monkeypatch: pytest.MonkeyPatch) -> None:
