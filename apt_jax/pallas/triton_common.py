@@ -109,12 +109,12 @@ def lanes_of_step(step: Any, lanes: int, width: int) -> tuple[Any, Any]:
 def slot_of(
     tables: Any, slot_ranges: Any, row: Any, half: int, position: Any, own: Any, block_size: int
 ) -> tuple[Any, Any]:
-    """Block and slot of positions of a row; neither means anything where they are not `own`."""
+    """Block and slot of positions of a row; neither means anything where they are not `own` (None: all are)."""
     entry, order = lax.div(position, jnp.int32(block_size)), lax.rem(position, jnp.int32(block_size))
-    block = plt.load(tables.at[row, half, entry], mask=own, other=0)
+    block = load(tables, (row, half, entry), position.shape, own)
     if slot_ranges is None:
         return block, order
-    first, last = (plt.load(slot_ranges.at[row, entry, jnp.int32(i)], mask=own, other=0) for i in range(2))
+    first, last = (load(slot_ranges, (row, entry, jnp.int32(i)), position.shape, own) for i in range(2))
     return block, jnp.where(first <= last, first + order, first - 1 - order)
 
 

@@ -253,17 +253,17 @@ def _attend_kernel(
             else:  # a row's first piece has none
                 state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
 
-            def fetch(position: Any) -> Any:
-                own = position < high
+            def fetch(position: Any, is_open: bool) -> Any:
+                own = None if is_open else position < high
 
                 def half(which: int) -> Any:
                     at = (jnp.int32(which), (position - less)[:, None], kv_head, lane[None, :])
-                    return load(
-                        kv, at, (tile.keys, lane.size), own[:, None], None if lane_ok is None else lane_ok[None, :]
-                    )
+                    masks = (None if own is None else own[:, None], None if lane_ok is None else lane_ok[None, :])
+                    return load(kv, at, (tile.keys, lane.size), *masks)
 
-                return half(0), lambda: half(1), own[None, :]
+                return half(0), lambda: half(1), None if own is None else own[None, :]
 
+            last_query = first + ((tile.queries >> (group - 1).bit_length()) - 1)
             m, l, acc = attend(
                 state,
                 q,
@@ -274,6 +274,8 @@ def _attend_kernel(
                 keys=tile.keys,
                 first=jnp.maximum(low, scores.first_seen(hidden_len + first)),
                 last=high,
+                open_from=jnp.maximum(low, scores.first_seen(hidden_len + last_query)),
+                open_to=high,
             )
             if barrier and m_in is not None:
                 # The outputs are the memory of the inputs, which other threads may still read.

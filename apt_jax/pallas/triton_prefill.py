@@ -8,6 +8,7 @@ Loads outside a request's own slots and outside a chunk's tokens are masked and 
 powers of two. Nothing is summed by atomics, so equal inputs give equal bits.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -35,6 +36,8 @@ from apt_jax.pallas.triton_queries import (
 )
 from apt_jax.pallas.triton_tiles import PrefillTile, padded, prefill_tile
 
+_FEWER_KEYS = 64
+
 
 def _chunk_kernel(
     tiles: Any,
@@ -46,6 +49,7 @@ def _chunk_kernel(
     v_ref: Any,
     pool: Any,
     slopes: Any,
+    end: Any,
     m_ref: Any,
     l_ref: Any,
     acc_ref: Any,
@@ -58,7 +62,9 @@ def _chunk_kernel(
     group: int,
     head_dim: int,
 ) -> None:
-    kv_head = pl.program_id(1)
+    # The heads of a tile side by side: tiles with the most keys start first.
+    kv_head, place = pl.program_id(0), pl.program_id(1)
+    per_tile = tile.queries >> (group - 1).bit_length()
     lane = jnp.arange(padded(head_dim))
     lane_ok = below(lane, head_dim, lane.size)
     lane_mask = None if lane_ok is None else lane_ok[None, :]
@@ -74,37 +80,49 @@ def _chunk_kernel(
         else:
             state = read_state((m_ref, l_ref, acc_ref), queries, lane, lane_ok, hidden_len > 0)
 
-        def cached(position: Any) -> Any:
-            own = position < kv_len
+        def cached(position: Any, is_open: bool) -> Any:
+            own = None if is_open else position < kv_len
 
             def half(which: int) -> Any:
                 block, slot = slot_of(tables, ranges, row, which, position, own, block_size)
                 at = ((block * block_size + slot)[:, None], (kv_head * head_dim + lane)[None, :])
-                return load(pool, at, shape, own[:, None], lane_mask)
+                return load(pool, at, shape, None if own is None else own[:, None], lane_mask)
 
-            return half(0), lambda: half(1), own[None, :]
+            return half(0), lambda: half(1), None if own is None else own[None, :]
 
-        def of_chunk(position: Any) -> Any:
+        def of_chunk(position: Any, is_open: bool) -> Any:
             at = ((offset + position)[:, None], kv_head, lane[None, :])
-            there = (position < length)[:, None]
+            there = None if is_open else (position < length)[:, None]
             k, v = (load(ref, at, shape, there, lane_mask) for ref in (k_ref, v_ref))
-            return k, lambda: v, position[None, :] <= queries.position[:, None]
+            return k, lambda: v, None if is_open else position[None, :] <= queries.position[:, None]
 
-        per_tile = tile.queries >> (group - 1).bit_length()
-        common = (scores,), {"slope": slope, "keys": tile.keys}
+        last_query = first + (per_tile - 1)
+        common = {"slope": slope, "keys": tile.keys}
         state = attend(
-            state, q, cached, *common[0], kv_len + queries.position, **common[1],
+            state, q, cached, scores, kv_len + queries.position, **common,
             first=scores.first_seen(kv_len + first), last=kv_len,
+            open_from=scores.first_seen(kv_len + last_query), open_to=kv_len,
         )  # fmt: skip
         _, l, acc = attend(
-            state, q, of_chunk, *common[0], queries.position, **common[1],
+            state, q, of_chunk, scores, queries.position, **common,
             first=scores.first_seen(first), last=jnp.minimum(first + per_tile, length),
+            open_from=scores.first_seen(last_query), open_to=first + 1,
         )  # fmt: skip
         _, offset_, first_, length_, _, _ = read_tile(tiles, index, copy=1)
         queries = queries_of(tile.queries, group, kv_head, offset_, first_, length_)
-        queries.store(out_ref, lane, lane_ok, acc / jnp.maximum(l, 1e-30)[:, None])
+        out = acc * (1 / jnp.maximum(l, 1e-30))[:, None]
+        queries.store(out_ref, lane, lane_ok, out.astype(out_ref.dtype))
 
-    each_tile(count, programs, one_tile)
+    # Tokens of no chunk are the last ones: every program writes zeros for those of its share.
+    first_free, num_tokens = plt.load(end.at[jnp.int32(0)]), q_ref.shape[0]
+
+    @pl.when(((place + 1) * per_tile > first_free) & (place * per_tile < num_tokens))
+    def _() -> None:
+        rest = queries_of(tile.queries, group, kv_head, jnp.int32(0), place * per_tile, jnp.int32(num_tokens))
+        rest = dataclasses.replace(rest, ok=rest.ok & (rest.token >= first_free))
+        rest.store(out_ref, lane, lane_ok, jnp.zeros((tile.queries, lane.size), out_ref.dtype))
+
+    each_tile(count, programs, one_tile, axis=1)
 
 
 def prefill(
@@ -136,7 +154,7 @@ def prefill(
     chip: str | None = None,
     **more: Any,
 ) -> Float[Array, "T N H"]:
-    """Causal attention of prompt chunks over cached prefixes and themselves, float32; see `reference.prefill`.
+    """Causal attention of prompt chunks over cached prefixes and themselves, in the dtype of `q`; see `reference.prefill`.
 
     Keys and values of a hidden prefix are accumulated in float32, normed and turned if so asked, and rounded to the
     pool's dtype. Batches of at most H tokens absorb the projections instead, where nothing stands between queries and
@@ -171,12 +189,13 @@ def prefill(
             raise ValueError(f"norms over all heads together ({key_norm.scale.shape=}) are not the kernels'")
     group_bits = (num_heads // num_kv_heads - 1).bit_length()
     tile = prefill_tile(chip, head_dim, pool.dtype.itemsize, num_tokens << group_bits, 1 << group_bits)
-    scores = Scores.of(rules, head_dim)
+    scores = Scores.of(rules, head_dim, on_chip=not interpret)
     slopes = None if rules is None else rules.slopes
 
     def cast(a: Array | None) -> Array | None:
         return None if a is None else a.astype(pool.dtype)
 
+    out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     q, k, v = q.astype(pool.dtype), k.astype(pool.dtype), v.astype(pool.dtype)
     row = jnp.arange(offsets.shape[0], dtype=jnp.int32)
     chunk_lens = jnp.where(row < num_rows, chunk_lens, 0)
@@ -238,6 +257,8 @@ def prefill(
             interpret=interpret,
             **more,
         )
+    if state[0] is not None or slot_ranges is not None:  # either takes registers, of which the largest tile leaves few
+        tile = dataclasses.replace(tile, keys=min(tile.keys, _FEWER_KEYS))
     kernel = functools.partial(
         _chunk_kernel,
         tile=tile,
@@ -247,14 +268,14 @@ def prefill(
         group=num_heads // num_kv_heads,
         head_dim=head_dim,
     )
-    out = launch(
+    end = jnp.max(jnp.where(chunk_lens > 0, offsets + chunk_lens, 0), keepdims=True)
+    return launch(
         kernel,
-        (tiles.fields, tiles.count, tables, slot_ranges, q, k, v, pool.reshape(-1, lane_width), slopes, *state),
-        jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        grid=(tiles.programs, num_kv_heads),
+        (tiles.fields, tiles.count, tables, slot_ranges, q, k, v, pool.reshape(-1, lane_width), slopes, end, *state),
+        out_shape,
+        grid=(num_kv_heads, tiles.programs),
         warps=tile.warps,
         stages=tile.stages,
         name="prefill_chunk",
         interpret=interpret,
     )
-    return jnp.where(owned[:, None, None], out, 0.0)

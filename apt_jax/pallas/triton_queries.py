@@ -6,10 +6,13 @@ for the tiles of few chunks; where chunks are many and short they take several t
 """
 
 import dataclasses
+import functools
 import math
+import struct
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -69,9 +72,9 @@ def query_tiles(
     )
 
 
-def each_tile(count: Any, programs: int, do: Callable[[Any], None]) -> None:
+def each_tile(count: Any, programs: int, do: Callable[[Any], None], *, axis: int = 0) -> None:
     """Call `do` with the index of every tile of this program, the last ones first: later tiles of a chunk have more keys
-    before them."""
+    before them. `axis` of the grid counts the programs."""
     last = plt.load(count.at[jnp.int32(0)]) - 1
 
     def step(i: Any) -> Any:
@@ -79,7 +82,7 @@ def each_tile(count: Any, programs: int, do: Callable[[Any], None]) -> None:
         return i + programs
 
     # Not a `fori_loop`, which the compiler would pipeline.
-    lax.while_loop(lambda i: i <= last, step, pl.program_id(0))
+    lax.while_loop(lambda i: i <= last, step, pl.program_id(axis))
 
 
 def read_tile(tiles: Any, index: Any, copy: int = 0) -> tuple[Any, ...]:
@@ -151,43 +154,74 @@ class Scores:
     scale: float
     softcap: float | None
     window: int | None
+    on_chip: bool = False
+    """Exponentials are the chip's own instruction, which the interpreter does not have."""
 
     @classmethod
-    def of(cls, rules: LogitModifiers | None, head_dim: int) -> "Scores":
+    def of(cls, rules: LogitModifiers | None, head_dim: int, *, on_chip: bool = False) -> "Scores":
         return cls(
             scale=head_dim**-0.5,
             softcap=None if rules is None else rules.softcap,
             window=None if rules is None else rules.window,
+            on_chip=on_chip,
         )
 
     def first_seen(self, query: Any) -> Any:
         """The first position that the query at a position may see."""
         return jnp.int32(0) if self.window is None else jnp.maximum(query + 1 - self.window, 0)
 
-    def __call__(self, s: Any, distance: Any, slope: Any, mask: Any) -> tuple[Any, Any]:
-        """Scores (queries, keys) in units of log 2, and the mask less what the window hides.
+    def __call__(self, s: Any, distance: Any, slope: Any) -> tuple[Any, float]:
+        """Scores (queries, keys) and the factor, more than 0, that makes their unit log 2.
+
+        A product as it comes keeps its factor: maxima are turned row by row, and the exponential multiplies for nothing.
 
         Args:
             distance: position of the key less that of the query.
             slope: of the head of each query, or None.
         """
-        if self.softcap is None:
-            s = s * (self.scale * LOG2_E)
-        else:
+        if self.softcap is not None:
             # tanh x = 1 - 2 / (1 + exp 2x): exact at both ends, as exp2 goes to 0 or infinity.
-            exponential = jnp.exp2(s * (2 * LOG2_E * self.scale / self.softcap))
+            exponential = self.exp2(s, 2 * LOG2_E * self.scale / self.softcap)
             s = (self.softcap * LOG2_E) * (1 - 2 / (1 + exponential))
+        elif slope is None:
+            return s, self.scale * LOG2_E
+        else:
+            s = s * (self.scale * LOG2_E)
         if slope is not None:
             s = s + (slope * LOG2_E)[:, None] * distance.astype(jnp.float32)
-        if self.window is not None:
-            mask = mask & (distance > -self.window)
-        return s, mask
+        return s, 1.0
+
+    def hides(self, distance: Any) -> Any:
+        """Where the window hides a key, or None without one."""
+        return None if self.window is None else distance <= -self.window
+
+    def exp2(self, x: Any, factor: float = 1.0, less: Any = None) -> Any:
+        """2 ** (x * factor - less).
+
+        XLA forbids its compiler to fuse products and sums, and to take results below 2 ** -126 for 0, which makes five
+        instructions of what are two here.
+        """
+        if not self.on_chip:
+            x = x if factor == 1.0 else x * factor
+            return jnp.exp2(x if less is None else x - less)
+        if less is None:
+            less = jnp.zeros_like(x)
+        (literal,) = struct.unpack("<I", struct.pack("<f", factor))
+        multiply_add = f"fma.rn.f32 t, $1, 0f{literal:08X}, $2;"
+        (out,) = plt.elementwise_inline_asm(
+            f"{{ .reg .f32 t; {multiply_add} ex2.approx.ftz.f32 $0, t; }}",
+            args=[x, jnp.broadcast_to(-less, x.shape)],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return out
 
 
 def attend(
     state: FlashState,
     q: Any,
-    fetch: Callable[[Any], tuple[Any, Callable[[], Any], Any]],
+    fetch: Callable[[Any, bool], tuple[Any, Callable[[], Any], Any]],
     scores: Scores,
     query_position: Any,
     slope: Any,
@@ -195,27 +229,44 @@ def attend(
     keys: int,
     first: Any,
     last: Any,
+    open_from: Any,
+    open_to: Any,
 ) -> FlashState:
     """Fold positions [first, last) into the state of a tile of queries, from the tile of `keys` that holds `first` on.
 
-    Args:
-        fetch: from positions (keys,), those from `last` on included, to their keys (keys, lanes), a function for their
-            values, and a mask that broadcasts to (queries, keys).
-        query_position: (queries,), counted as the positions of the keys are.
-    """
+    Tiles of keys within [open_from, open_to) come first, without a mask; then those before and after them, with one.
 
-    def step(i: Any, state: FlashState) -> FlashState:
+    Args:
+        fetch: from positions (keys,) to their keys (keys, lanes), a function for their values, and a mask that broadcasts
+            to (queries, keys). Where its second argument is True all positions are open: there is no mask. Else they may
+            reach beyond `last`.
+        query_position: (queries,), counted as the positions of the keys are.
+        open_from, open_to: every query sees the positions between.
+    """
+    begin, end = first // keys, (last + keys - 1) // keys
+    low = jnp.clip((open_from + keys - 1) // keys, begin, end)
+    high = jnp.clip(open_to // keys, low, end)
+
+    def fold(tile: Any, state: FlashState, *, is_open: bool) -> FlashState:
         m, l, acc = state
-        position = i * keys + jnp.arange(keys)
-        k, values, mask = fetch(position)
-        mask = jnp.broadcast_to(mask, (q.shape[0], keys))
-        s, mask = scores(dot(q, k, (1, 1)), position[None, :] - query_position[:, None], slope, mask)
-        s = jnp.where(mask, s, MASKED)
+        position = tile * keys + jnp.arange(keys)
+        k, values, mask = fetch(position, is_open)
+        distance = position[None, :] - query_position[:, None]
+        s, factor = scores(dot(q, k, (1, 1)), distance, slope)
+        if not is_open:
+            hidden = scores.hides(distance)
+            mask = mask if hidden is None else mask & ~hidden
+            s = jnp.where(jnp.broadcast_to(mask, s.shape), s, -jnp.inf)  # m is finite, so nothing becomes NaN
+        largest = jnp.max(s, axis=1)
+        m_new = jnp.maximum(m, largest if factor == 1.0 else largest * factor)
+        p = scores.exp2(s, factor, m_new[:, None])
+        before = scores.exp2(m, 1.0, m_new)
         v = values()
-        m_new = jnp.maximum(m, jnp.max(s, axis=1))
-        p = jnp.where(mask, jnp.exp2(s - m_new[:, None]), 0.0)
-        before = jnp.exp2(m - m_new)
         acc = acc * before[:, None] + dot(p.astype(v.dtype), v, (1, 0))
         return m_new, l * before + jnp.sum(p, axis=1), acc
 
-    return lax.fori_loop(first // keys, (last + keys - 1) // keys, step, state)
+    def masked(i: Any, state: FlashState) -> FlashState:
+        return fold(jnp.where(i < low, i, i + high - low), state, is_open=False)
+
+    state = lax.fori_loop(low, high, functools.partial(fold, is_open=True), state)
+    return lax.fori_loop(begin, end - (high - low), masked, state)

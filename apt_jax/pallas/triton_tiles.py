@@ -123,7 +123,7 @@ _TUNED: dict[tuple[str, str, int, int], Tile] = {
 _PREFILL: dict[tuple[str, int], PrefillTile] = {
     ("sm_80", 128): PrefillTile(queries=128, keys=64, warps=8, stages=3),
     ("sm_89", 128): PrefillTile(queries=128, keys=32, warps=8, stages=3),
-    ("sm_90", 128): PrefillTile(queries=128, keys=64, warps=8, stages=3),
+    ("sm_90", 128): PrefillTile(queries=128, keys=128, warps=8, stages=3),
     ("sm_80", 256): PrefillTile(queries=64, keys=32, warps=8, stages=3),
     ("sm_89", 256): PrefillTile(queries=64, keys=16, warps=8, stages=3),
     ("sm_90", 256): PrefillTile(queries=64, keys=32, warps=8, stages=3),

@@ -8,6 +8,7 @@ key heads of H lanes.
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,11 @@ from apt_jax.ops import shapes
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, Table, ceilings, floor_s, time_call
+
+
+_SEGMENTS = {"cudnn packed of 4": 4, "cudnn packed of 64": 64}
+"""Prompts one after another, as a step has them, by cuDNN from sm_90 on: the number of segments is static, and most of 64
+are empty, as in an engine with 64 slots."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +63,33 @@ def _prompt_by_jax(stage: Stage, size: _Prompts, implementation: str) -> dict[st
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     dims = [(size.batch, size.tokens, n, shape.head_dim) for n in heads]
     q, k, v = (problems._random(jax.random.key(i), d, jnp.dtype(dtype), 1.0) for i, d in enumerate(dims))
-    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)  # pyright: ignore
+    if implementation in _SEGMENTS:
+        attention = functools.partial(_packed, count=_SEGMENTS[implementation])
+    else:
+        attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)  # pyright: ignore
     compiled = jax.jit(attention).lower(q, k, v).compile()
     seconds, _ = time_call(lambda: compiled(q, k, v), tiny=stage.tiny)
     return size.row(seconds, jnp.dtype(dtype).itemsize, stage)
+
+
+def segments(chunk_lens: list[int], count: int) -> tuple[Any, Any]:
+    """Lengths (1, count) and offsets (1, count + 1) of chunks that lie one after another; -1 where there is none."""
+    missing = [-1] * (count - len(chunk_lens))
+    offsets = [0, *itertools.accumulate(chunk_lens)]
+    return jnp.asarray([chunk_lens + missing], jnp.int32), jnp.asarray([offsets + missing], jnp.int32)
+
+
+def _packed(q: Any, k: Any, v: Any, count: int) -> Any:
+    """Prompts one after another, in room for `count`."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    lens, offsets = segments([q.shape[1]] * q.shape[0], count)
+    q, k, v = (a.reshape(1, -1, *a.shape[2:]) for a in (q, k, v))
+    return cudnn.dot_product_attention(
+        q, k, v,
+        q_seqlen=lens, kv_seqlen=lens, q_offsets=offsets, kv_offsets=offsets,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL, scale=q.shape[-1] ** -0.5,
+    )  # fmt: skip
 
 
 def by_jax(stage: Stage) -> None:
@@ -75,12 +104,13 @@ def by_jax(stage: Stage) -> None:
                 continue  # its scores take tens of gigabytes
             if not stage.wanted(table, case):
                 continue
-            if implementation == "cudnn" and not is_gpu:
+            if implementation != "xla" and not is_gpu:
                 table.add(case, status="skipped: no GPU")
                 continue
             stage.run(table, case, functools.partial(_prompt_by_jax, stage, size, implementation))
 
-    prompts("cudnn")
+    for implementation in ("cudnn", *_SEGMENTS):
+        prompts(implementation)
     _flash_attention_3(stage, table)
     prompts("xla")
 

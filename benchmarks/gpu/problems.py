@@ -199,7 +199,7 @@ class Work:
 def work_of(
     op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False
 ) -> Work:
-    """Bytes and operations of a decode op, or of a `prefill` over prefixes of one kind; results in float32."""
+    """Bytes and operations of a decode op, whose results are in float32, or of a `prefill` over prefixes of one kind."""
     n, h, d, e, r = (
         shape.num_heads, shape.head_dim, shape.hidden_size, shape.lane, shape.rotary_dim,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def work_of(
     if op == "prefill":
         rows = batch * chunk
         pairs = sum(chunk * n_ + chunk * (chunk + 1) / 2 for n_ in lens)
-        moved = rows * (n * h * (itemsize + 4) + 2 * e * itemsize)
+        moved = rows * (2 * n * h + 2 * e) * itemsize
         flop = 4 * n * h * pairs
         if hidden_prefix:
             moved += d * itemsize * tokens + 2 * e * d * itemsize

@@ -1,6 +1,7 @@
 """Prefill attention for NVIDIA GPUs, in Pallas' interpreter, against its reference."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.shapes import SMALL, AttentionShape
 from apt_jax.pallas.triton_hidden_prefix import plan_prefixes
 from apt_jax.pallas.triton_prefill import prefill
-from apt_jax.pallas.triton_queries import Scores, query_tiles
+from apt_jax.pallas.triton_queries import LOG2_E, Scores, query_tiles
+from apt_jax.pallas.triton_tiles import CHIPS, prefill_tile, tile_for
 from tests.support.attention_cases import expected_prefill
 from tests.support.cases import cover
 
@@ -166,6 +168,43 @@ def test_one_long_chunk_spans_several_programs(chip: str) -> None:
     del named["chip"]
     wanted = np.asarray(expected_prefill(arguments, named))
     assert np.abs(actual - wanted).max() <= TOLERANCE["bfloat16"] * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("window", [None, 1, 200])
+def test_tiles_that_every_query_sees_lie_between_those_with_a_mask(window: int | None) -> None:
+    """Tiles of 64 keys in the cache and in the chunk: before the window, cut by it, whole, and cut by the diagonal or the
+    end."""
+    arguments, named = case(
+        SMALL["grouped"], "float32", chunks=(2, 330), prefixes=(20, 333), hidden=(False, False), seed=2
+    )
+    if window is not None:
+        named["rules"] = LogitModifiers(window=window)
+    wanted = np.asarray(expected_prefill(arguments, named))
+    actual = np.asarray(run(*arguments, **named, interpret=True, chip="sm_90"))
+    assert np.abs(actual - wanted).max() <= TOLERANCE["float32"] * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_exponentials_are_instructions_of_the_chip(softcap: float | None) -> None:
+    """The interpreter cannot run them: of the text that the compiler gets, the factor is read back."""
+    arguments, named = case(SMALL["one-head"], "bfloat16", chunks=(9,), prefixes=(0,), hidden=(False,))
+    named["rules"] = None if softcap is None else LogitModifiers(softcap=softcap)
+    jaxpr = str(jax.make_jaxpr(lambda *a: prefill(*a, **named))(*arguments))
+    assert "exp2 " not in jaxpr
+    scale = SMALL["one-head"].head_dim ** -0.5 * LOG2_E
+    factors = {scale, 1.0} if softcap is None else {2 * scale / softcap, 1.0}
+    found = {np.array([int(text, 16)], np.uint32).view(np.float32)[0] for text in re.findall(r"0f([0-9A-F]{8})", jaxpr)}
+    assert found == {np.float32(factor) for factor in factors}
+    assert jaxpr.count("ex2.approx.ftz.f32") == jaxpr.count("fma.rn.f32")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_pieces_of_prefixes_begin_at_whole_tiles_of_keys(head_dim: int, itemsize: int) -> None:
+    for chip in CHIPS:
+        keys = prefill_tile(chip, head_dim, itemsize, 8192, 1).keys
+        for kernel in ("project", "project_turned"):
+            assert tile_for(kernel, chip, 8, 4096, itemsize, head_dim).tokens % keys == 0
 
 
 def test_prefixes_are_taken_in_pieces() -> None:
