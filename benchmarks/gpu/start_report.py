@@ -1,4 +1,4 @@
-"""What a start spends on each of its programs, told as soon as a program is made."""
+"""Report of a start: seconds of each of its programs, as soon as it is made."""
 
 import dataclasses
 import logging
@@ -13,7 +13,7 @@ class BuiltProgram:
     """A program that a start has lowered and compiled, or loaded."""
 
     name: str
-    """Of the function: decode, forward, sample, ..."""
+    """The function: decode, forward, sample, ..."""
     static: str
     """Its static arguments, by which programs of one function differ."""
     lower_s: float

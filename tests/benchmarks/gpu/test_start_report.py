@@ -1,4 +1,4 @@
-"""What a start says of each program, and results of tuning for the package."""
+"""Reports of a start, program by program, and results of tuning for the package."""
 
 import json
 from pathlib import Path
