@@ -347,7 +347,7 @@ class JaxExecutor:
     @property
     def num_background_compilers(self) -> int:
         """Programs that are compiled at once beside serving: on a CPU they share its cores with the steps."""
-        return 1 if self.platform == "cpu" else max(1, min(self._num_compilers, (os.cpu_count() or 1) // 2))
+        return 1 if self.platform == "cpu" else max(1, min(self._num_compilers, (os.cpu_count() or 1) - 2))
 
     def warm_up_first(self, progress: Callable[[int, int], None] | None = None) -> list[Program]:
         """Compile and run the fewest programs that serve every step, if more slowly.

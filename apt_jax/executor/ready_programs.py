@@ -68,8 +68,8 @@ class ReadyPrograms:
 
     def first(self) -> set[ProgramName]:
         """The fewest programs that serve every step, without those of `TRANSFERS`."""
-        fields = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
-        names = {ProgramName(kind, getattr(self._all, field)[-1]) for kind, field in fields.items()}
+        fields: dict[Kind, str] = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
+        names = {ProgramName(kind, getattr(self._all, fields[kind])[-1]) for kind in fields}
         prompts = {max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))}
         if self._all.prefixed:
             prompts.add(PromptSize(self._all.prefill[-1], 0))

@@ -1,4 +1,4 @@
-"""What XLA has found out about products on a card: kept on disk, one directory a card and jaxlib, and shipped for some.
+"""Autotuning results of XLA for products: kept on disk, one directory a card and jaxlib, and shipped for some cards.
 
 XLA tries variants of each product on the card and keeps the fastest in a file of its own, named for a hash of card and
 product (`xla_gpu_per_fusion_autotune_cache_dir`). Neither name nor content tells which jaxlib has tried, so the
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parents[1] / "assets" / "autotune"
 _NAME = re.compile(r"[\w=+-]+\.textproto")
-"""Of a file of XLA's: a hash in base 64."""
+"""Names of XLA's files: a hash in base 64."""
 
 
 def card_name(device_kind: str) -> str:

@@ -1,6 +1,7 @@
 """Options of the compiler: those of all programs, and of those with few rows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from apt_jax.executor.runner import ProgramRunner
 from apt_jax.models.params import abstract_params
 from tests.support.parallel_cases import MODELS
 
-ALONE = {"num_devices": 1, "num_hosts": 1}
+ALONE: dict[str, Any] = {"num_devices": 1, "num_hosts": 1}
 TRITON = "xla_gpu_enable_triton_gemm"
 
 
