@@ -32,9 +32,10 @@ from apt_jax.pallas.triton_decode_common import (
     slopes_of,
     softmax_step,
 )
-from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, head_splits, tile_for
+from apt_jax.pallas.triton_tiles import Tile, head_splits, tile_for
 from apt_jax.pallas.triton_work_list import (
     Rows,
+    WorkList,
     join_pieces,
     partial_shapes,
     pieces_for,
@@ -126,10 +127,12 @@ def _scores_kernel(
     width: int,
     sums_only: bool,
 ) -> None:
-    item = read_item(items, pl.program_id(0))
+    item = read_item(items, pl.program_id(1))
+    turn, turns = pl.program_id(0), pl.num_programs(0)
     parts = [start + jnp.arange(size) for start, size in head_splits(num_heads)]
 
-    def one_tile(index: Any, done: Any) -> Any:
+    def one_tile(i: Any, done: Any) -> Any:
+        index = item.first + turn + i * turns
         position = index * tile.tokens + jnp.arange(tile.tokens)
         sees = rules.sees(position, item.length)
         block, slot, own = find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
@@ -163,7 +166,13 @@ def _scores_kernel(
 
     @pl.when(item.row >= 0)
     def _() -> None:
-        lax.fori_loop(item.first, item.last, one_tile, jnp.int32(0))
+        lax.fori_loop(0, lax.div(item.last - item.first - turn + turns - 1, turns), one_tile, jnp.int32(0))
+
+
+def _pieces_of(wave: Wave, chip: str | None, heads: int, width: int, itemsize: int) -> WorkList:
+    """The pieces of a wave that both kernels take: one list, so that it is made once."""
+    programs = -(-width // tile_for("output", chip, heads, width, itemsize).lanes)
+    return work_list(wave.rows, pieces_for(chip, programs, OUTPUTS_PER_PROCESSOR), wave.most_tiles, wave.active)
 
 
 def _absorbed_scores(
@@ -182,7 +191,9 @@ def _absorbed_scores(
     """`absorbed_scores`, or with `sums_only` `score_sums`."""
     heads, width = q_absorbed.shape[1:]
     tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
-    work = work_list(wave.rows, pieces_for(chip, 1, SCORES_PER_PROCESSOR), wave.most_tiles, wave.active)
+    work = _pieces_of(wave, chip, heads, width, pool.dtype.itemsize)
+    num_items = work.items.shape[0]
+    turns = min(wave.most_tiles, pieces_for(chip, num_items, SCORES_PER_PROCESSOR))
     kernel = functools.partial(
         _scores_kernel,
         tile=tile,
@@ -206,7 +217,7 @@ def _absorbed_scores(
             by_block(pool),
         ),
         shapes,
-        grid=(work.items.shape[0],),
+        grid=(turns, num_items),
         warps=tile.warps,
         stages=tile.stages,
         name="score_sums" if sums_only else "absorbed_scores",
@@ -270,57 +281,54 @@ def _output_kernel(
     lane, lane_ok = lanes_of_step(part, tile.lanes, width)
     lane_mask = None if lane_ok is None else lane_ok[None, :]
     parts = [start + jnp.arange(size) for start, size in head_splits(num_heads)]
-    scores_tokens = p_ref.shape[2]
-    ratio = scores_tokens // tile.tokens
-    tiles = item.last - item.first
-
-    def total_of(heads: Any) -> tuple[Any, Any]:
-        """m and l of the piece, from those of its tiles, 16 at a time."""
-
-        def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-            m, l = state
-            number = i * MIN_SIDE + jnp.arange(MIN_SIDE)
-            there = (number < tiles)[:, None] & (heads < num_heads)[None, :]
-            at = ((item.packed + number)[:, None], heads[None, :])
-            m_tile = plt.load(m_ref.at[at], mask=there, other=MASKED)
-            l_tile = plt.load(l_ref.at[at], mask=there, other=0)
-            m_new = jnp.maximum(m, jnp.max(m_tile, axis=0))
-            l = l * jnp.exp(m - m_new) + jnp.sum(l_tile * jnp.exp(m_tile - m_new[None, :]), axis=0)
-            return m_new, l
-
-        init = jnp.full(heads.shape, MASKED, jnp.float32), jnp.zeros(heads.shape, jnp.float32)
-        return lax.fori_loop(0, (tiles + MIN_SIDE - 1) // MIN_SIDE, step, init)
+    ratio = p_ref.shape[2] // tile.tokens
 
     @pl.when(item.row >= 0)
     def _() -> None:
-        totals = [total_of(heads) for heads in parts]
+        def state_of(i: Any) -> list[tuple[Any, Any]]:
+            """m and l of the tile of scores that step i is in; l at its first step alone."""
+            scores_tile = item.packed + (lax.div(i, jnp.int32(ratio)) - item.first)
+            found = []
+            for heads in parts:
+                there = (heads < num_heads) & (i < last)
+                m_tile = plt.load(m_ref.at[scores_tile, heads], mask=there, other=MASKED)
+                begins = lax.rem(i, jnp.int32(ratio)) == 0
+                found.append((m_tile, plt.load(l_ref.at[scores_tile, heads], mask=there & begins, other=0)))
+            return found
 
-        def step(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        def place_of(i: Any) -> tuple[Any, Any, Any]:
             position = i * tile.tokens + jnp.arange(tile.tokens)
             sees = rules.sees(position, item.length)
-            block, slot, own = find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
+            return find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
+
+        def step(i: Any, carry: Any) -> Any:
+            states, of_tile, (block, slot, own) = carry
             shape = (tile.tokens, tile.lanes)
             at = (block[:, None], (slot * width)[:, None] + lane[None, :])
             x = load(pool, at, shape, own[:, None], lane_mask)
             scores_tile = item.packed + (lax.div(i, jnp.int32(ratio)) - item.first)
             column = lax.rem(i, jnp.int32(ratio)) * tile.tokens + jnp.arange(tile.tokens)
 
-            def onto(z: Any, heads: Any, m: Any) -> Any:
-                head_ok = heads < num_heads
-                m_tile = plt.load(m_ref.at[scores_tile, heads], mask=head_ok, other=MASKED)
+            def onto(state: Any, heads: Any, m_tile: Any, l_tile: Any) -> Any:
+                m, l, z = state
                 at = (scores_tile, heads[:, None], column[None, :])
-                p = load(p_ref, at, (heads.size, tile.tokens), head_ok[:, None])
-                return z + dot(p, x, (1, 0)) * jnp.exp(m_tile - m)[:, None]
+                p = load(p_ref, at, (heads.size, tile.tokens), (heads < num_heads)[:, None])
+                m_new = jnp.maximum(m, m_tile)
+                before, factor = jnp.exp(m - m_new), jnp.exp(m_tile - m_new)
+                return m_new, l * before + l_tile * factor, z * before[:, None] + dot(p, x, (1, 0)) * factor[:, None]
 
-            return tuple(onto(z, heads, m) for z, heads, (m, _) in zip(sums, parts, totals, strict=True))
+            # Nothing copies these ahead, as products do not take them: those of the next step are read now.
+            following = state_of(i + 1), place_of(i + 1)
+            states = [onto(*both, *tile_) for *both, tile_ in zip(states, parts, of_tile, strict=True)]
+            return states, *following
 
-        init = tuple(jnp.zeros((heads.size, tile.lanes), jnp.float32) for heads in parts)
+        zeros = [jnp.zeros(heads.shape, jnp.float32) for heads in parts]
+        init = [(zero + MASKED, zero, jnp.zeros((zero.size, tile.lanes), jnp.float32)) for zero in zeros]
+        first = item.first * ratio
         last = jnp.minimum(item.last * ratio, (item.length + tile.tokens - 1) // tile.tokens)
-        sums = lax.fori_loop(item.first * ratio, last, step, init)
-        for z, heads, (m, l) in zip(sums, parts, totals, strict=True):
-            store_piece(
-                (m, l, z), results, partial, (items, index), heads, lane, (heads < num_heads, lane_ok), part == 0
-            )
+        states, *_ = lax.fori_loop(first, last, step, (init, state_of(first), place_of(first)))
+        for state, heads in zip(states, parts, strict=True):
+            store_piece(state, results, partial, (items, index), heads, lane, (heads < num_heads, lane_ok), part == 0)
 
 
 def absorbed_output(
@@ -352,7 +360,7 @@ def absorbed_output(
     if scores_tokens % tile.tokens:
         raise ValueError(f"{tile.tokens=} of `output` must divide {scores_tokens=}")
     programs = -(-width // tile.lanes)
-    work = work_list(wave.rows, pieces_for(chip, programs, OUTPUTS_PER_PROCESSOR), wave.most_tiles, wave.active)
+    work = _pieces_of(wave, chip, heads, width, pool.dtype.itemsize)
     num_items = work.items.shape[0]
     kernel = functools.partial(
         _output_kernel,

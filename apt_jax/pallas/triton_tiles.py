@@ -7,7 +7,10 @@ cubins that were compiled without a GPU; no other tiles have been tried on one. 
     keys and values together holds two of those, which Hopper affords (its operands come from shared memory) and an
     A100 does not.
   * Where a load's address comes from another load, as where the slot of a position is looked up first, the pipeline
-    spends two of its stages on that: `output` needs 5 for two buffers of layer inputs, as 3 or 4 give one.
+    spends two of its stages on that, and more stages give no more buffers. `output` looks the slots of a step up in the
+    step before: all stages but one are buffers.
+  * Bytes on their way to a processor, over the latency of memory (about 1 us under load), are what it can read a second:
+    an H100 needs 22 KB a processor. What is on its way is all buffers but one of every program there.
   * The buffers share the shared memory of a processor, 164 KiB on an A100, with those of the other programs there.
 """
 
@@ -78,12 +81,12 @@ _DEFAULTS = {
     ("kv", "sm_80"): Tile(tokens=64, lanes=128, warps=4, stages=3),
     ("kv", "sm_89"): Tile(tokens=64, lanes=128, warps=4, stages=3),
     ("kv", "sm_90"): Tile(tokens=64, lanes=128, warps=4, stages=3),
-    ("scores", "sm_80"): Tile(tokens=64, lanes=64, warps=4, stages=3),
+    ("scores", "sm_80"): Tile(tokens=64, lanes=64, warps=4, stages=4),
     ("scores", "sm_89"): Tile(tokens=64, lanes=64, warps=4, stages=3),
-    ("scores", "sm_90"): Tile(tokens=128, lanes=64, warps=8, stages=3),
-    ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=8, stages=5),
-    ("output", "sm_89"): Tile(tokens=64, lanes=128, warps=8, stages=5),
-    ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=8, stages=5),
+    ("scores", "sm_90"): Tile(tokens=64, lanes=64, warps=4, stages=5),
+    ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=4, stages=4),
+    ("output", "sm_89"): Tile(tokens=64, lanes=128, warps=4, stages=3),
+    ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=4, stages=5),
     ("reprojected", "sm_80"): Tile(tokens=128, lanes=32, warps=8, stages=4, passes=2),
     ("reprojected", "sm_89"): Tile(tokens=128, lanes=32, warps=8, stages=4, passes=2),
     ("reprojected", "sm_90"): Tile(tokens=128, lanes=32, warps=8, stages=4, passes=1),
@@ -99,6 +102,14 @@ _DEFAULTS = {
 }
 """By kernel and chip: every shape that `_TUNED` does not list. `project_turned` is `project` where keys are rotary or
 normed: both halves of a turn and its cosines and sines are in registers."""
+
+_MANY_HEADS: dict[tuple[str, str], Tile] = {
+    ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=8, stages=6),
+    ("output", "sm_89"): Tile(tokens=64, lanes=128, warps=8, stages=4),
+    ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=8, stages=6),
+}
+"""By kernel and chip: where products have more rows than `_FEW_HEADS`, whose sums take the registers of 8 warps."""
+_FEW_HEADS = 48
 
 _WIDE_HEADS: dict[tuple[str, str, int], Tile] = {
     ("project", "sm_80", 256): Tile(tokens=128, lanes=32, warps=8, stages=4),
@@ -117,6 +128,8 @@ _TUNED: dict[tuple[str, str, int, int], Tile] = {
     # GPT-NeoX-20B: three sets of key lanes (24 turned in two halves, 72 not) need more registers at 128 tokens.
     ("reprojected", "sm_80", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
     ("reprojected", "sm_89", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
+    # Phi-3: with its window 4 warps spill 8 bytes, at 168 registers.
+    ("output", "sm_80", 32, 3072): Tile(tokens=64, lanes=128, warps=8, stages=6),
 }
 """By kernel, chip, heads and width, where the default does not fit or something else is faster."""
 
@@ -181,6 +194,8 @@ def tile_for(kernel: str, chip: str | None, heads: int, width: int, itemsize: in
     """
     chip = check_chip(chip, head_dim)
     tile = _TUNED.get((kernel, chip, heads, width)) or _WIDE_HEADS.get((kernel, chip, padded(head_dim)))
+    if sum(size for _, size in head_splits(heads)) > _FEW_HEADS:
+        tile = tile or _MANY_HEADS.get((kernel, chip))
     tile = tile or _DEFAULTS[kernel, chip]
     if itemsize > 2:
         tile = dataclasses.replace(

@@ -26,9 +26,10 @@ from jaxtyping import Bool, Int32
 from apt_jax.pallas.triton_common import MASKED, below, launch, load
 from apt_jax.pallas.triton_tiles import CHIPS, NUM_PROCESSORS, padded
 
-_JOINED_LANES = 128
-"""Lanes of a program of `join_pieces`."""
-_PIECES_AT_ONCE = 8
+_JOINED_LANES, _JOINED_HEADS = 128, 8
+"""Lanes and heads of a program of `join_pieces`. A step without rows of several pieces launches it all the same: with a
+head a program OPT-13B had 22,400 programs that ended at once."""
+_PIECES_AT_ONCE = 4
 """Pieces of a row that it joins at a time."""
 
 
@@ -216,54 +217,58 @@ def store_piece(
 def join_pieces(
     work: WorkList, results: Sequence[Array], partial: Sequence[Array], *, interpret: bool
 ) -> tuple[Array, ...]:
-    """The results with those of rows of several pieces in them, in place; a program takes some lanes of a head."""
+    """The results with those of rows of several pieces in them, in place; a program takes some lanes of some heads."""
     if not work.joins.shape[0]:
         return tuple(results)
-    _, heads, width = results[0].shape
-    lanes = min(_JOINED_LANES, padded(width))
+    _, num_heads, width = results[0].shape
+    lanes, together = min(_JOINED_LANES, padded(width)), min(_JOINED_HEADS, 1 << (num_heads - 1).bit_length())
     num_results = len(results)
 
     def kernel(joins: Any, acc_ref: Any, m_ref: Any, l_ref: Any, *refs: Any) -> None:
         out_ref, *more = refs[num_results:]
-        part, head, index = (pl.program_id(axis) for axis in range(3))
+        part, group, index = (pl.program_id(axis) for axis in range(3))
         row, place, count = (plt.load(joins.at[index, jnp.int32(i)]) for i in range(3))
 
         @pl.when(count > 0)
         def _() -> None:
             lane = part * lanes + jnp.arange(lanes)
             lane_ok = below(lane, width, width - width % lanes)
+            head = group * together + jnp.arange(together)
+            head_ok = head < num_heads
+            ok = head_ok[:, None] if lane_ok is None else head_ok[:, None] & lane_ok[None, :]
+            ok = jnp.broadcast_to(ok, (together, lanes))
 
             def some(i: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
                 m, l, acc = state
                 number = i * _PIECES_AT_ONCE + jnp.arange(_PIECES_AT_ONCE)
-                there = number < count
-                m_piece = plt.load(m_ref.at[place + number, head], mask=there, other=MASKED)
-                l_piece = plt.load(l_ref.at[place + number, head], mask=there, other=0)
-                at = ((place + number)[:, None], head, lane[None, :])
-                more_ok = None if lane_ok is None else lane_ok[None, :]
-                acc_piece = load(acc_ref, at, (_PIECES_AT_ONCE, lanes), there[:, None], more_ok)
+                there = (number < count)[:, None] & head_ok[None, :]
+                at = ((place + number)[:, None], head[None, :])
+                m_piece = plt.load(m_ref.at[at], mask=there, other=MASKED)
+                l_piece = plt.load(l_ref.at[at], mask=there, other=0)
+                at = ((place + number)[:, None, None], head[None, :, None], lane[None, None, :])
+                acc_piece = load(acc_ref, at, (_PIECES_AT_ONCE, together, lanes), there[:, :, None], ok[None])
                 m_new = jnp.maximum(m, jnp.max(m_piece, axis=0))
-                factor, before = jnp.exp(m_piece - m_new), jnp.exp(m - m_new)
+                factor, before = jnp.exp(m_piece - m_new[None, :]), jnp.exp(m - m_new)
                 l = l * before + jnp.sum(l_piece * factor, axis=0)
-                return m_new, l, acc * before + jnp.sum(acc_piece * factor[:, None], axis=0)
+                return m_new, l, acc * before[:, None] + jnp.sum(acc_piece * factor[:, :, None], axis=0)
 
-            init = jnp.float32(MASKED), jnp.float32(0), jnp.zeros((lanes,), jnp.float32)
+            init = (
+                jnp.full((together,), MASKED, jnp.float32),
+                jnp.zeros((together,), jnp.float32),
+                jnp.zeros((together, lanes), jnp.float32),
+            )
             m, l, acc = jax.lax.fori_loop(0, (count + _PIECES_AT_ONCE - 1) // _PIECES_AT_ONCE, some, init)
-            value = (acc / jnp.maximum(l, 1e-30)).astype(out_ref.dtype)
-            plt.store(out_ref.at[row, head, lane], value, mask=lane_ok)
-            if more:
-
-                @pl.when(part == 0)
-                def _() -> None:
-                    for ref, value in zip(more, (m, l), strict=True):
-                        plt.store(ref.at[row, head], value)
+            value = (acc / jnp.maximum(l, 1e-30)[:, None]).astype(out_ref.dtype)
+            plt.store(out_ref.at[row, head[:, None], lane[None, :]], value, mask=ok)
+            for ref, value in zip(more, (m, l), strict=False):
+                plt.store(ref.at[row, head], value, mask=head_ok & (part == 0))
 
     return tuple(
         launch(
             kernel,
             (work.joins, *partial, *results),
             [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results],
-            grid=(-(-width // lanes), heads, work.joins.shape[0]),
+            grid=(-(-width // lanes), -(-num_heads // together), work.joins.shape[0]),
             warps=4,
             stages=1,
             name="decode_join",

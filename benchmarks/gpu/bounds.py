@@ -1,7 +1,7 @@
 """Bounds that need no device: programs and seconds of lowering of a start, bytes that steps send from the host, cache that
 models have on cards, what decode kernels move and walk, and what the padding of prompts costs.
 
-    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic,buckets]
+    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic,buckets,designs,projections]
 
 What it prints is in benchmarks/results/gpu-bounds/, as CSV too.
 """
@@ -36,6 +36,7 @@ from apt_jax.pallas.triton_tiles import tile_for
 from apt_jax.pallas.triton_work_list import longest_chain, pieces_for
 from apt_jax.utils.device_memory import MEMORY_FRACTION
 from benchmarks.gpu import bucket_waste
+from benchmarks.gpu.absorbed_designs import designs, projections
 from benchmarks.gpu.compile_only import CHIPS
 from benchmarks.gpu.device_free import pallas_for
 from benchmarks.gpu.engine_step import StepCase, abstract_runner, input_failures, sent_bytes
@@ -198,14 +199,25 @@ class _Kernel:
         """Positions of a tile, and pieces that all tiles of a step are cut into."""
         shape = self.shape
         width = shape.head_dim if self.tile == "kv" else shape.hidden_size
-        tile = tile_for(self.tile, chip, shape.num_heads, width, 2)
+        tokens = tile_for(self.tile, chip, shape.num_heads, width, 2).tokens
+        lanes = tile_for("output", chip, shape.num_heads, width, 2).lanes
+        absorbed = (-(-width // lanes), triton_decode_absorbed.OUTPUTS_PER_PROCESSOR)
         programs, per_processor = {
             "kv": (shape.num_kv_heads, triton_decode_kv.PROGRAMS_PER_PROCESSOR),
-            "scores": (1, triton_decode_absorbed.SCORES_PER_PROCESSOR),
-            "output": (-(-width // tile.lanes), triton_decode_absorbed.OUTPUTS_PER_PROCESSOR),
+            "scores": absorbed,
+            "output": absorbed,
             "reprojected": (shape.num_kv_heads, triton_decode_reprojected.PROGRAMS_PER_PROCESSOR),
         }[self.tile]
-        return tile.tokens, pieces_for(chip, programs, per_processor)
+        return tokens, pieces_for(chip, programs, per_processor)
+
+    def longest_chain(self, chip: str) -> int:
+        """Tiles that one program walks at most."""
+        tokens, pieces = self.pieces(chip)
+        chain = longest_chain(_LONG, tokens=tokens, pieces=pieces)
+        if self.tile != "scores":
+            return chain
+        per_processor = triton_decode_absorbed.SCORES_PER_PROCESSOR
+        return -(-chain // pieces_for(chip, len(_LONG) + pieces, per_processor))
 
 
 def _kernels() -> list[_Kernel]:
@@ -225,8 +237,8 @@ def chains() -> Iterator[Row]:
     for kernel in _kernels():
         row: Row = {"kernel": kernel.name, "model": kernel.shape.name}
         for chip in ("sm_80", "sm_90"):
-            tokens, pieces = kernel.pieces(chip)
-            row[f"{chip} tiles"] = longest_chain(_LONG, tokens=tokens, pieces=pieces)
+            tokens, _ = kernel.pieces(chip)
+            row[f"{chip} tiles"] = kernel.longest_chain(chip)
             row[f"{chip} of the row"] = -(-max(_LONG) // tokens)
         yield row
 
@@ -267,6 +279,8 @@ TABLES = {
     "chains": chains,
     "traffic": traffic,
     "buckets": bucket_waste.rows,
+    "designs": designs,
+    "projections": projections,
 }
 
 

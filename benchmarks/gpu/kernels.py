@@ -371,8 +371,9 @@ def kernels(stage: Stage) -> None:
         seconds, spread = time_call(lambda: program(shared, own), tiny=stage.tiny)
         seconds, spread = seconds / len(own), spread / len(own)
         lens = problems.ragged(case.tokens, case.batch, 2) if case.tokens else [0] * case.batch
+        result_size = 4 if "32-bit" in case.kernel else None
         work = problems.work_of(
-            case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix
+            case.op, case.shape, lens, jnp.dtype(case.dtype).itemsize, case.chunk, case.hidden_prefix, result_size
         )
         if case.kernel.startswith("absorbed "):  # one of two kernels does half of the work
             work = dataclasses.replace(work, moved_bytes=work.num_bytes, flop=work.flop / 2)

@@ -197,9 +197,21 @@ class Work:
 
 
 def work_of(
-    op: str, shape: AttentionShape, lens: Sequence[int], itemsize: int, chunk: int = 0, hidden_prefix: bool = False
+    op: str,
+    shape: AttentionShape,
+    lens: Sequence[int],
+    itemsize: int,
+    chunk: int = 0,
+    hidden_prefix: bool = False,
+    result_size: int | None = None,
 ) -> Work:
-    """Bytes and operations of a decode op, whose results are in float32, or of a `prefill` over prefixes of one kind."""
+    """Bytes and operations of a decode op, or of a `prefill` over prefixes of one kind.
+
+    Args:
+        result_size: bytes of an element of an absorbed result; None: `itemsize`, as the backend asks for. Other results
+            are in float32.
+    """
+    result_size = result_size or itemsize
     n, h, d, e, r = (
         shape.num_heads, shape.head_dim, shape.hidden_size, shape.lane, shape.rotary_dim,
     )  # fmt: skip
@@ -220,14 +232,14 @@ def work_of(
         around, flop = batch * n * h * (itemsize + 4), 4 * n * h * tokens
     elif op == "decode_absorbed":
         cached, reads = d * itemsize * tokens, 2
-        around, flop = batch * n * d * (itemsize + 4), 4 * n * d * tokens
+        around, flop = batch * n * d * (itemsize + result_size), 4 * n * d * tokens
     elif op == "decode_reprojected":
         cached, reads = d * itemsize * tokens, 1
         around = batch * n * h * (itemsize + 4) + 2 * e * d * itemsize
         flop = (4 * e * d + 4 * n * h) * tokens
     else:
         cached, reads = d * itemsize * tokens, 2
-        around = batch * n * (r * itemsize + d * 4 + (d * itemsize if r < h else 0))
+        around = batch * n * (r * itemsize + d * result_size + (d * itemsize if r < h else 0))
         around += n * r * d * itemsize
         flop = (2 * n * r * d + 2 * n * r + 2 * n * d * (2 if r < h else 1)) * tokens
     return Work(num_bytes=cached + around, moved_bytes=reads * cached + around, flop=flop)

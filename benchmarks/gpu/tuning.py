@@ -32,8 +32,7 @@ from benchmarks.gpu.kernels import (
     unless_failed,
 )
 
-_MODELS = ("opt-13b", "opt-66b", "opt-6.7b")
-_COMMON = {"warps": (4, 8), "stages": (2, 3, 4, 5)}
+_WARPS = (4, 8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,9 @@ class _Tunable:
     timed: str
     """The name that `kernels.one_call` knows it by."""
     choices: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    stages: Sequence[int] = (2, 3, 4, 5)
+    models: tuple[str, ...] = ("opt-13b", "opt-66b", "opt-6.7b")
+    """The first before the first of other kernels' second."""
     tiles: Sequence[tuple[int, int, int, int]] = ()
     """Prefill only, in place of choices: queries, keys, warps, stages. One changed field would not lead there: fewer warps
     need fewer queries, or registers spill."""
@@ -65,10 +67,11 @@ are read twice as often from the L2 cache."""
 _TUNABLES = (
     _Tunable(kernel="chunk", op="prefill", timed="prefill", tiles=_CHUNK_TILES),
     _Tunable(kernel="kv", op="decode_kv", timed="decode_kv", choices={"tokens": (32, 64, 128)}),
-    _Tunable(kernel="scores", op="decode_absorbed", timed="absorbed scores", choices={"tokens": (32, 64, 128), "lanes": (32, 64, 128)}),
-    _Tunable(kernel="output", op="decode_absorbed", timed="absorbed output", choices={"tokens": (32, 64), "lanes": (64, 128, 256)}),
+    _Tunable(kernel="scores", op="decode_absorbed", timed="absorbed scores", choices={"tokens": (128, 64), "lanes": (32, 64, 128)}, stages=(3, 4, 6)),
+    _Tunable(kernel="output", op="decode_absorbed", timed="absorbed output", choices={"tokens": (32, 64), "lanes": (64, 128, 256)}, stages=(4, 6, 7)),
     _Tunable(kernel="reprojected", op="decode_reprojected", timed="decode_reprojected", choices={"tokens": (64, 128), "lanes": (32, 64), "passes": (1, 2)}),
     _Tunable(kernel="project", op="prefill", timed="prefill, hidden prefix", choices={"tokens": (128, 256), "lanes": (32, 64)}),
+    _Tunable(kernel="rotary_scores", op="decode_v_absorbed", timed="decode_v_absorbed", choices={"lanes": (32, 64), "columns": (64, 128), "tokens": (64, 128)}, models=("llama-2-7b",)),
 )  # fmt: skip
 
 
@@ -123,7 +126,6 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
     """One changed field for every kernel before two for any, OPT-13B before other models."""
     from apt_jax.pallas import triton_tiles as tiles
 
-    models = [shapes.SMALL["three-heads"]] if tiny else [shapes.PUBLISHED[m] for m in _MODELS]
     tokens, batch = (64, 2) if tiny else (shapes.CACHED_TOKENS[1], 64)
 
     def of_decode(tunable: _Tunable, shape: AttentionShape) -> tuple[Timed, tuple[Any, ...], Any]:
@@ -140,12 +142,13 @@ def _trials(chip: str, tiny: bool) -> Iterator[_Trial]:
         key = (chip, 128)  # lanes of a head
         return case, key, _table_of(tunable)[key]
 
-    for shape, changed in itertools.product(models, (1,) if tiny else (1, 2)):
+    for rank, changed in itertools.product(range(1 if tiny else 3), (1,) if tiny else (1, 2)):
         for tunable in _TUNABLES[1:2] if tiny else _TUNABLES:
-            if tunable.prefill and (shape is not models[0] or changed > 1):
-                continue  # one tile for all shapes
+            if rank >= len(tunable.models) or (tunable.prefill and (rank or changed > 1)):
+                continue  # prefill: one tile for all shapes
+            shape = shapes.SMALL["three-heads"] if tiny else shapes.PUBLISHED[tunable.models[rank]]
             case, key, default = (of_prefill if tunable.prefill else of_decode)(tunable, shape)
-            choices = {"warps": (8,)} if tiny else {**tunable.choices, **_COMMON}
+            choices = {"warps": (8,)} if tiny else {**tunable.choices, "warps": _WARPS, "stages": tunable.stages}
             if tunable.prefill:
                 listed = [tiles.PrefillTile(queries=q, keys=k, warps=w, stages=s) for q, k, w, s in tunable.tiles]
                 tried = [default, *(tile for tile in listed if tile != default)]

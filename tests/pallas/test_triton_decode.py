@@ -262,6 +262,21 @@ def test_a_long_row_is_cut_in_pieces_of_several_tiles(op: str, monkeypatch: pyte
     np.testing.assert_array_equal(actual, np.asarray(kernel(*case.args, **case.options)))
 
 
+def test_pieces_of_more_heads_than_a_program_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(triton_tiles.NUM_PROCESSORS, "sm_80", 1)
+    attend = functools.partial(triton_decode_absorbed.absorbed_attention, interpret=True, block_size=16)
+    case = _case("decode_absorbed", "twelve-heads", "float32", [3, 0, 400, 9])
+    z, m, l = (np.asarray(a) for a in jax.jit(attend)(*case.args))
+    _close(z, case.expected(), "float32")
+    q, pool, tables, lens = (np.asarray(a) for a in case.args)
+    for row, n in enumerate(lens.tolist()):
+        x = pool[tables[row]].reshape(-1, q.shape[2])[:n].astype(np.float64)
+        scores = q[row].astype(np.float64) @ x.T
+        top = scores.max(axis=1, initial=-1e30)
+        np.testing.assert_allclose(m[row], top, rtol=1e-5)
+        np.testing.assert_allclose(l[row], np.exp(scores - top[:, None]).sum(axis=1), rtol=1e-5)
+
+
 @pytest.mark.parametrize("op", cover(["decode_absorbed", "decode_v_absorbed"], ["decode_absorbed"]))
 def test_scores_of_more_rows_than_memory_come_in_waves(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, tokens = 4, tile_for("scores" if op == "decode_absorbed" else "rotary_scores", None, 4, 128, 4).tokens

@@ -10,11 +10,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("benchmarks.gpu.run")
+from apt_jax.backends import attention_ops
 from apt_jax.ops.shapes import SMALL
-from benchmarks.gpu import harness, kernels, problems, report, run
+from benchmarks.gpu import absorbed_designs, harness, kernels, problems, report, run, tuning
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -276,6 +279,44 @@ def test_work_of_a_kernel() -> None:
     absorbed = problems.work_of("decode_absorbed", shape, [10, 20], 2)
     assert absorbed.moved_bytes - absorbed.num_bytes == 48 * 2 * 30
     assert absorbed.flop == 4 * 3 * 48 * 30
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(16, jnp.bfloat16), (32, jnp.float32)])
+def test_rows_that_name_the_size_of_their_results_have_it(bits: int, dtype: Any) -> None:
+    shape = SMALL["three-heads"]
+    name = f"decode_absorbed, {bits}-bit result"
+    case = kernels.Timed(kernel=name, op="decode_absorbed", shape=shape, tokens=64, batch=2)
+    shared, own = kernels.abstract_arguments(case)
+    call = kernels.one_call(case, attention_ops("cpu", "triton-interpret"))
+    assert jax.eval_shape(call, shared | own[0]).dtype == dtype
+    assert name in {timed.kernel for timed in kernels._timed(tiny=False)}
+    work, narrow = (problems.work_of(case.op, shape, [64], 2, result_size=size) for size in (bits // 8, None))
+    assert work.num_bytes - narrow.num_bytes == 3 * 48 * (bits // 8 - 2)
+
+
+def test_every_kernel_with_tiles_of_its_own_is_tuned() -> None:
+    trials = list(tuning._trials("sm_90", tiny=False))
+    assert len({trial.name for trial in trials}) == len(trials)
+    first = {trial.tunable.kernel: trial for trial in reversed(trials)}
+    assert all(trial.default for trial in first.values())
+    assert {"scores", "output", "reprojected", "rotary_scores"} <= first.keys()
+    assert first["rotary_scores"].case.shape.rotary_dim
+    assert {trial.tile.columns for trial in trials if trial.tunable.kernel == "rotary_scores"} == {64, 128}
+
+
+def test_designs_of_absorbed_attention_are_predicted_as_they_were_measured() -> None:
+    rows = list(absorbed_designs.designs())
+    of_output = [float(row["H100 us"].split("+")[1]) for row in rows if row["design"].endswith("before")]
+    assert of_output == pytest.approx([61, 173, 525], rel=0.1)
+    twice, once = (next(r for r in rows if r["tokens"] == 30_000 and name in r["design"]) for name in ("two", "waves"))
+    assert twice["memory MB"] - once["memory MB"] == pytest.approx(2 * 5120 * 30_000 / 1e6, rel=0.02)
+
+
+def test_bytes_that_tiles_of_projections_take_from_the_cache() -> None:
+    lens = problems.ragged(30_000, 64, seed=2)
+    row = next(row for row in absorbed_designs.projections() if row["kernel"] == "decode_reprojected")
+    weights, inputs = 2 * 5120 * 5120 * 2 * sum(-(-n // 128) for n in lens), 40 * 5120 * 2 * 30_000
+    assert row["L2 GB"] == round((weights + inputs) / 1e9, 1)
 
 
 def test_floors_need_rates() -> None:
