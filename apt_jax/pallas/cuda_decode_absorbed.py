@@ -34,6 +34,8 @@ from apt_jax.pallas.triton_decode_common import by_block, check_inputs, slopes_o
 from apt_jax.pallas.triton_tiles import NUM_PROCESSORS
 from apt_jax.pallas.triton_work_list import Rows, WorkList, join_pieces, partial_shapes, rows_of
 
+CALL = "__gpu$xla.gpu.ptx"
+"""The custom call of XLA that launches a kernel given as PTX; JAX's CUDA plugin has it from 0.10.2 on."""
 CHIP = "sm_90"
 """The class of chips that have clusters."""
 TILE = 16
@@ -43,7 +45,6 @@ COMPILED = Path(__file__).with_name("cuda") / "decode_absorbed.ptx.xz"
 
 _LANES = 8
 """Heads, or feature lanes, that an instruction multiplies."""
-_CALL = "__gpu$xla.gpu.ptx"
 _MOST_PADDING = 4 / 3
 """A variant takes layer inputs that are narrower than its lanes by this factor at most."""
 _PROCESSORS_IN_CLUSTERS = 128
@@ -275,7 +276,7 @@ def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array
 def launch(plan: Plan, dtype: Any, count: int, operands: tuple[Array, ...], outs: list[jax.ShapeDtypeStruct]) -> Any:
     """The kernel over `count` ranges; results in the order of its arguments."""
     variant, number = plan.variant, np.int32
-    return jax.ffi.ffi_call(_CALL, outs)(
+    return jax.ffi.ffi_call(CALL, outs)(
         *operands,
         name="decode_absorbed",
         kernel_type="ptx",
