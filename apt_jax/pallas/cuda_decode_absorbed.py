@@ -211,6 +211,12 @@ def _running_sum(x: Int32[Array, " B"]) -> Int32[Array, " B"]:
     return jnp.sum(jnp.where(index[:, None] >= index[None, :], x[None, :], 0), axis=1, dtype=jnp.int32)
 
 
+def slack_for(heads: int) -> int:
+    """Tiles that a range may be longer or shorter so as not to cut a row: the partial result of a piece has as many bytes
+    as so many tiles."""
+    return -(-heads // _LANES)
+
+
 def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array, " RANGES_AND_1"]]:
     """Cut the visible tiles of all rows into `count` ranges of about equal length; a cluster takes one.
 
@@ -326,7 +332,7 @@ def one_pass(
     rules = rules or LogitModifiers()
     count = count or num_ranges(plan)
     rows = rows_of(lens, table_of_row, tokens=TILE, window=rules.window)
-    work, starts = ranges_of(rows, count, slack=-(-heads // _LANES))
+    work, starts = ranges_of(rows, count, slack=slack_for(heads))
     slopes = slopes_of(rules)
     value_width = value_width or width
     shape = Shape(
@@ -384,22 +390,3 @@ def decode_absorbed(
         rules=rules,
         interpret=interpret,
     )
-
-
-def device_bytes(plan: Plan, lens: list[int], heads: int, width: int, itemsize: int = 2) -> dict[str, float]:
-    """Bytes that a call moves by design: `hbm` every element once, `l2` as often as processors ask for it, `cluster`
-    between processors, beside `partial`, written and read where rows are cut at most places.
-
-    Args:
-        lens: cached positions a row.
-    """
-    tokens, tiles = sum(lens), sum(-(-n // TILE) for n in lens)
-    cached, around = tokens * width * itemsize, 2 * len(lens) * heads * width * itemsize
-    cuts = min(num_ranges(plan) - 1, len(lens))
-    of_tile = plan.variant.cluster * plan.variant.heads * (4 * TILE + 2 * TILE + 8)
-    return {
-        "hbm": cached + around,
-        "l2": plan.groups * cached + around,
-        "cluster": tiles * plan.groups * of_tile,
-        "partial": 2 * 2 * cuts * heads * width * 4,
-    }

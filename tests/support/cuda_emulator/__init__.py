@@ -99,9 +99,7 @@ def run(
     return [a[_GUARD:-_GUARD].reshape(out.shape) for a, out in zip(results, outs, strict=True)]
 
 
-def launch(
-    plan: Plan, dtype: Any, count: int, operands: tuple[Any, ...], outs: list[Any], **more: Any
-) -> list[Any]:
+def launch(plan: Plan, dtype: Any, count: int, operands: tuple[Any, ...], outs: list[Any], **more: Any) -> list[Any]:
     """Takes the place of `cuda_decode_absorbed.launch`."""
     assert operands[-1].dtype == jnp.dtype(dtype)
 
