@@ -267,16 +267,19 @@ def one_pass() -> Iterator[Row]:
         heads, width = shape.num_heads, shape.hidden_size
         plan = cuda_decode_absorbed.plan_for(heads, width)
         assert plan is not None
-        rows = rows_of(jnp.asarray(lens, jnp.int32), None, tokens=cuda_decode_absorbed.TILE)
+        rows = rows_of(jnp.asarray(lens, jnp.int32), None, tokens=plan.variant.tile)
         count = cuda_decode_absorbed.num_ranges(plan)
-        work, starts = cuda_decode_absorbed.ranges_of(rows, count, slack=cuda_decode_absorbed.slack_for(heads))
+        work, starts = cuda_decode_absorbed.ranges_of(rows, count, slack=cuda_decode_absorbed.slack_for(plan, heads))
         items, starts = np.asarray(work.items), np.asarray(starts)
-        tiles = [int((items[a:b, 4] - items[a:b, 3]).sum()) for a, b in itertools.pairwise(starts)]
+        ends = np.minimum(items[:, 4] * plan.variant.tile, items[:, 2])
+        positions = [int((ends - items[:, 3] * plan.variant.tile)[a:b].sum()) for a, b in itertools.pairwise(starts)]
         pieces = int((items[:, 7] >= 0).sum())
         cached, around = 2 * width * tokens, 2 * 2 * len(lens) * heads * width
         partial = 2 * 4 * pieces * heads * width
-        of_tile = plan.variant.cluster * plan.variant.heads * (4 * 16 + 2 * 16 + 8)  # scores out, P and factors back
-        longest = max(tiles) * len(tiles) / sum(tiles)
+        of_tile = (
+            plan.variant.cluster * plan.variant.heads * (6 * plan.variant.tile + 8)
+        )  # scores out, P and factors back
+        longest = max(positions) * len(positions) / sum(positions)
         seconds = (longest * cached + around + partial) / _H100_BYTES_S + _FIXED_S
         kv = work_of("decode_kv", shape, lens, 2).num_bytes / _H100_BYTES_S
         yield {
@@ -285,7 +288,7 @@ def one_pass() -> Iterator[Row]:
             "clusters": count * plan.groups,
             "HBM MB": round((cached + around) / 1e6, 1),
             "L2 MB": round((plan.groups * cached + around) / 1e6, 1),
-            "cluster MB": round(sum(tiles) * plan.groups * of_tile / 1e6, 1),
+            "cluster MB": round(tokens / plan.variant.tile * plan.groups * of_tile / 1e6, 1),
             "pieces MB": round(partial / 1e6, 1),
             "longest / mean": round(longest, 2),
             "us": round(1e6 * seconds, 1),

@@ -38,7 +38,7 @@ class Check:
     lens: tuple[int, ...]
     chunk: int = 0
     backend: str | None = None
-    """Of `apt_jax.backends`; None: the kernels under test."""
+    """A name of `apt_jax.backends`; None: the kernels under test."""
 
     @property
     def name(self) -> str:

@@ -29,15 +29,15 @@ from tests.support.cases import num_cases
 from tools import cuda_kernels
 
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3}
-"""Of one layer's attention output, relative to its largest value."""
+"""Tolerance of one layer's attention output, relative to its largest value."""
 LENGTHS = [0, 1, 15, 16, 17, 65, 0, 129, 33]
 
-SMALL = Variant(cluster=2, warps=2, feature_tiles=1, head_tiles=1, stages=5)
+SMALL = Variant(cluster=2, warps=2, feature_tiles=1, head_tiles=1, halves=1, stages=5)
 """64 lanes, 8 heads."""
 OTHERS = (
-    Variant(cluster=1, warps=4, feature_tiles=1, head_tiles=3, stages=4),
-    Variant(cluster=4, warps=1, feature_tiles=2, head_tiles=2, stages=6),
-    Variant(cluster=8, warps=1, feature_tiles=1, head_tiles=5, stages=4),
+    Variant(cluster=1, warps=4, feature_tiles=1, head_tiles=3, halves=2, stages=4),
+    Variant(cluster=4, warps=1, feature_tiles=2, head_tiles=2, halves=2, stages=6),
+    Variant(cluster=8, warps=1, feature_tiles=1, head_tiles=5, halves=1, stages=4),
 )
 
 needs_compiler = pytest.mark.skipif(cuda_emulator.compiler() is None, reason="no C++ compiler")
@@ -215,7 +215,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.in_turn(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_what_is_compiled_is_right_at_its_own_size(variant: Variant) -> None:
-    heads = {"8x8x7x4x6": 56, "8x8x9x3x5": 72, "8x8x5x5x8": 40}.get(variant.name, variant.heads)
+    heads = {7168: 56, 9216: 72}.get(variant.width, variant.heads)
     plan = plan_for(heads, variant.width)
     assert plan is not None
     assert plan.variant == variant
@@ -230,7 +230,8 @@ def test_what_is_compiled_is_right_at_its_own_size(variant: Variant) -> None:
 FAULTS = {
     "a buffer of P too few": ("kWeightBuffers = 3", "kWeightBuffers = 2"),
     "a buffer of scores too few": ("kScoreBuffers = 2", "kScoreBuffers = 1"),
-    "no barrier in a block": ("    block_sync();\n    const int lane", "    const int lane"),
+    "no barrier in a block": ("      block_sync();\n      sum_warps", "      sum_warps"),
+    "sums of a half overwritten": ("if (half > 0) block_sync();", ""),
     "copies not waited for": ("copies_wait<STAGES - 3>", "copies_wait<STAGES - 2>"),
     "no barrier at the start": ("written to\n  cluster_arrive();\n  cluster_wait();\n", "written to\n"),
     "a row of x beside its place": ("offset + feature : 0", "offset + feature + 1 : 0"),
@@ -290,7 +291,7 @@ def test_ranges_have_every_tile_once() -> None:
         assert sorted(joins) == sorted(row for row, pieces in seen.items() if len(pieces) > 1)
         assert sorted(used) == list(range(len(used)))
         assert len(used) <= work.num_places
-        share = max(4, -(-int((last - first).sum()) // count))
+        share = max(2, -(-int((last - first).sum()) // count))
         tiles = [items[a:b, 4].sum() - items[a:b, 3].sum() for a, b in itertools.pairwise(starts)]
         assert max(tiles) <= share + 2 * slack
 
