@@ -155,7 +155,8 @@ def _triton_onepass(chip: str | None) -> KernelBackend:
     ops = _triton(chip)
     from apt_jax.pallas import cuda_decode_absorbed as cuda
 
-    two_kernels, one_pass = ops.decode_absorbed, jax.jit(cuda.decode_absorbed, static_argnames="block_size")
+    two_kernels, calls = ops.decode_absorbed, [_TRITON_CALL, cuda.CALL]
+    one_pass = lowered_once(cuda.decode_absorbed, static_argnames=["block_size"], platform="cuda", custom_calls=calls)
 
     @functools.cache
     def say(reason: str) -> None:

@@ -34,22 +34,22 @@ from apt_jax.pallas.triton_decode_common import by_block, check_inputs, slopes_o
 from apt_jax.pallas.triton_tiles import NUM_PROCESSORS
 from apt_jax.pallas.triton_work_list import Rows, WorkList, join_pieces, partial_shapes, rows_of
 
+CALL = "__gpu$xla.gpu.ptx"
+"""The custom call of XLA that launches a kernel given as PTX; JAX's CUDA plugin has it from 0.10.2 on."""
 CHIP = "sm_90"
 """The class of chips that have clusters."""
-TILE = 16
-"""Positions of a tile."""
 SOURCES = tuple(Path(__file__).with_name("cuda") / name for name in ("decode_absorbed.cu", "warp_ops.cuh"))
 COMPILED = Path(__file__).with_name("cuda") / "decode_absorbed.ptx.xz"
 
 _LANES = 8
 """Heads, or feature lanes, that an instruction multiplies."""
-_CALL = "__gpu$xla.gpu.ptx"
 _MOST_PADDING = 4 / 3
 """A variant takes layer inputs that are narrower than its lanes by this factor at most."""
 _PROCESSORS_IN_CLUSTERS = 128
-"""Of the 132 of an H100: clusters do not reach over the borders of its parts, of 16 or 18 processors each."""
-_LEAST_TILES = 4
-"""Of a range."""
+"""Processors that clusters get, of the 132 of an H100: they do not reach over the borders of its parts, of 16 or 18
+processors each."""
+_LEAST_TILES = 2
+"""Tiles of a range, at least."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,22 +59,29 @@ class Variant:
     cluster: int
     """Blocks, each of which has a processor to itself."""
     warps: int
-    """Of a block: 4, 8 or 12, as each quarter of a processor has registers of its own."""
+    """Warps of a block: 4, 8 or 12, as each quarter of a processor has registers of its own."""
     feature_tiles: int
-    """Of 16 feature lanes, of a warp."""
+    """Times 16 feature lanes, of a warp."""
     head_tiles: int
-    """Of 8 heads."""
+    """Times 8 heads."""
+    halves: int
+    """Times 16 positions, of a tile: 1 or 2. What passes between blocks takes as long for either."""
     stages: int
     """Tiles of layer inputs in shared memory; three of them are being computed with."""
 
     @property
     def name(self) -> str:
-        return f"{self.cluster}x{self.warps}x{self.feature_tiles}x{self.head_tiles}x{self.stages}"
+        return f"{self.cluster}x{self.warps}x{self.feature_tiles}x{self.head_tiles}x{self.halves}x{self.stages}"
 
     @property
     def width(self) -> int:
         """Feature lanes."""
         return self.cluster * self.warps * self.feature_tiles * 2 * _LANES
+
+    @property
+    def tile(self) -> int:
+        """Positions of a tile."""
+        return 16 * self.halves
 
     @property
     def heads(self) -> int:
@@ -86,37 +93,38 @@ class Variant:
 
     @property
     def macros(self) -> dict[str, int]:
-        """What the compiler is told."""
+        """Macros that the compiler is given."""
         return {
             "ONE_CLUSTER": self.cluster,
             "ONE_WARPS": self.warps,
             "ONE_MT": self.feature_tiles,
             "ONE_NT": self.head_tiles,
+            "ONE_HALVES": self.halves,
             "ONE_STAGES": self.stages,
         }
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: `Layout::kBytes` of the source."""
-        inputs = self.stages * self.warps * TILE * (32 * self.feature_tiles + 16)
-        of_warps, of_blocks = self.warps * self.head_tiles * 32 * 16, 2 * self.heads * TILE * 4
-        weights = 3 * self.heads * (2 * TILE + 16 + 8)
+        inputs = self.stages * self.warps * self.tile * (32 * self.feature_tiles + 16)
+        of_warps, of_blocks = self.warps * self.head_tiles * 32 * 16, 2 * self.heads * self.tile * 4
+        weights = 3 * self.heads * (2 * self.tile + 16 + 8)
         return inputs + of_warps + of_blocks + weights + self.stages * self.warps * 32 + 4 * len(Shape._fields)
 
 
 VARIANTS = tuple(
-    Variant(cluster=c, warps=w, feature_tiles=m, head_tiles=n, stages=s)
-    for c, w, m, n, s in (
-        (1, 12, 3, 4, 8),  # 576 lanes: latents
-        (1, 8, 6, 2, 8),  # 768, 12 heads: OPT-125M, GPT-2
-        (1, 8, 8, 2, 6),  # 1,024, 16 heads: BLOOM-560M
-        (2, 8, 5, 3, 8),  # 1,280, 20 heads: GPT-2 large
-        (4, 8, 4, 4, 8),  # 2,048, 32 heads: OPT-1.3B
-        (4, 8, 5, 4, 8),  # 2,560, 32 heads: OPT-2.7B, BLOOM-3B
-        (8, 8, 4, 4, 8),  # 4,096, 32 heads: OPT-6.7B, BLOOM-7B1, MPT-7B
-        (8, 8, 5, 5, 8),  # 5,120, 40 heads: OPT-13B
-        (8, 8, 7, 4, 6),  # 7,168, 56 or 64 heads in 2 groups: OPT-30B, MPT-30B
-        (8, 8, 9, 3, 5),  # 9,216, 72 heads in 3 groups: OPT-66B
+    Variant(cluster=c, warps=w, feature_tiles=m, head_tiles=n, halves=h, stages=s)
+    for c, w, m, n, h, s in (
+        (1, 12, 3, 4, 2, 4),  # 576 lanes: latents
+        (1, 8, 6, 2, 2, 4),  # 768, 12 heads: OPT-125M, GPT-2
+        (1, 8, 8, 2, 1, 6),  # 1,024, 16 heads: BLOOM-560M
+        (2, 8, 5, 3, 2, 4),  # 1,280, 20 heads: GPT-2 large
+        (4, 8, 4, 4, 2, 5),  # 2,048, 32 heads: OPT-1.3B
+        (4, 8, 5, 4, 2, 4),  # 2,560, 32 heads: OPT-2.7B, BLOOM-3B
+        (8, 8, 4, 4, 2, 5),  # 4,096, 32 heads: OPT-6.7B, BLOOM-7B1, MPT-7B
+        (8, 8, 5, 5, 2, 4),  # 5,120, 40 heads: OPT-13B
+        (8, 8, 7, 4, 1, 6),  # 7,168, 56 or 64 heads in 2 groups: OPT-30B, MPT-30B
+        (8, 8, 9, 3, 1, 5),  # 9,216, 72 heads in 3 groups: OPT-66B
     )
 )
 """By width. No more than 255 registers a thread and 227 KiB of shared memory a block, nothing spilled: the gate checks."""
@@ -129,7 +137,7 @@ class Shape(NamedTuple):
     width: int
     value_width: int
     entries: int
-    """Of a row of the tables."""
+    """Entries of a row of the tables."""
     block_size: int
     block_stride: int
     """Elements of a block of the pool."""
@@ -153,7 +161,7 @@ class Plan(NamedTuple):
 
     variant: Variant
     groups: int
-    """Of heads."""
+    """Groups of heads."""
     group_heads: int
 
 
@@ -170,7 +178,7 @@ def plan_for(heads: int, width: int) -> Plan | None:
 
 
 def why_not(chip: str | None, q_absorbed: Array, pool: Array) -> str | None:
-    """What the kernel lacks for a call, in a few words; None: nothing.
+    """Say in a few words what the kernel lacks for a call; None: nothing.
 
     Args:
         q_absorbed: (B, N, D), of the dtype that results are to have.
@@ -208,6 +216,12 @@ def _running_sum(x: Int32[Array, " B"]) -> Int32[Array, " B"]:
     """Inclusive."""
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
     return jnp.sum(jnp.where(index[:, None] >= index[None, :], x[None, :], 0), axis=1, dtype=jnp.int32)
+
+
+def slack_for(plan: Plan, heads: int) -> int:
+    """Tiles that a range may be longer or shorter so as not to cut a row: half of those that have as many bytes as the
+    partial result of a piece."""
+    return -(-heads // plan.variant.tile)
 
 
 def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array, " RANGES_AND_1"]]:
@@ -275,7 +289,7 @@ def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array
 def launch(plan: Plan, dtype: Any, count: int, operands: tuple[Array, ...], outs: list[jax.ShapeDtypeStruct]) -> Any:
     """The kernel over `count` ranges; results in the order of its arguments."""
     variant, number = plan.variant, np.int32
-    return jax.ffi.ffi_call(_CALL, outs)(
+    return jax.ffi.ffi_call(CALL, outs)(
         *operands,
         name="decode_absorbed",
         kernel_type="ptx",
@@ -324,8 +338,8 @@ def one_pass(
         raise ValueError(why_not(CHIP, q_absorbed, pool))
     rules = rules or LogitModifiers()
     count = count or num_ranges(plan)
-    rows = rows_of(lens, table_of_row, tokens=TILE, window=rules.window)
-    work, starts = ranges_of(rows, count, slack=-(-heads // _LANES))
+    rows = rows_of(lens, table_of_row, tokens=plan.variant.tile, window=rules.window)
+    work, starts = ranges_of(rows, count, slack=slack_for(plan, heads))
     slopes = slopes_of(rules)
     value_width = value_width or width
     shape = Shape(
@@ -383,22 +397,3 @@ def decode_absorbed(
         rules=rules,
         interpret=interpret,
     )
-
-
-def device_bytes(plan: Plan, lens: list[int], heads: int, width: int, itemsize: int = 2) -> dict[str, float]:
-    """Bytes that a call moves by design: `hbm` every element once, `l2` as often as processors ask for it, `cluster`
-    between processors, beside `partial`, written and read where rows are cut at most places.
-
-    Args:
-        lens: cached positions a row.
-    """
-    tokens, tiles = sum(lens), sum(-(-n // TILE) for n in lens)
-    cached, around = tokens * width * itemsize, 2 * len(lens) * heads * width * itemsize
-    cuts = min(num_ranges(plan) - 1, len(lens))
-    of_tile = plan.variant.cluster * plan.variant.heads * (4 * TILE + 2 * TILE + 8)
-    return {
-        "hbm": cached + around,
-        "l2": plan.groups * cached + around,
-        "cluster": tiles * plan.groups * of_tile,
-        "partial": 2 * 2 * cuts * heads * width * 4,
-    }

@@ -1,7 +1,7 @@
 """Bounds that need no device: programs and seconds of lowering of a start, bytes that steps send from the host, cache that
 models have on cards, what decode kernels move and walk, and what the padding of prompts costs.
 
-    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic,buckets,designs,projections]
+    python -m benchmarks.gpu.bounds [--out DIR] [--only start,steps,memory,chains,traffic,buckets,designs,projections,onepass]
 
 What it prints is in benchmarks/results/gpu-bounds/, as CSV too.
 """
@@ -9,6 +9,7 @@ What it prints is in benchmarks/results/gpu-bounds/, as CSV too.
 import argparse
 import csv
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from apt_jax.backends import attention_ops
@@ -30,10 +32,10 @@ from apt_jax.executor.warm_up import Program, all_programs
 from apt_jax.models import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.memory_plan import memory_plan
-from apt_jax.ops.shapes import PUBLISHED, AttentionShape
-from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
+from apt_jax.ops.shapes import CACHED_TOKENS, PUBLISHED, AttentionShape
+from apt_jax.pallas import cuda_decode_absorbed, triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
 from apt_jax.pallas.triton_tiles import tile_for
-from apt_jax.pallas.triton_work_list import longest_chain, pieces_for
+from apt_jax.pallas.triton_work_list import longest_chain, pieces_for, rows_of
 from apt_jax.utils.device_memory import MEMORY_FRACTION
 from benchmarks.gpu import bucket_waste
 from benchmarks.gpu.absorbed_designs import designs, projections
@@ -270,6 +272,51 @@ def traffic() -> Iterator[Row]:
             }
 
 
+# --- the one-pass kernel -----------------------------------------------------------------------------------------
+
+_H100_BYTES_S = 2.956e12
+"""A stream of 8.6 GB on the card of benchmarks/results/gpu/2026-11-26-h100/."""
+_FIXED_S = 8e-6
+"""Two launches, the first loads of a cluster and its last stores: a guess."""
+
+
+def one_pass() -> Iterator[Row]:
+    """Bytes that the one-pass kernel moves by design for 64 rows, and the time that these take an H100 where nothing else
+    limits it: through device memory, from the L2 cache to processors, between the processors of clusters."""
+    for name, tokens in itertools.product(("opt-6.7b", "opt-13b", "opt-30b", "opt-66b"), CACHED_TOKENS):
+        shape, lens = PUBLISHED[name], ragged(tokens, 64, seed=2)
+        heads, width = shape.num_heads, shape.hidden_size
+        plan = cuda_decode_absorbed.plan_for(heads, width)
+        assert plan is not None
+        rows = rows_of(jnp.asarray(lens, jnp.int32), None, tokens=plan.variant.tile)
+        count = cuda_decode_absorbed.num_ranges(plan)
+        work, starts = cuda_decode_absorbed.ranges_of(rows, count, slack=cuda_decode_absorbed.slack_for(plan, heads))
+        items, starts = np.asarray(work.items), np.asarray(starts)
+        ends = np.minimum(items[:, 4] * plan.variant.tile, items[:, 2])
+        positions = [int((ends - items[:, 3] * plan.variant.tile)[a:b].sum()) for a, b in itertools.pairwise(starts)]
+        pieces = int((items[:, 7] >= 0).sum())
+        cached, around = 2 * width * tokens, 2 * 2 * len(lens) * heads * width
+        partial = 2 * 4 * pieces * heads * width
+        of_tile = (
+            plan.variant.cluster * plan.variant.heads * (6 * plan.variant.tile + 8)
+        )  # scores out, P and factors back
+        longest = max(positions) * len(positions) / sum(positions)
+        seconds = (longest * cached + around + partial) / _H100_BYTES_S + _FIXED_S
+        kv = work_of("decode_kv", shape, lens, 2).num_bytes / _H100_BYTES_S
+        yield {
+            "model": name,
+            "tokens": tokens,
+            "clusters": count * plan.groups,
+            "HBM MB": round((cached + around) / 1e6, 1),
+            "L2 MB": round((plan.groups * cached + around) / 1e6, 1),
+            "cluster MB": round(tokens / plan.variant.tile * plan.groups * of_tile / 1e6, 1),
+            "pieces MB": round(partial / 1e6, 1),
+            "longest / mean": round(longest, 2),
+            "us": round(1e6 * seconds, 1),
+            "floor of kv us": round(1e6 * kv, 1),
+        }
+
+
 _TILE_OF = {"decode_kv": "kv", "decode_reprojected": "reprojected"}
 
 TABLES = {
@@ -281,6 +328,7 @@ TABLES = {
     "buckets": bucket_waste.rows,
     "designs": designs,
     "projections": projections,
+    "onepass": one_pass,
 }
 
 

@@ -37,10 +37,13 @@ class Check:
     ranges: bool
     lens: tuple[int, ...]
     chunk: int = 0
+    backend: str | None = None
+    """A name of `apt_jax.backends`; None: the kernels under test."""
 
     @property
     def name(self) -> str:
-        return f"{self.op} {self.shape.name} {self.dtype}{' ranges' if self.ranges else ''}"
+        backend = f" by {self.backend}" if self.backend else ""
+        return f"{self.op} {self.shape.name} {self.dtype}{' ranges' if self.ranges else ''}{backend}"
 
 
 def checks(tiny: bool) -> Iterator[Check]:
@@ -59,6 +62,8 @@ def checks(tiny: bool) -> Iterator[Check]:
     for (dtype, ranges), shape in itertools.product((("bfloat16", False), ("float16", True)), published):
         for op in problems.ops_for(shape):
             yield Check(shape=shape, op=op, dtype=dtype, ranges=ranges, lens=modest, chunk=130)
+            if op == "decode_absorbed":
+                yield Check(shape=shape, op=op, dtype=dtype, ranges=ranges, lens=modest, backend="triton-onepass")
     variants = (("bfloat16", False), ("float16", True), ("float32", True), ("bfloat16", True))
     for (dtype, ranges), shape in itertools.product(variants, shapes.SMALL.values()):
         for op in problems.ops_for(shape):
@@ -158,12 +163,15 @@ def compare(check: Check, tiny: bool) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
+    from apt_jax.backends import attention_ops
     from apt_jax.ops import reference
     from benchmarks.gpu import problems
-    from benchmarks.gpu.kernels import kernel_ops
+    from benchmarks.gpu.kernels import kernel_ops, tile_class
 
     begin = time.perf_counter()
     ops = kernel_ops(tiny)
+    if check.backend:
+        ops = attention_ops(jax.devices()[0].platform, check.backend, tile_class())
     args = problems.arguments(
         check.op, check.shape, check.dtype, check.lens, seed=1, poisoned=True, ranges=check.ranges, chunk=check.chunk
     )

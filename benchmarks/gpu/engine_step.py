@@ -60,7 +60,7 @@ class StepCase:
     """Scores over several devices have room for a quarter of the context of all rows."""
     donate: bool = True
     backend: str = "triton"
-    """Of `apt_jax.backends`."""
+    """A name of `apt_jax.backends`."""
 
     @property
     def num_loops(self) -> int:

@@ -377,6 +377,8 @@ def kernels(stage: Stage) -> None:
         )
         if case.kernel.startswith("absorbed "):  # one of two kernels does half of the work
             work = dataclasses.replace(work, moved_bytes=work.num_bytes, flop=work.flop / 2)
+        if case.kernel.endswith("onepass"):
+            work = dataclasses.replace(work, moved_bytes=work.num_bytes)
         floor = floor_s(work.num_bytes, work.flop, rates)
         design = floor_s(work.moved_bytes, work.flop, rates)
         return {

@@ -21,7 +21,6 @@ from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import problems
 from benchmarks.gpu.harness import Stage, Table, ceilings, floor_s, time_call
 
-
 _SEGMENTS = {"cudnn packed of 4": 4, "cudnn packed of 64": 64}
 """Prompts one after another, as a step has them, by cuDNN from sm_90 on: the number of segments is static, and most of 64
 are empty, as in an engine with 64 slots."""

@@ -11,8 +11,16 @@ from typing import Any
 
 from benchmarks.gpu.harness import ROOT, Stage, environment_of, spawn
 
-_OPS = ("decode_kv opt-13b bfloat16", "decode_absorbed opt-13b bfloat16", "prefill opt-13b bfloat16")
-"""Checks of stage `correctness` that are run under the sanitizer."""
+_ONE_PASS = "decode_absorbed opt-13b bfloat16 by triton-onepass"
+_CHECKS = (
+    ("memcheck", "decode_kv opt-13b bfloat16"),
+    ("memcheck", "decode_absorbed opt-13b bfloat16"),
+    ("memcheck", "prefill opt-13b bfloat16"),
+    ("memcheck", _ONE_PASS),
+    ("racecheck", _ONE_PASS),
+    ("synccheck", _ONE_PASS),
+)
+"""Tools of the sanitizer, and the checks of stage `correctness` that are run under them."""
 _PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 
 
@@ -22,31 +30,32 @@ def _find_sanitizer() -> str | None:
 
 
 def sanitizer(stage: Stage) -> None:
-    """Run checks of `correctness` under `compute-sanitizer`: accesses out of bounds, misaligned or of nobody's memory."""
+    """Run checks of `correctness` under `compute-sanitizer`: accesses out of bounds, misaligned or of nobody's memory; of
+    the kernel that synchronises by itself also races and misused barriers."""
     table, tool = stage.table(), _find_sanitizer()
     if tool is None:
         if "memcheck" not in table.done:
             table.add("memcheck", status="skipped: compute-sanitizer is not on this machine")
         return
 
-    def check(case: str) -> dict[str, Any]:
+    def check(kind: str, case: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.gpu.correctness", case, *(["--tiny"] if stage.tiny else [])]
         limit = ["timeout", "-s", "KILL", f"{max(5.0, stage.left_s):.0f}"] if shutil.which("timeout") else []
         begin = time.monotonic()
         done = subprocess.run(
-            [*limit, tool, "--tool", "memcheck", "--target-processes", "all", *command], cwd=ROOT,
+            [*limit, tool, "--tool", kind, "--target-processes", "all", *command], cwd=ROOT,
             env=environment_of("sanitizer", stage.work or stage.out), capture_output=True, text=True, check=False,
         )  # fmt: skip
-        summary = re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)
+        summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) ", done.stdout + done.stderr)
         if summary is None:
             raise RuntimeError(f"no summary; exit {done.returncode}: {(done.stdout + done.stderr).strip()[-160:]}")
         errors = int(summary[1])
         return {"errors": errors, "seconds": time.monotonic() - begin, "status": "ok" if not errors else "errors"}
 
-    for case in _OPS:
-        name = f"memcheck {case}"
+    for kind, case in _CHECKS:
+        name = f"{kind} {case}"
         if stage.wanted(table, name, needs_s=5.0):
-            stage.run(table, name, lambda case=case: check(case), limit_s=600.0)
+            stage.run(table, name, lambda kind=kind, case=case: check(kind, case), limit_s=600.0)
 
 
 _TUNED_MODELS = ("opt-13b", "llama-3-8b", "llama-2-7b", "opt-1.3b", "gemma-2b")

@@ -1,10 +1,10 @@
 // Absorbed decode attention in one pass over cached layer inputs, for chips with clusters (sm_90). Contract:
 // apt_jax/pallas/cuda_decode_absorbed.py, which lists the variants and launches them; `python -m tools.cuda_kernels` compiles.
 //
-// A cluster of CLUSTER blocks of WARPS warps takes a range of tiles of 16 positions. Every warp has 16 * MT feature lanes of
+// A cluster of CLUSTER blocks of WARPS warps takes a range of tiles of 16 * HALVES positions. Every warp has 16 * MT feature lanes of
 // its own: it copies them from device memory once (x, a ring of STAGES tiles in shared memory), keeps the same lanes of the
 // absorbed queries of 8 * NT heads in registers, and computes with both
-//   its part of the scores of a tile,  S^T (16 positions x heads)  = x q^T,     to be summed over all warps of the cluster,
+//   its part of the scores of a tile,  S^T (positions x heads)     = x q^T,     to be summed over all warps of the cluster,
 //   its lanes of the output,           Z^T (lanes x heads)        += x^T P^T,   in registers.
 // Copies need no barrier but the warp's own. Scores are summed over the warps of a block in shared memory, then over blocks:
 // each block owns HEADS / CLUSTER heads, gets their sums from all others through distributed shared memory, does the
@@ -22,7 +22,6 @@
 #include "emulated_warp_ops.h"
 #endif
 
-constexpr int kTile = 16;            // positions
 constexpr float kMasked = -1e30f;    // as triton_common.MASKED
 constexpr int kItemFields = 8;       // triton_work_list.WorkList.items
 constexpr int kScoreBuffers = 2;
@@ -31,12 +30,14 @@ constexpr int kWeightBuffers = 3;
 // Places of `shape`: what else is the same for all items. Names in Python: cuda_decode_absorbed.Shape.
 enum Field { kHeads, kWidth, kValueWidth, kEntries, kBlockSize, kBlockStride, kWindow, kSoftcap, kHasRanges, kHasSlopes, kGroups, kGroupHeads, kItems, kNumFields };
 
-template <int CLUSTER, int WARPS, int MT, int NT, int STAGES>
+template <int CLUSTER, int WARPS, int MT, int NT, int HALVES, int STAGES>
 struct Layout {
+  static constexpr int kTile = 16 * HALVES;  // positions
   static constexpr int kThreads = 32 * WARPS;
   static constexpr int kAllHeads = 8 * NT;
   static constexpr int kOwnHeads = kAllHeads / CLUSTER;
-  static constexpr int kRounds = (kOwnHeads + 2 * WARPS - 1) / (2 * WARPS);  // of a warp: two heads at a time
+  static constexpr int kHeadsAtOnce = 32 / kTile;                            // softmax of a warp: a lane a position
+  static constexpr int kRounds = (kOwnHeads + kHeadsAtOnce * WARPS - 1) / (kHeadsAtOnce * WARPS);
   static constexpr int kPitch = 32 * MT + 16;  // an odd number of 16 bytes: eight rows lie in different banks
   static constexpr int kRowP = 2 * kTile + 16;
   // Bytes of shared memory, one after another.
@@ -48,7 +49,7 @@ struct Layout {
   static constexpr int kSteps = kFactors + kWeightBuffers * kAllHeads * 8;                          // Step: stage, warp
   static constexpr int kFields = kSteps + STAGES * WARPS * 32;                                 // `shape`
   static constexpr int kBytes = kFields + kNumFields * 4;
-  static_assert(kAllHeads % CLUSTER == 0 && STAGES > 3, "");
+  static_assert(kAllHeads % CLUSTER == 0 && STAGES > 3 && HALVES <= 2, "");
 };
 
 // A number of `shape`, which lies in shared memory: in registers it would push others out.
@@ -74,6 +75,7 @@ DEVICE Step read_step(uint32_t at) {
 }
 
 // Walks the tiles of a range of items, one tile ahead of the copies: where its positions lie takes a load to know.
+template <int TILE>
 struct Cursor {
   const int *items, *tables, *ranges;
   uint32_t fields;
@@ -89,9 +91,9 @@ struct Cursor {
       step.row = fields[0], step.length = fields[2], step.place = fields[7];
       step.is_first = 1;
     }
-    step.position = kTile * tile;
+    step.position = TILE * tile;
     step.is_last = tile + 1 == last;
-    const int position = step.position + lane % kTile, window = read_field(fields, kWindow), block_size = read_field(fields, kBlockSize);
+    const int position = step.position + lane % TILE, window = read_field(fields, kWindow), block_size = read_field(fields, kBlockSize);
     bool own = position < step.length && (window == 0 || position >= step.length - window);
     offset = 0;
     if (own) {
@@ -106,7 +108,7 @@ struct Cursor {
       const int block = tables[static_cast<int64_t>(table) * read_field(fields, kEntries) + entry];
       offset = static_cast<int64_t>(block) * read_field(fields, kBlockStride) + static_cast<int64_t>(slot) * read_field(fields, kWidth);
     }
-    step.own = vote(own && lane < kTile);
+    step.own = vote(own && lane < TILE);
   }
 
   DEVICE void next(int lane) {
@@ -116,9 +118,9 @@ struct Cursor {
   }
 };
 
-template <int CLUSTER, int WARPS, int MT, int NT, int STAGES>
+template <int CLUSTER, int WARPS, int MT, int NT, int HALVES, int STAGES>
 struct Warp {
-  using L = Layout<CLUSTER, WARPS, MT, NT, STAGES>;
+  using L = Layout<CLUSTER, WARPS, MT, NT, HALVES, STAGES>;
   int lane, warp, rank;
   uint32_t shared;
   int first_lane;  // of the warp's features
@@ -128,12 +130,12 @@ struct Warp {
   float m[L::kRounds], l[L::kRounds];  // of the heads that this block owns
 
   DEVICE uint32_t inputs(int step) const {
-    return shared + L::kInputs + ((step % STAGES) * WARPS + warp) * kTile * L::kPitch;
+    return shared + L::kInputs + ((step % STAGES) * WARPS + warp) * L::kTile * L::kPitch;
   }
   DEVICE uint32_t step_at(int step) const { return shared + L::kSteps + ((step % STAGES) * WARPS + warp) * 32; }
   DEVICE uint32_t scores_of_blocks(int step, int block, int own_head, int position) const {
     return shared + L::kOfBlocks +
-           ((((step % kScoreBuffers) * CLUSTER + block) * L::kOwnHeads + own_head) * kTile + position) * 4;
+           ((((step % kScoreBuffers) * CLUSTER + block) * L::kOwnHeads + own_head) * L::kTile + position) * 4;
   }
   DEVICE uint32_t weights(int step, int head) const {
     return shared + L::kWeights + ((step % kWeightBuffers) * L::kAllHeads + head) * L::kRowP;
@@ -154,12 +156,12 @@ struct Warp {
   }
 
   // Start the copy of a tile, if there is one; a group of copies either way.
-  DEVICE void copy(int step, int num_steps, Cursor& cursor, const Bits16* pool) {
+  DEVICE void copy(int step, int num_steps, Cursor<L::kTile>& cursor, const Bits16* pool) {
     if (step < num_steps) {
       if (lane == 0) write_step(step_at(step), cursor.step);
       const int lane = opaque(this->lane);
 #pragma unroll
-      for (int i = 0; i < MT; ++i) {
+      for (int i = 0; i < MT * HALVES; ++i) {
         const int chunk = 32 * i + lane, position = chunk / (2 * MT), column = chunk % (2 * MT);
         const int64_t offset = shuffle(cursor.offset, position);
         const int feature = first_lane + 8 * column;
@@ -189,27 +191,37 @@ struct Warp {
     }
   }
 
-  // This warp's part of the scores of a tile; then the sums of the block's warps, to the owners of the heads.
+  // This warp's part of the scores of a tile, 16 positions at a time, and the block's sums of them.
   DEVICE void scores(int step, const Bits16* queries) {
     copies_wait<STAGES - 3>();
     warp_sync();
     const Step of = read_step(step_at(step));
     if (of.is_first) load_queries(queries, of.row);
-    float s[NT][4] = {};
-    const uint32_t row = inputs(step) + (lane % 16) * L::kPitch + (lane / 16) * 16;
-#pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      uint32_t x[4];
-      load_matrices(x, row + 32 * mt);
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) multiply(s[nt], x, q[mt][nt][0], q[mt][nt][1]);
-    }
     const uint32_t of_warps = shared + L::kOfWarps;
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt)
-      store_shared(of_warps + ((warp * NT + nt) * 32 + lane) * 16, float4{s[nt][0], s[nt][1], s[nt][2], s[nt][3]});
-    block_sync();
+    for (int half = 0; half < HALVES; ++half) {
+      float s[NT][4] = {};
+      const uint32_t row = inputs(step) + (16 * half + lane % 16) * L::kPitch + (lane / 16) * 16;
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) {
+        uint32_t x[4];
+        load_matrices(x, row + 32 * mt);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) multiply(s[nt], x, q[mt][nt][0], q[mt][nt][1]);
+      }
+      if (half > 0) block_sync();  // the half before has been read
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+        store_shared(of_warps + ((warp * NT + nt) * 32 + lane) * 16, float4{s[nt][0], s[nt][1], s[nt][2], s[nt][3]});
+      block_sync();
+      sum_warps(step, half);
+    }
+  }
+
+  // The sums of the block's warps for 16 positions, to the owners of the heads.
+  DEVICE void sum_warps(int step, int half) {
     const int lane = opaque(this->lane);
+    const uint32_t of_warps = shared + L::kOfWarps;
     for (int i = 32 * warp + lane; i < 32 * NT; i += L::kThreads) {
       float4 sum = load_shared(of_warps + i * 16, static_cast<float4*>(nullptr));
 #pragma unroll
@@ -217,7 +229,7 @@ struct Warp {
         const float4 more = load_shared(of_warps + (w * NT * 32 + i) * 16, static_cast<float4*>(nullptr));
         sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
       }
-      const int position = i % 32 / 4, head = i / 32 * 8 + 2 * (i % 4);
+      const int position = 16 * half + i % 32 / 4, head = i / 32 * 8 + 2 * (i % 4);
       const int owner = head / L::kOwnHeads, owner2 = (head + 1) / L::kOwnHeads;
       const uint32_t at = scores_of_blocks(step, rank, head % L::kOwnHeads, position);
       const uint32_t at2 = scores_of_blocks(step, rank, (head + 1) % L::kOwnHeads, position);
@@ -238,14 +250,14 @@ struct Warp {
   // Softmax of the heads that this block owns, and what all blocks need of it.
   DEVICE void softmax(int step, const float* slopes, float* piece_m, float* piece_l) {
     const Step of = read_step(step_at(step));
-    const int t = lane % kTile;
+    const int t = lane % L::kTile;
     const bool own = (of.own >> t & 1) != 0;
 #pragma unroll
     for (int round = 0; round < L::kRounds; ++round) {
-      const int first = 2 * (round * WARPS + warp);
+      const int first = L::kHeadsAtOnce * (round * WARPS + warp);
       if (first >= L::kOwnHeads) break;
-      const bool there = first + lane / kTile < L::kOwnHeads;
-      const int own_head = there ? first + lane / kTile : first, head = rank * L::kOwnHeads + own_head;
+      const bool there = first + lane / L::kTile < L::kOwnHeads;
+      const int own_head = there ? first + lane / L::kTile : first, head = rank * L::kOwnHeads + own_head;
       if (of.is_first) m[round] = kMasked, l[round] = 0.0f;
       float s = 0.0f;
 #pragma unroll
@@ -254,7 +266,7 @@ struct Warp {
       s = own ? by_rules(s, of, of.position + t, head, slopes) : kMasked;
       float top = s;
 #pragma unroll
-      for (int with = kTile / 2; with > 0; with /= 2) {
+      for (int with = L::kTile / 2; with > 0; with /= 2) {
         const float other = shuffle_xor(top, with);
         top = other > top ? other : top;
       }
@@ -262,7 +274,7 @@ struct Warp {
       const float p = own ? exponential(s - top) : 0.0f, before = exponential(m[round] - top);
       float sum = p;
 #pragma unroll
-      for (int with = kTile / 2; with > 0; with /= 2) sum += shuffle_xor(sum, with);
+      for (int with = L::kTile / 2; with > 0; with /= 2) sum += shuffle_xor(sum, with);
       l[round] = l[round] * before + sum;
       m[round] = top;
       const uint32_t pair = packed(p, shuffle_xor(p, 1));
@@ -296,21 +308,25 @@ struct Warp {
 #pragma unroll
           for (int i = 0; i < 4; ++i) z[mt][nt][i] *= factor[nt][i % 2];
     }
-    uint32_t p[NT][2];
 #pragma unroll
-    for (int nt = 0; nt + 1 < NT; nt += 2) {
-      uint32_t two[4];
-      load_matrices(two, weights(step, 8 * nt + lane / 16 * 8 + lane % 8) + lane / 8 % 2 * 16);
-      p[nt][0] = two[0], p[nt][1] = two[1], p[nt + 1][0] = two[2], p[nt + 1][1] = two[3];
-    }
-    if constexpr (NT % 2 == 1) load_matrices(p[NT - 1], weights(step, 8 * (NT - 1) + lane % 8) + lane / 8 % 2 * 16);
-    const uint32_t row = inputs(step) + (lane % 8 + lane / 16 * 8) * L::kPitch + lane / 8 % 2 * 16;
+    for (int half = 0; half < HALVES; ++half) {
+      uint32_t p[NT][2];
+      const uint32_t of_half = lane / 8 % 2 * 16 + 32 * half;
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-      uint32_t x[4];
-      load_transposed(x, row + 32 * mt);
+      for (int nt = 0; nt + 1 < NT; nt += 2) {
+        uint32_t two[4];
+        load_matrices(two, weights(step, 8 * nt + lane / 16 * 8 + lane % 8) + of_half);
+        p[nt][0] = two[0], p[nt][1] = two[1], p[nt + 1][0] = two[2], p[nt + 1][1] = two[3];
+      }
+      if constexpr (NT % 2 == 1) load_matrices(p[NT - 1], weights(step, 8 * (NT - 1) + lane % 8) + of_half);
+      const uint32_t row = inputs(step) + (16 * half + lane % 8 + lane / 16 * 8) * L::kPitch + lane / 8 % 2 * 16;
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) multiply(z[mt][nt], x, p[nt][0], p[nt][1]);
+      for (int mt = 0; mt < MT; ++mt) {
+        uint32_t x[4];
+        load_transposed(x, row + 32 * mt);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) multiply(z[mt][nt], x, p[nt][0], p[nt][1]);
+      }
     }
     if (of.is_last) {
       if (of.place < 0)
@@ -371,12 +387,12 @@ struct Warp {
   }
 };
 
-template <int CLUSTER, int WARPS, int MT, int NT, int STAGES>
+template <int CLUSTER, int WARPS, int MT, int NT, int HALVES, int STAGES>
 DEVICE void run(const int* items, const int* starts, const int* tables, const int* ranges, const float* slopes,
                 const int* shape, const Bits16* queries, const Bits16* pool, Bits16* out, float* piece_z, float* piece_m,
                 float* piece_l) {
-  using L = Layout<CLUSTER, WARPS, MT, NT, STAGES>;
-  Warp<CLUSTER, WARPS, MT, NT, STAGES> w;
+  using L = Layout<CLUSTER, WARPS, MT, NT, HALVES, STAGES>;
+  Warp<CLUSTER, WARPS, MT, NT, HALVES, STAGES> w;
   w.lane = thread_index() % 32, w.warp = thread_index() / 32, w.rank = static_cast<int>(cluster_rank());
   w.shared = shared_base();
   if (thread_index() < kNumFields) store_shared(w.shared + L::kFields + 4 * thread_index(), shape[thread_index()]);
@@ -397,7 +413,7 @@ DEVICE void run(const int* items, const int* starts, const int* tables, const in
   }
   for (int item = starts[count] + range; item < w.field(kItems) && items[kItemFields * item] >= 0; item += count)
     w.zero(items[kItemFields * item], out);
-  Cursor cursor{items, tables, ranges, w.shared + L::kFields, first, end, 0, 0, 0, Step{}, 0};
+  Cursor<L::kTile> cursor{items, tables, ranges, w.shared + L::kFields, first, end, 0, 0, 0, Step{}, 0};
   cursor.seek(w.lane);
   for (int step = 0; step < STAGES; ++step) w.copy(step, num_steps, cursor, pool);
   // All blocks have begun: their shared memory may be written to
@@ -423,6 +439,7 @@ DEVICE void run(const int* items, const int* starts, const int* tables, const in
 #define ONE_WARPS 1
 #define ONE_MT 1
 #define ONE_NT 1
+#define ONE_HALVES 1
 #define ONE_STAGES 4
 #endif
 
@@ -431,6 +448,6 @@ KERNEL void CLUSTER_OF(ONE_CLUSTER) THREADS_OF(32 * ONE_WARPS)
                     const int* __restrict__ ranges, const float* __restrict__ slopes, const int* __restrict__ shape,
                     const Bits16* __restrict__ queries, const Bits16* __restrict__ pool, Bits16* __restrict__ out,
                     float* __restrict__ piece_z, float* __restrict__ piece_m, float* __restrict__ piece_l) {
-  run<ONE_CLUSTER, ONE_WARPS, ONE_MT, ONE_NT, ONE_STAGES>(items, starts, tables, ranges, slopes, shape, queries, pool, out,
+  run<ONE_CLUSTER, ONE_WARPS, ONE_MT, ONE_NT, ONE_HALVES, ONE_STAGES>(items, starts, tables, ranges, slopes, shape, queries, pool, out,
                                                           piece_z, piece_m, piece_l);
 }

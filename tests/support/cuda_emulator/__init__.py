@@ -54,7 +54,7 @@ def library(variant: Variant, *edits: tuple[str, str]) -> ctypes.CDLL:
 
 
 class EmulationError(Exception):
-    """What the emulator found to be wrong."""
+    """A fault that the emulator found."""
 
 
 def run(
