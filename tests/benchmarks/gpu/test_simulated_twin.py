@@ -106,5 +106,3 @@ def test_served_and_simulated_are_compared_in_points(slower: float, meets: bool)
     line = twin_lines([{"case": "fcfs kv", "attainment": served.slo_attainment} | row])[-1]
     assert line.split()[:2] == ["fcfs", "kv"]
     assert float(line.split()[-1]) == pytest.approx(row["difference_points"], abs=0.06)
-
-
