@@ -167,7 +167,7 @@ class CalibrationSteps:
         low, high = (buckets[bucket - 1] + 1 if bucket else 1), min(buckets[bucket], self._most_tokens(with_decode))
         total = int(rng.integers(min(max(low, 2), high), high + 1))
         fewest, most = -(-total // max_len), min(total // 2, self._most_chunks(with_decode))
-        chunks = int(rng.integers(fewest, max(fewest, min(_MOST_CHUNKS, most)) + 1))
+        chunks = min(fewest - 1 + int(rng.geometric(2 / 5)), max(fewest, min(_MOST_CHUNKS, most)))
         prefix = self._hidden_prefix()
         chunks = max(chunks, min(-(-prefix // max_len), most))
         # A chunk of one token would be a decode row.
@@ -219,8 +219,8 @@ class CalibrationSteps:
 
 
 def _ends_first(count: int) -> list[int]:
-    """0 to count - 1: the last, the first, then the middle of each gap, the largest gaps first."""
-    order = [count - 1, 0][:count]
+    """0 to count - 1: the first, the last, then the middle of each gap, the largest gaps first."""
+    order = list(dict.fromkeys([0, count - 1]))
     while len(order) < count:
         known = sorted(order)
         low = max(range(len(known) - 1), key=lambda i: known[i + 1] - known[i])

@@ -1,19 +1,26 @@
 """Calibrations of machines whose costs are known: how well they predict steps and attainment as served."""
 
+import dataclasses
+import logging
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from apt_jax.config import SLO
-from apt_jax.executor import StepBatch
 from apt_jax.executor.calibrate import (
     calibrate,
     describe,
+    load_calibration,
+    program_shapes,
+    store_calibration,
 )
+from apt_jax.executor.calibration_steps import CalibrationSteps
 from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
 from apt_jax.sched.costs.programs import ProgramShapes
+from apt_jax.sched.request_table import HIDDEN
 from apt_jax.sim.config import SimulationConfig
+from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals, load_trace
 from apt_jax.sim.workload import Workload
@@ -58,22 +65,22 @@ def found(request: pytest.FixtureRequest) -> tuple[CostModel, TimedExecutor, lis
 
 
 def workload_of(rate: float, count: int, seed: int = 0) -> Workload:
-    """Lengths of ShareGPT and Poisson arrivals."""
+    """Lengths of ShareGPT, answers an eighth as long, and Poisson arrivals."""
     rng = np.random.default_rng(seed)
     trace = load_trace("sharegpt")
     fits = np.flatnonzero((trace.prompt_tokens + trace.output_tokens <= 2048) & (trace.prompt_tokens > 1))
     chosen = rng.choice(fits, count)
     return Workload(
         prompt_tokens=trace.prompt_tokens[chosen].astype(np.int32),
-        output_tokens=trace.output_tokens[chosen].astype(np.int32),
+        output_tokens=(trace.output_tokens[chosen] // 8 + 2).astype(np.int32),
         arrival_s=draw_arrivals(count, rate, 1.0, rng),
         best_effort=np.zeros(count, np.bool_),
     )
 
 
-def true_s(machine: Accelerator | Processor, batch: StepBatch) -> float:
+def true_s(machine: Accelerator | Processor, num_tokens: np.ndarray, start: np.ndarray, kind: np.ndarray) -> float:
     """Seconds from one step to the next."""
-    step_s = machine.step_s(batch.num_tokens, batch.start, batch.kind)
+    step_s = machine.step_s(num_tokens, start, kind)
     return max(step_s, machine.host_s) if machine.platform == "gpu" else step_s + machine.host_s
 
 
@@ -86,22 +93,126 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
 POLICIES = (("apt", "kv"), ("apt", "hybrid"), ("apt-plus", "hybrid"))
 
 
-def test_steps_of_served_requests_are_predicted(found) -> None:
-    """Steps that policies chose, on a machine that no longer makes noise."""
+def test_steps_as_served_are_predicted(found) -> None:
+    """New ones, on a machine that no longer makes noise; the calibration held back others, with it."""
+    model, executor, points = found
+    machine, shapes = executor.machine, model.programs.shapes
+    steps = CalibrationSteps(executor.as_executor(), shapes, np.random.default_rng(5))
+    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for _ in range(300):
+        episode = steps.as_served()
+        assert episode.decode is not None
+        for step in (episode.prefill, episode.decode):
+            rows = tuple(np.array(of_rows) for of_rows in (step.lens, step.starts, step.kinds))
+            times[max(step.lens) > 1].append((model.programs.step_s(*rows), true_s(machine, *rows)))
+    for of_phase in times.values():
+        r2, error = errors(*np.array(of_phase).T)
+        assert r2 >= 0.98
+        assert error <= 0.04
+    qualities = model.prefill_quality, model.decode_quality
+    assert [q.num_held_back for q in qualities] == [sum(p.held_back for p in points if p.is_prefill)] * 2
+    assert all(q.mean_relative_error <= 0.06 for q in qualities)  # NOISE is in them
+    assert model.prefill_quality.r2 >= 0.96
+
+
+@pytest.mark.parametrize("name", ["accelerator with slow hidden prompts"])
+def test_programs_by_kind_are_needed_where_hidden_prompts_are_slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the first card that was measured, where the fit had R2 -0.14: one size of prompts, whatever the kinds."""
+    machine = dataclasses.replace(MACHINES[name], buckets=opt_buckets([1024], [16, 64, 192]))
+    model, _, points = calibrated(machine, monkeypatch)
+    assert model.prefill_quality.r2 >= 0.98
+    assert model.prefill_quality.mean_relative_error <= 0.04
+    blind = fit_cost_model(points, dataclasses.replace(model.programs.shapes, by_kind=False))
+    assert blind.prefill_quality.r2 < 0.0
+    assert blind.prefill_quality.mean_relative_error > 0.15
+
+
+def test_jumps_of_the_room_for_hidden_prefixes_are_found(found) -> None:
     model, executor, _ = found
-    machine = executor.machine
+    if not executor.machine.prefixed:
+        pytest.skip("the machine has none")
+    names = model.programs.shapes.feature_names()
+    assert names[-3:] == ["hidden_prefix_8192", "hidden_prefix_32768", "hidden_prefix_any"]
+
+    def both_s(prefix: int) -> tuple[float, float]:
+        rows = np.full(16, 128), np.full(16, prefix // 16), np.full(16, HIDDEN)
+        return model.programs.step_s(*rows), true_s(executor.machine, *rows)
+
+    for prefix in (8192, 8192 + 16, 16_384, 24_576):
+        predicted_s, expected_s = both_s(prefix)
+        assert predicted_s == pytest.approx(expected_s, rel=0.12), prefix
+    assert both_s(8192 + 16)[0] > both_s(8192)[0] + 1e-3
+
+
+def test_the_cheapest_program_that_holds_a_step_is_taken() -> None:
+    shapes = program_shapes(TimedExecutor(MACHINES["accelerator with programs for prefixes"]).as_executor())
+    assert shapes.by_kind
+    assert shapes.programs_of(0, 100) == ([(0, 128)], 0)
+    assert shapes.programs_of(3, 100, 1) == ([(192, 256)], 8192)
+    assert shapes.programs_of(0, 100, 8193) == ([(0, 2048)], 32_768)
+    assert shapes.programs_of(0, 2048, 40_000) == ([(0, 2048)], None)
+    plain = dataclasses.replace(shapes, prefix_sizes=())
+    assert plain.programs_of(3, 100, 1) == ([(192, 128)], None)
+    rounded = dataclasses.replace(shapes, prefix_step=256)
+    assert rounded.hidden_prefix(np.array([1, 256, 257], np.int32)) == 256 + 256 + 512
+    for change, message in (
+        ({"by_kind": False}, "by_kind is False"),
+        ({"prefix_sizes": ((2048, 8192),)}, "holds every step"),
+        ({"prefix_sizes": ((100, 8192), (2048, None))}, "tokens of prefill_buckets"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(shapes, **change)
+
+
+def test_programs_that_were_not_measured_lie_between_their_neighbours(found) -> None:
+    model, executor, points = found
+    shapes = model.programs.shapes
+    left_out = (0, shapes.prefill_buckets[len(shapes.prefill_buckets) // 2])
+
+    def program_of(point: StepPoint) -> tuple[int, int]:
+        tokens, start, kind = point.arrays()
+        decode = tokens == 1
+        prefix = shapes.hidden_prefix(start[~decode & (kind == HIDDEN)])
+        return shapes.programs_of(int(decode.sum()), int(tokens[~decode].sum()), prefix)[0][-1]
+
+    seen = [p for p in points if program_of(p) != left_out]
+    assert len(seen) < len(points)
+    fitted = fit_cost_model(seen, shapes)
+    rows = np.array([left_out[1]]), np.zeros(1, int), np.zeros(1, int)
+    assert fitted.programs.step_s(*rows) == pytest.approx(true_s(executor.machine, *rows), rel=0.25)
+
+
+def test_steps_that_take_too_long_are_told_from_others(monkeypatch, caplog) -> None:
+    machine = Processor(buckets=MACHINES["processor"].buckets, slowness=10.0)
+    with caplog.at_level(logging.INFO, "apt_jax.executor.calibrate"):
+        model, _, points = calibrated(machine, monkeypatch, budget_s=10.0)
+    assert "too slow for the time given, and told from others: prompts of 1024, 2048 tokens" in caplog.text
+    assert max(p.time_s for p in points if p.is_prefill) < 6.0
+    rows = np.array([2048]), np.zeros(1, int), np.zeros(1, int)
+    assert model.programs.step_s(*rows) == pytest.approx(true_s(machine, *rows), rel=0.4)
+
+
+@pytest.mark.parametrize("name", ["accelerator with programs for prefixes"])
+def test_attainment_is_simulated_as_with_the_true_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, executor, _ = calibrated(MACHINES[name], monkeypatch)
     hardware = describe(model, executor.as_executor(), "opt-13b")
     for policy, cache in POLICIES:
-        steps: list[tuple[bool, float, float]] = []
+        config = SimulationConfig(policy=policy, cache=cache, slo=SLO(ttft_s=0.5, tbt_s=0.3), num_blocks=1000)
+        attained = [
+            np.mean([
+                simulate(config, hardware=hardware, workload=workload_of(60.0, 100, seed), step_s=step_s).summary.slo_attainment
+                for seed in range(5)
+            ])
+            for step_s in (None, lambda batch: true_s(executor.machine, batch.num_tokens, batch.start, batch.kind))
+        ]  # fmt: skip
+        assert 0.5 < attained[1] < 1.0
+        assert attained[0] == pytest.approx(attained[1], abs=0.02), (policy, cache)
 
-        def step_s(batch: StepBatch, steps: list[tuple[bool, float, float]] = steps) -> float:
-            rows = batch.num_tokens, batch.start, batch.kind
-            steps.append((int(batch.num_tokens.max()) > 1, true_s(machine, batch), model.programs.step_s(*rows)))
-            return steps[-1][1]
 
-        config = SimulationConfig(policy=policy, cache=cache, slo=SLO(ttft_s=1.0, tbt_s=0.2), num_blocks=2000)
-        simulate(config, hardware=hardware, workload=workload_of(6.0, 60), step_s=step_s)
-        for of_prompts in (True, False):
-            chosen = np.array([step[1:] for step in steps if step[0] == of_prompts])
-            r2, error = errors(chosen[:, 1], chosen[:, 0])
-            print(policy, cache, of_prompts, r2, error)
+def test_a_calibration_with_programs_by_kind_is_stored_and_described(found, tmp_path) -> None:
+    model, executor, _ = found
+    store_calibration(model, tmp_path / "kept.json")
+    assert load_calibration(tmp_path / "kept.json") == model
+    path = str(tmp_path / "here.json")
+    save_hardware(describe(model, executor.as_executor(), "opt-13b"), path)
+    assert load_hardware("opt-13b", path).programs == model.programs

@@ -2,8 +2,8 @@
 
 Two machines serve OPT-13B's shape. `Accelerator` runs one compiled program a step, for each kind and each size of hidden
 prefixes: its products take whole waves of tiles, or the time to read the weights, its host works beside the device.
-`Processor` runs decodes and prompts one after another, skips most of its padding, and has no size of hidden prefixes.
-Neither is of the form that is fitted. Times are of nothing real.
+`Processor` runs decodes and prompts one after another, skips the padding of products, and attends by whole tiles. Neither
+is of the form that is fitted. Times are of nothing real.
 """
 
 import dataclasses
@@ -86,6 +86,8 @@ class Processor:
     """Seconds of a step on a CPU."""
 
     buckets: Buckets
+    slowness: float = 1.0
+    """Factor of all times but the host's."""
     prefixed = ()
 
     mixed, branches, rows_per_tile, platform = False, True, 1, "cpu"
@@ -97,11 +99,12 @@ class Processor:
             read = np.bincount(kind[decode], start[decode] + 1, 2)
             step_s += 8e-3 + 0.5e-3 * float(decode.sum()) + 1e-6 * read[KV] + 2e-6 * read[HIDDEN]
         if decode.all():
-            return step_s
+            return self.slowness * step_s
         c, m = num_tokens[~decode].astype(float), start[~decode].astype(float)
-        hidden, m = kind[~decode] == HIDDEN, np.ceil(m / 128) * 128  # prefixes are read by whole tiles
-        step_s += 6e-3 + 0.2e-3 * float(c.sum()) + 5e-8 * float(c @ (c + 2 * m))
-        return step_s + 1e-6 * float(m[~hidden].sum()) + 2e-5 * float(m[hidden].sum())
+        hidden, own, tiles = kind[~decode] == HIDDEN, np.ceil(c / 128), np.ceil(m / 128)
+        step_s += 6e-3 + 0.2e-3 * float(c.sum()) + 1.6e-3 * float(own @ ((own + 1) / 2 + tiles))
+        step_s += 0.1e-3 * float(tiles[~hidden].sum()) + 2.5e-3 * float(tiles[hidden].sum())
+        return self.slowness * step_s
 
 
 @dataclasses.dataclass

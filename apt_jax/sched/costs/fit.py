@@ -147,25 +147,37 @@ _SMOOTHNESS = 2.0
 to 4.5."""
 
 
-def _smoothness(shapes: ProgramShapes, prefill_s: float, decode_s: float) -> NDArray[np.float64]:
-    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on lines.
+def _smoothness(
+    shapes: ProgramShapes, is_measured: NDArray[np.bool_], prefill_s: float, decode_s: float
+) -> NDArray[np.float64]:
+    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on the lines between their
+    neighbours, and those beyond what was measured equal the last that was.
 
     Args:
+        is_measured: (num_coefficients,) what occurs in points.
         prefill_s: a typical time of a step with chunks.
         decode_s: and of one without.
     """
     place, num = {program: i for i, program in enumerate(shapes.programs())}, len(shapes.feature_names())
     out = []
+
+    def add(at: list[int], values: tuple[float, ...], weight: float) -> None:
+        out.append(np.zeros(num))
+        out[-1][at] = weight * np.array(values)
+
     for family in shapes.families():
         at, size = [place[program] for program in family], [rows + tokens for rows, tokens in family]
         weight = _SMOOTHNESS / (prefill_s if family[0][1] else decode_s)
-        for i in range(1, len(at) - 1):
-            before = (size[i + 1] - size[i]) / (size[i + 1] - size[i - 1])
-            out.append(np.zeros(num))
-            out[-1][at[i - 1 : i + 2]] = -before * weight, weight, (before - 1.0) * weight
-        if len(at) == 2:
-            out.append(np.zeros(num))
-            out[-1][at] = -weight, weight
+        known = np.flatnonzero(is_measured[at])
+        if not known.size:
+            continue
+        first, last = int(known[0]), int(known[-1])
+        for i in range(len(at)):
+            if not first <= i <= last:
+                add([at[i], at[first if i < first else last]], (1.0, -1.0), weight)
+            elif first < i < last:
+                before = (size[i + 1] - size[i]) / (size[i + 1] - size[i - 1])
+                add(at[i - 1 : i + 2], (-before, 1.0, before - 1.0), weight)
     return np.reshape(out, (len(out), num))
 
 
@@ -246,7 +258,7 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
 
     by_program = np.array([shapes.features(*p.arrays()) for p in points])
     typical_s = [float(np.median(times[phase])) if phase.any() else 1.0 for phase in (prefill, ~prefill)]
-    smooth = _smoothness(shapes, *typical_s)
+    smooth = _smoothness(shapes, by_program.any(axis=0), *typical_s)
     seen = _solve(by_program, times, ~held, smooth)
     qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
     programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything, smooth).tolist()))
