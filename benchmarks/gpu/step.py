@@ -59,7 +59,7 @@ class _Case:
         return max(self.lens) == 1
 
     def prompt_size(self, executor: JaxExecutor) -> PromptSize:
-        """Of the program that runs its chunks."""
+        """The size of the program that runs its chunks."""
         chunks = [i for i, n in enumerate(self.lens) if n > 1]
         prefix = sum(padded_prefix(self.starts[i]) for i in chunks if self.kinds[i] == HIDDEN)
         return executor.buckets.prompt_size(sum(self.lens[i] for i in chunks), prefix)
