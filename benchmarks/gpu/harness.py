@@ -71,7 +71,7 @@ def environment_of(stage: str, work: Path) -> dict[str, str]:
     Args:
         work: folder outside of the results for compiled programs, which the stages with an engine share.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in _MEMORY_NAMES}
+    environment = {k: v for k, v in os.environ.items() if k not in _NOT_OURS}
     if stage in _MEMORY:
         environment["XLA_CLIENT_MEM_FRACTION"] = _MEMORY[stage]
     if stage in ("correctness", "sanitizer"):  # many processes share the card
@@ -86,7 +86,8 @@ def environment_of(stage: str, work: Path) -> dict[str, str]:
 
 _MEMORY = {"bandwidth": "0.5", "kernels": "0.85", "tune": "0.85", "peers": "0.3"}
 """Share of the card that JAX takes at once, by stage; an engine takes its own."""
-_MEMORY_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_NOT_OURS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "JAX_COMPILATION_CACHE_DIR")
+"""Settings of the user that would make a share of memory another one, or a first start a second one."""
 
 
 class Table:
