@@ -8,8 +8,8 @@ puts prompts together from what the same run timed of their parts:
   all layers; between and beyond them a line, and never less than the program of the fewest decode rows, which reads the
   weights;
 * attention: the kernels' times over ragged chunks, with and without prefixes of both kinds;
-* hidden rows: nothing but reprojection of the prefixes that are there, and two launches a layer. That is arithmetic: the
-  programs that were timed took 57 ms more for any hidden row.
+* hidden rows: reprojection of the prefixes that are there, and the launches of a program with room for them, in the
+  programs that an engine has now. That is arithmetic: those that were timed took 57 ms more for any hidden row.
 
     python -m tools.measured_hardware [--data DIRECTORY] [--out DIRECTORY]
 """
@@ -18,18 +18,19 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
-from apt_jax.executor.buckets import Buckets
+from apt_jax.executor.buckets import PREFIX_STEP, Buckets
 from apt_jax.executor.calibration_steps import CalibrationSteps
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
 from apt_jax.sched.costs.hardware import Hardware
-from apt_jax.sched.costs.programs import ProgramCosts
+from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sim.hardware import load_hardware, save_hardware
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,9 @@ DATA = ROOT / "benchmarks" / "results" / "gpu" / "2026-11-26-h100"
 MODEL, LAYERS, TILE = "opt-13b", 40, 128
 MAX_NUM_BATCHED_TOKENS = 2048
 LAUNCH_S = 20e-6
-"""Of a kernel that finds nothing to do: what 2,560 of them took (57 ms), by that."""
+"""Time of a kernel that finds nothing to do: of 57 ms for 2,560 of them, a share."""
+PIECE = 8192
+"""Positions of hidden prefixes that two launches take."""
 _ROUNDS = 40
 
 
@@ -62,8 +65,17 @@ def _attention(data: Path) -> dict[str, float]:
         "own_tile": LAYERS * own,
         "prefix_tile": LAYERS * prefix,
         "hidden_prefix_tile": LAYERS * hidden,
-        "hidden_prefix_any": LAYERS * 2 * LAUNCH_S,
     }
+
+
+def _launches(shapes: ProgramShapes, max_len: int) -> dict[str, float]:
+    """Coefficients of the room for hidden prefixes, seconds of all layers: two launches a piece, whatever is in it."""
+    found, before = {}, 0
+    for room in sorted({room for _, room in shapes.prefix_sizes}, key=lambda room: room or math.inf):
+        pieces = -(-(room or shapes.max_num_seqs * max_len) // PIECE)
+        found[f"hidden_prefix_{room or 'any'}"] = LAYERS * 2 * LAUNCH_S * (pieces - before)
+        before = pieces
+    return found
 
 
 def _step_of_512_s(data: Path) -> float:
@@ -86,8 +98,15 @@ def programs(measured: Hardware, data: Path) -> ProgramCosts:
         hidden_block_size=measured.block_size,
         rows_multiple=1,
         sparse=True,
+        has_rooms=True,
     )
-    shapes = dataclasses.replace(old, prefill_buckets=tuple(buckets.prefill), by_kind=True)
+    shapes = dataclasses.replace(
+        old,
+        prefill_buckets=tuple(buckets.prefill),
+        by_kind=True,
+        prefix_sizes=tuple((size.tokens, size.prefix_room) for size in buckets.prefixed),
+        prefix_step=PREFIX_STEP,
+    )
     of_attention = _attention(data)
 
     def own_s(tokens: int) -> float:
@@ -99,7 +118,8 @@ def programs(measured: Hardware, data: Path) -> ProgramCosts:
     reading_s = known[f"program_{old.decode_buckets[0]}_0"]
     rows = old.decode_buckets[-1]
     beside_s = known[f"program_{rows}_{size}"] - known[f"program_0_{size}"]
-    found = {name: known[name] for name in known if name == "row" or name.startswith("decode")} | of_attention
+    found = {name: known[name] for name in known if name == "row" or name.startswith("decode")}
+    found |= of_attention | _launches(shapes, measured.max_model_len)
     for name in shapes.feature_names():
         if name.startswith("program"):
             num_rows, tokens = map(int, name.split("_")[1:])
@@ -155,7 +175,7 @@ def describe(data: Path) -> Hardware:
             "mixed": "weak. What decode rows add to a prompt's step, measured at 1,024 tokens and there mixed up with hidden "
             "rows, is taken for all sizes",
             "hidden prompts": "reckoned, not measured: as keys and values, plus reprojection of the prefixes that are there "
-            "(kernels timed on this card) and two launches a layer. The programs of the run took 57 ms more for any "
+            "(kernels timed on this card) and the launches that a program with room for them makes. The programs of the run took 57 ms more for any "
             "hidden row",
             "absorb": "measured, with two kernels that read layer inputs twice",
             "reproject": "not described: its programs were not calibrated",

@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from apt_jax.executor import buckets
 from apt_jax.executor.base import Conversions, StepBatch
+from apt_jax.executor.buckets import PREFIX_STEP
 from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
 from apt_jax.executor.host_memory import HostPool
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -46,8 +46,8 @@ _DECODE_RUN = 5
 """Decode steps whose median counts, on a CPU after as many that are ignored, or 1 where it is longer than `_LONG_S`."""
 _LONG_S = 0.02
 _SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
-"""Of the budget: a step that takes more is measured once, but where it is held back; one that is expected to take more,
-not at all."""
+"""Shares of the budget: a step that takes more is measured once, but where it is held back; one that is expected to take
+more, not at all."""
 _FAST_S = 0.5
 """Whatever the budget, a step that takes less is measured."""
 
@@ -107,7 +107,6 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
     """Sizes that `executor` pads steps to, of the programs that are ready."""
     sizes = executor.ready.sizes
     by_kind = not executor.programs.branches and executor.kinds_offered[HIDDEN]
-    prefixed = getattr(sizes, "prefixed", []) if by_kind else []
     return ProgramShapes(
         decode_buckets=tuple(sizes.decode),
         prefill_buckets=tuple(sizes.prefill),
@@ -118,8 +117,8 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
         query_tile=PREFILL_QUERY_TILE,
         key_tile=PREFILL_KEY_TILE,
         by_kind=by_kind,
-        prefix_sizes=tuple((size.tokens, size.prefix_room) for size in prefixed),
-        prefix_step=getattr(buckets, "PREFIX_STEP", 1),
+        prefix_sizes=tuple((size.tokens, size.prefix_room) for size in sizes.prefixed),
+        prefix_step=PREFIX_STEP,
     )
 
 
@@ -209,8 +208,8 @@ class _Meter:
         self.seen_s: dict[tuple[int, int], float] = {}
 
     def is_too_slow(self, program: tuple[int, int]) -> bool:
-        """Whether a step of this program is expected to take too much of the budget: as long as its last one, or by
-        tokens what those of other programs let expect."""
+        """True: a step of this program is expected to take too much of the budget, as long as its last one, or by
+        tokens as those of other programs let expect."""
         guesses = [of_s * max(1.0, program[1] / max(1, tokens)) for (_, tokens), of_s in self.seen_s.items()]
         expected_s = self.seen_s.get(program, min(guesses, default=0.0))
         return expected_s > max(_FAST_S, _TOO_SLOW_SHARE * self._budget_s)

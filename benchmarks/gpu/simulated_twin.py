@@ -19,7 +19,8 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
 
 GOAL_R2, GOAL_ERROR, GOAL_POINTS = 0.98, 0.04, 5.0
-"""Of held-back points: R2 at least, mean relative error at most; of attainment: points between served and simulated."""
+"""Goals for held-back points, R2 at least and mean relative error at most, and for attainment: points between served and
+simulated."""
 
 
 def quality_rows(model: CostModel) -> list[dict[str, Any]]:
@@ -105,7 +106,7 @@ def step_error_row(timed: TimedSteps, model: CostModel) -> dict[str, float]:
 
 
 def twin_row(served: Summary, config: SimulationConfig, hardware: Hardware, workload: Workload) -> dict[str, Any]:
-    """What the simulator says of what was served, and how far apart they are.
+    """Simulate what was served, and say how far apart they are.
 
     Args:
         config: policy, cache, objectives and bounds of the run.

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from apt_jax.config import SLO
+from apt_jax.config import SLO, CacheMode
+from apt_jax.executor.buckets import prefix_sizes, prompt_buckets
 from apt_jax.executor.calibrate import (
     calibrate,
     describe,
@@ -24,17 +25,15 @@ from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals, load_trace
 from apt_jax.sim.workload import Workload
-from tests.support.timed_executor import Accelerator, PrefixSize, Processor, TimedExecutor, opt_buckets
+from tests.support.timed_executor import Accelerator, Processor, TimedExecutor, opt_buckets
 
 BUDGET_S, NOISE = 30.0, 0.05
-PROMPTS = [64, 128, 256, 288, 336, 384, 448, 512, 576, 672, 768, 896, 1024, 1152, 1344, 1536, 1792, 2048]
+PROMPTS = prompt_buckets(2048)
 ROWS = [1, 4, 16, 64, 128, 192]
-PREFIXED = tuple(
-    PrefixSize(*size) for size in ((64, 8192), (256, 8192), (1024, 8192), (2048, 8192), (2048, 32_768), (2048, None))
-)
+PREFIXED = prefix_sizes(PROMPTS, max_num_seqs=ROWS[-1], max_model_len=2048, in_pieces=True, few_tokens=0)
 MACHINES = {
     "accelerator": Accelerator(buckets=opt_buckets(PROMPTS, ROWS)),
-    "accelerator with programs for prefixes": Accelerator(buckets=opt_buckets(PROMPTS, ROWS), prefixed=PREFIXED),
+    "accelerator with programs for prefixes": Accelerator(buckets=opt_buckets(PROMPTS, ROWS, PREFIXED)),
     "accelerator with slow hidden prompts": Accelerator(buckets=opt_buckets(PROMPTS, ROWS), hidden_prompt_s=57e-3),
     "processor": Processor(
         buckets=opt_buckets([32, 64, 128, 256, 512, 1024, 2048], [1, 2, 4, 8, 16, 32, 64, 128, 256])
@@ -45,7 +44,7 @@ MACHINES = {
 def calibrated(
     machine: Accelerator | Processor, monkeypatch: pytest.MonkeyPatch, budget_s: float = BUDGET_S
 ) -> tuple[CostModel, TimedExecutor, list[StepPoint]]:
-    """What a calibration finds of a machine with noise, its executor, and the points."""
+    """Calibrate a machine with noise; also its executor, and the points."""
     executor, points = TimedExecutor(machine, noise=NOISE), list[StepPoint]()
 
     def fit(measured: list[StepPoint], shapes: ProgramShapes) -> CostModel:
@@ -90,7 +89,7 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
     return float(r2), float(np.mean(np.abs(predicted - measured) / measured))
 
 
-POLICIES = (("apt", "kv"), ("apt", "hybrid"), ("apt-plus", "hybrid"))
+POLICIES: tuple[tuple[str, CacheMode], ...] = (("apt", "kv"), ("apt", "hybrid"), ("apt-plus", "hybrid"))
 
 
 def test_steps_as_served_are_predicted(found) -> None:
@@ -129,7 +128,7 @@ def test_programs_by_kind_are_needed_where_hidden_prompts_are_slow(name: str, mo
 
 def test_jumps_of_the_room_for_hidden_prefixes_are_found(found) -> None:
     model, executor, _ = found
-    if not executor.machine.prefixed:
+    if not executor.buckets.prefixed:
         pytest.skip("the machine has none")
     names = model.programs.shapes.feature_names()
     assert names[-3:] == ["hidden_prefix_8192", "hidden_prefix_32768", "hidden_prefix_any"]
@@ -153,8 +152,7 @@ def test_the_cheapest_program_that_holds_a_step_is_taken() -> None:
     assert shapes.programs_of(0, 2048, 40_000) == ([(0, 2048)], None)
     plain = dataclasses.replace(shapes, prefix_sizes=())
     assert plain.programs_of(3, 100, 1) == ([(192, 128)], None)
-    rounded = dataclasses.replace(shapes, prefix_step=256)
-    assert rounded.hidden_prefix(np.array([1, 256, 257], np.int32)) == 256 + 256 + 512
+    assert shapes.hidden_prefix(np.array([1, 256, 257], np.int32)) == 256 + 256 + 512
     for change, message in (
         ({"by_kind": False}, "by_kind is False"),
         ({"prefix_sizes": ((2048, 8192),)}, "holds every step"),
@@ -189,7 +187,7 @@ def test_steps_that_take_too_long_are_told_from_others(monkeypatch, caplog) -> N
     assert "too slow for the time given, and told from others: prompts of 1024, 2048 tokens" in caplog.text
     assert max(p.time_s for p in points if p.is_prefill) < 6.0
     rows = np.array([2048]), np.zeros(1, int), np.zeros(1, int)
-    assert model.programs.step_s(*rows) == pytest.approx(true_s(machine, *rows), rel=0.4)
+    assert 1 / 3 < model.programs.step_s(*rows) / true_s(machine, *rows) < 3  # little is known of it
 
 
 @pytest.mark.parametrize("name", ["accelerator with programs for prefixes"])

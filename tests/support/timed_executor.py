@@ -7,14 +7,15 @@ is of the form that is fitted. Times are of nothing real.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.executor import StepBatch
-from apt_jax.executor.buckets import Buckets, KindSet, bucket_for
+from apt_jax.executor.buckets import Buckets, KindSet, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched.request_table import HIDDEN, KV
 
@@ -28,23 +29,14 @@ def _padded(buckets: list[int], size: int) -> int:
     return bucket_for(buckets, size) if size else 0
 
 
-class PrefixSize(NamedTuple):
-    """Tokens, and positions of hidden prefixes, of a program."""
-
-    tokens: int
-    prefix_room: int | None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """Seconds of a step on the device of an accelerator."""
 
     buckets: Buckets
-    prefixed: tuple[PrefixSize, ...] = ()
-    """Programs for hidden prefixes; empty: prefixes cost what is in them."""
 
     hidden_prompt_s: float = 0.4e-3
-    """What a step with chunks takes longer where it has hidden rows."""
+    """Extra time of a step with chunks where it has hidden rows."""
 
     mixed, branches, rows_per_tile, platform = True, False, 1, "gpu"
     host_s = 2e-3
@@ -54,9 +46,9 @@ class Accelerator:
         c, m = num_tokens[~decode].astype(float), start[~decode].astype(float)
         tokens = _padded(self.buckets.prefill, int(c.sum()))
         prefix, room = int(m[hidden[~decode]].sum()), None
-        if prefix and self.prefixed:
-            fits = (size for size in self.prefixed if size.tokens >= tokens)
-            tokens, room = next(size for size in fits if size.prefix_room is None or size.prefix_room >= prefix)
+        if prefix and self.buckets.prefixed:
+            padded = padded_prefix(start[~decode & hidden].astype(np.int32)).sum()
+            tokens, room = self.buckets.prompt_size(tokens, int(padded))
         rows = self.buckets.decode[-1] if tokens and decode.any() else _padded(self.buckets.decode, int(decode.sum()))
         waves = sum(np.ceil(np.ceil((rows + tokens) / 128) * n / 256 / 132) * k for n, k in _PRODUCTS)
         step_s = 2e-3 + LAYERS * (2 * waves * 132 * 128 * 256 / 600e12 + 1.5e-9 * (rows + tokens))
@@ -73,7 +65,7 @@ class Accelerator:
         )
         if not hidden.any():
             return step_s
-        pieces = np.ceil((room or 131_072 if self.prefixed and prefix else prefix) / PIECE)
+        pieces = np.ceil((room or 131_072 if self.buckets.prefixed and prefix else prefix) / PIECE)
         return step_s + self.hidden_prompt_s + pieces * LAYERS * 2 * 20e-6 + prefix * LAYERS * 4 * WIDTH**2 / 480e12
 
 
@@ -88,7 +80,6 @@ class Processor:
     buckets: Buckets
     slowness: float = 1.0
     """Factor of all times but the host's."""
-    prefixed = ()
 
     mixed, branches, rows_per_tile, platform = False, True, 1, "cpu"
     host_s = 1e-3
@@ -117,7 +108,7 @@ class _Handle:
 
 
 class TimedExecutor:
-    """What a calibration asks of a `JaxExecutor`, on a clock of its own.
+    """The part of a `JaxExecutor` that a calibration needs, on a clock of its own.
 
     Args:
         machine: how long steps take.
@@ -133,8 +124,6 @@ class TimedExecutor:
         self.now_s = self._busy_until_s = 0.0
         self._rng = np.random.default_rng(1)
         self.buckets, self.ready = machine.buckets, SimpleNamespace(sizes=machine.buckets)
-        if machine.prefixed:
-            vars(machine.buckets)["prefixed"] = list(machine.prefixed)
         self.programs = SimpleNamespace(branches=machine.branches)
         self.kinds_offered = KindSet(kv=True, hidden=True)
         self.mixed, self.rows_per_tile, self.platform = machine.mixed, machine.rows_per_tile, machine.platform
@@ -158,6 +147,18 @@ class TimedExecutor:
         return cast("JaxExecutor", self)
 
 
-def opt_buckets(prefill: list[int], decode: list[int]) -> Buckets:
-    """Buckets of these sizes, and no others that matter here."""
-    return Buckets(decode=decode, masked=decode, prefill=prefill, copies=[], conversions=[])
+def opt_buckets(prefill: list[int], decode: list[int], prefixed: Sequence[PromptSize] = ()) -> Buckets:
+    """Buckets of these sizes, and no others that matter here.
+
+    Args:
+        prefixed: programs for hidden prefixes; empty: prefixes cost what is in them.
+    """
+    return Buckets(
+        decode=decode,
+        masked=decode,
+        prefill=prefill,
+        prefixed=list(prefixed),
+        scored=prefill,
+        copies=[],
+        conversions=[],
+    )

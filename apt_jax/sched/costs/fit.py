@@ -186,12 +186,14 @@ def _solve(
     times: NDArray[np.float64],
     rows: NDArray[np.bool_],
     smoothness: NDArray[np.float64] | None = None,
+    known_s: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
     """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little.
 
     Args:
         rows: (n,) points that count.
         smoothness: (m, num_coefficients) further rows, whose products with the coefficients shall be small.
+        known_s: (n,) seconds of each point that have other causes.
     """
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
@@ -201,12 +203,30 @@ def _solve(
     extra = np.zeros((0, a.shape[1])) if smoothness is None else smoothness
     scale = np.maximum(np.abs(np.concatenate([a, extra])).max(axis=0, initial=0.0), 1e-30)
     a, extra, found = a / scale, extra / scale, np.zeros(features.shape[1])
-    weight = np.ones(int(rows.sum()))
+    left = np.ones(len(a)) if known_s is None else 1.0 - known_s[rows] / times[rows]
+    weight = np.ones(len(a))
     for _ in range(5):
-        target = np.concatenate([weight, np.zeros(len(extra))])
+        target = np.concatenate([weight * left, np.zeros(len(extra))])
         found = nnls(np.concatenate([a * weight[:, None], extra]), target)[0]
-        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - 1.0), 0.05))
+        weight = 1.0 / np.sqrt(np.maximum(np.abs(a @ found - left), 0.05))
     return found / scale
+
+
+def _solve_linear(
+    features: NDArray[np.float64],
+    times: NDArray[np.float64],
+    rows: NDArray[np.bool_],
+    prefill: NDArray[np.bool_],
+    shapes: ProgramShapes,
+) -> NDArray[np.float64]:
+    """Coefficients of the linear model. Where a step with both is one program, those of decodes are fitted to steps without
+    chunks alone: chunks, whose programs are stairs, shall not move them."""
+    if not shapes.mixed:
+        return _solve(features, times, rows)
+    num = len(_PREFILL)
+    decode = _solve(features[:, num:], times, rows & ~prefill)
+    chunks = _solve(features[:, :num], times, rows & prefill, known_s=features[:, num:] @ decode)
+    return np.concatenate([chunks, decode])
 
 
 def _quality(
@@ -263,9 +283,9 @@ def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostMo
     qualities = [_quality(seen, by_program, times, held, phase) for phase in (prefill, ~prefill)]
     programs = ProgramCosts(shapes=shapes, coefficients=tuple(_solve(by_program, times, everything, smooth).tolist()))
     linear = np.array([p.linear_features(shapes.mixed) for p in points])
-    seen = _solve(linear, times, ~held)
+    seen = _solve_linear(linear, times, ~held, prefill, shapes)
     linear_qualities = [_quality(seen, linear, times, held, phase) for phase in (prefill, ~prefill)]
-    found = _solve(linear, times, everything).tolist()
+    found = _solve_linear(linear, times, everything, prefill, shapes).tolist()
     costs = StepCosts(**dict(zip((*_PREFILL, *_DECODE), found, strict=True)), one_program=shapes.mixed)
     return CostModel(
         costs=costs,

@@ -51,7 +51,7 @@ class ProgramShapes:
     """(tokens, positions of hidden prefixes) of programs for steps with chunks that attend to such, those of few tokens
     first, then those of few positions; None: any number of them. Empty: those of `prefill_buckets`, for any number."""
     prefix_step: int = 1
-    """What positions of each hidden prefix are rounded up to before a program is chosen."""
+    """Multiple to which positions of each hidden prefix are rounded up before a program is chosen."""
 
     def __post_init__(self) -> None:
         for name in ("decode_buckets", "prefill_buckets"):

@@ -84,13 +84,13 @@ def test_steps_are_timed_from_the_end_of_the_one_before() -> None:
 
 @pytest.mark.parametrize(("slower", "meets"), [(1.0, True), (3.0, False)])
 def test_served_and_simulated_are_compared_in_points(slower: float, meets: bool) -> None:
-    """What is "served" here is simulated with steps that are slower than the model says."""
+    """Here "served" is simulated, with steps that are slower than the model says."""
     model = model_of(0.05, 0.01)
     hardware = describe(model, machine().as_executor(), "tiny")
     workload = Workload(
         prompt_tokens=np.full(20, 40, np.int32),
         output_tokens=np.full(20, 10, np.int32),
-        arrival_s=np.arange(20) * 0.1,
+        arrival_s=np.arange(20, dtype=np.float64) * np.float64(0.1),
         best_effort=np.zeros(20, np.bool_),
     )
     config = SimulationConfig(policy="fcfs", cache="kv", slo=SLO(ttft_s=0.2, tbt_s=0.1), max_num_seqs=4)
