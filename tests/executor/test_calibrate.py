@@ -23,6 +23,7 @@ from apt_jax.executor.calibrate import (
     load_calibration,
     load_or_calibrate,
     program_shapes,
+    store_calibration,
     synthetic_batch,
 )
 from apt_jax.executor.calibration_steps import CalibrationSteps
@@ -36,6 +37,7 @@ from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
+from apt_jax.utils.cache_dir import write_verified
 from tests.support.cases import num_cases
 from tests.support.paged_driver import BLOCK, CONFIG, PARAMS, few_programs, make_executor
 
@@ -123,11 +125,11 @@ def test_a_fit_finds_the_staircase_that_made_its_points() -> None:
     points = [dataclasses.replace(p, time_s=truth.step_s(*p.arrays())) for p in points]
     model = fit_cost_model(points, SHAPES)
     # Bases are drawn towards the lines between their neighbours, a little.
-    assert model.prefill_quality.worst_relative_error < 1e-4
-    assert model.decode_quality.worst_relative_error < 1e-4
+    assert model.prefill_quality.worst_relative_error < 1e-3
+    assert model.decode_quality.worst_relative_error < 1e-3
     for p in (draw_step(rng) for _ in range(100)):
         predicted, expected = (m.step_s(*p.arrays()) for m in (model.programs, truth))
-        assert predicted == pytest.approx(expected, rel=1e-4)
+        assert predicted == pytest.approx(expected, rel=1e-3)
     # No line through tokens can be this staircase.
     assert model.linear_decode_quality.worst_relative_error > 0.05
 
@@ -342,7 +344,7 @@ def test_every_round_measures_every_program_that_can_occur(seqs: int, mixed: boo
 def test_an_executor_with_few_programs_can_be_calibrated(tokens: int, num_prefill: int) -> None:
     model = calibrate(bounded_executor("kv", BLOCK, 1, tokens, 4), 1e-3)
     assert model.prefill_quality.num_points == num_prefill
-    assert model.decode_quality.num_points - num_prefill in (0, 16)
+    assert model.decode_quality.num_points == 8
     assert model.decode_s([2], []) > 0
 
 
@@ -410,6 +412,20 @@ MODEL = CostModel(
     linear_prefill_quality=QUALITY,
     linear_decode_quality=QUALITY,
 )
+
+
+def test_calibrations_of_older_versions_and_other_programs_are_not_read(tmp_path: Path) -> None:
+    executor, path = make_executor(), tmp_path / "kept.json"
+    store_calibration(MODEL, path)
+    assert load_calibration(path) == MODEL
+    old = dataclasses.asdict(MODEL)
+    for name in ("by_kind", "prefix_sizes", "prefix_step"):  # as they were before programs by kind
+        del old["programs"]["shapes"][name]
+    write_verified(path, json.dumps(old).encode())
+    assert load_calibration(path) is None
+    before = calibration_path(executor)
+    executor.buckets.prefill.insert(0, 8)
+    assert calibration_path(executor) != before
 
 
 @pytest.mark.parametrize(("attention", "mode"), [("auto", "absorb"), ("reproject", "reproject")])

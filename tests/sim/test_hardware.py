@@ -12,6 +12,7 @@ from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sim.hardware import known_hardware, load_hardware, save_hardware
+from tools.measured_hardware import DATA, describe
 
 KNOWN = known_hardware()
 
@@ -81,7 +82,7 @@ def test_every_description_loads_and_predicts_more_time_for_more_work(model: str
     assert (hardware.model, hardware.name, hardware.num_devices) == (model, name, num_devices)
     assert hardware.source
     assert "num_blocks" in hardware.basis
-    for mode in ("auto", "reproject"):
+    for mode in ("auto", "reproject") if hardware.programs is None else ("auto",):  # one way to attend is calibrated
         costs = hardware.step_costs(mode)
         hidden = hardware.hidden_blocks_per_group is not None
         for kind in (KV, HIDDEN) if hidden else (KV,):
@@ -116,6 +117,7 @@ def test_more_devices_are_faster_and_hold_more() -> None:
 
 def test_fits_are_stated_and_good() -> None:
     fitted = [load_hardware(*key) for key in KNOWN if not key[0].startswith("opt") or key[1][0] == "h"]
+    fitted = [hardware for hardware in fitted if hardware.programs is None]
     assert len(fitted) >= 15
     for hardware in fitted:
         assert set(hardware.fit) == {"prefill", "decode"}
@@ -123,6 +125,28 @@ def test_fits_are_stated_and_good() -> None:
             assert quality["r2"] > 0.95
             assert quality["mean_relative_error"] < 0.12
             assert quality["worst_relative_error"] < 0.3
+
+
+def test_the_card_that_was_measured_is_described_as_its_files_say() -> None:
+    hardware = load_hardware("opt-13b", "h100-80gb-hbm3")
+    assert describe(DATA).programs == hardware.programs
+    assert {"decode", "prefill", "mixed", "hidden prompts"} <= set(hardware.basis)
+    assert hardware.fit["decode"]["r2"] > 0.99
+    assert hardware.fit["linear decode"]["mean_relative_error"] < 0.1
+    assert hardware.programs is not None
+
+    def step_s(lens: list[int], starts: list[int], kind: int) -> float:
+        assert hardware.programs is not None
+        rows = np.array(lens, np.int32), np.array(starts, np.int32), np.full(len(lens), kind, np.int8)
+        return hardware.programs.step_s(*rows)
+
+    # Measured: 50 ms with 1,024 tokens, 28 ms (of 16 layers carried on) with 512, 33.9 ms with 84 decode rows.
+    assert step_s([1024], [0], KV) == pytest.approx(50.5e-3, rel=0.01)
+    assert step_s([512], [0], KV) == pytest.approx(28.3e-3, rel=0.01)
+    assert step_s([1] * 84, [263] * 84, HIDDEN) == pytest.approx(33.9e-3, rel=0.02)
+    # Reckoned: hidden rows cost what their prefixes do.
+    assert step_s([512], [0], HIDDEN) == step_s([512], [0], KV)
+    assert 8e-3 < step_s([512], [1024], HIDDEN) - step_s([512], [1024], KV) < 40e-3
 
 
 def test_published_capacities_are_kept() -> None:
@@ -179,7 +203,7 @@ def test_unknown_names_list_the_known_ones() -> None:
     assert "'gpt-7'; known: llama-2-7b, llama-3-70b, llama-3-8b, opt-13b" in str(unknown_model.value)
     with pytest.raises(ConfigError) as unknown_card:
         load_hardware("opt-13b", "b200")
-    assert "known: a100-40gb x1, a100-40gb x2, h100-80gb x1, h200 x1" in str(unknown_card.value)
+    assert "known: a100-40gb x1, a100-40gb x2, h100-80gb x1, h100-80gb-hbm3 x1, h200 x1" in str(unknown_card.value)
     with pytest.raises(ConfigError, match="opt-66b on 'a100-40gb x2'; known: a100-40gb x4"):
         load_hardware("opt-66b", "a100-40gb", 2)
     for error in (unknown_model, unknown_card):
