@@ -43,7 +43,7 @@ _GRID_RUN = 3
 _REPEATS = 3
 """Times that a step with chunks is measured; the median counts."""
 _DECODE_RUN = 5
-"""Decode steps whose median counts, on a CPU after as many that are ignored, or 1 where it is longer than `_LONG_S`."""
+"""Decode steps on a CPU whose median counts, after as many that are ignored, or 1 where it is longer than `_LONG_S`."""
 _LONG_S = 0.02
 _SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
 """Shares of the budget: a step that takes more is measured once, but where it is held back; one that is expected to take
@@ -237,8 +237,9 @@ class _Meter:
                     order, repeats[1] = order[: 1 + _REPEATS], _REPEATS
         else:
             for which, batch in enumerate(batches):
+                started_s, repeats[which] = time.perf_counter(), min(repeats[which], _REPEATS)
                 times[which] = _steps_in_a_row_s(executor, batch, repeats[which])
-                self._spend(times[which])
+                self._spend([time.perf_counter() - started_s])
                 yield
         self.seen_s[program] = float(np.median(times[0]))
         for step, of_step, count in zip((episode.prefill, episode.decode), times, repeats, strict=False):

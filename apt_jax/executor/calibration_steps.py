@@ -40,7 +40,7 @@ class Episode:
 
     prefill: Step
     decode: Step | None
-    """None: one of this size is in another episode of the round."""
+    """None: there are enough of them in the round."""
     program: tuple[int, int]
     """Decode rows and tokens of chunks that the program of `prefill` pads to."""
     held_back: bool = False
@@ -66,7 +66,7 @@ class CalibrationSteps:
             self._room = executor.num_blocks * executor.block_size // 2
 
     def round(self, *, ends_first: bool = False) -> list[Episode]:
-        """Every program that a step can need, once, in random order.
+        """Every program that a step can need, in random order, once; those of decode rows in half of the episodes.
 
         Args:
             ends_first: the least and the greatest sizes come first, then what halves the gaps between them: what lies
@@ -86,7 +86,9 @@ class CalibrationSteps:
         out = []
         for turn in range(max(len(decodes), len(prefills))):
             prefill = self._prompts(*prefills[turn % len(prefills)])
-            decode = self._decode(decodes[turn]) if turn < len(decodes) else None
+            decode = None
+            if turn < len(decodes) or turn % 2:
+                decode = self._decode(decodes[turn // 2 % len(decodes) if turn >= len(decodes) else turn])
             out.append(Episode(prefill=prefill, decode=decode, program=self._program(prefill)))
         return out
 

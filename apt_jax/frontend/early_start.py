@@ -44,7 +44,7 @@ _IDLE_S = 1.0
 """Time without requests after which step costs are measured."""
 _SLICE_S = 0.5
 """A request that arrives while they are measured waits for so long at most, and for the steps that are being timed: one on a
-CPU, up to six elsewhere."""
+CPU, up to four elsewhere."""
 _POLL_S = 0.1
 _REPORT_EVERY_S = 10.0
 

@@ -33,6 +33,7 @@ from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
 from benchmarks.gpu import whole_model
 from benchmarks.gpu.harness import Stage, Table
+from benchmarks.gpu.served_steps import TimedSteps, step_error_row
 
 POOL_BYTES = 12e9
 """Part of the pool that serving uses: the memory that OPT-13B's weights leave on an A100 40 GB."""
@@ -52,7 +53,7 @@ class _Bench:
     stage: Stage
     executor: JaxExecutor
     limited: Any
-    """`whole_model.Recorded` over `executor`."""
+    """`TimedSteps` over `executor`."""
     parts: EngineComponents
     model: CostModel
     hardware: Hardware
@@ -129,7 +130,7 @@ def _make_bench(stage: Stage, table: Table) -> _Bench:
             f"  calibration of {phase}: R2 {quality.r2:.3f}, mean error {100 * quality.mean_relative_error:.1f} %",
             flush=True,
         )
-    limited: Any = whole_model.Recorded(executor, None if stage.tiny else int(POOL_BYTES // executor.block_bytes))
+    limited: Any = TimedSteps(executor, None if stage.tiny else int(POOL_BYTES // executor.block_bytes))
     parts = build_components(
         config, limited, kinds=model.kinds(executor.kinds_offered, absorbs=executor.absorbs), vocab_size=parts.vocab_size,
         max_model_len=executor.max_model_len, costs=model.step_costs(), model_config=parts.model_config, cost_model=model,
@@ -140,12 +141,13 @@ def _make_bench(stage: Stage, table: Table) -> _Bench:
 
 def _served(bench: _Bench, policy: str, cache: CacheMode, workload: Workload) -> dict[str, Any]:
     bench.executor.reset()
-    bench.limited.steps.clear()
+    bench.limited.clear()
     parts = with_policy(bench.parts, policy, cache)
     records, unfinished = _in_real_time(parts, bench.slo, workload)
     return {
         "side": "served", "policy": policy, "cache": cache, "requests": len(records), **_of(summarize(records)),
         "unfinished": unfinished, "iterations": len(bench.limited.steps), "compilations": bench.executor.compilations,
+        **step_error_row(bench.limited, bench.model),
     }  # fmt: skip
 
 
@@ -208,7 +210,7 @@ def _simulated(
 
 def _step_by_step(bench: _Bench, policy: str, cache: CacheMode, workload: Workload) -> dict[str, Any]:
     bench.executor.reset()
-    bench.limited.steps.clear()
+    bench.limited.clear()
     recorded = run_recorded(
         bench.configured(policy, cache, workload.arrival_s.size), bench.hardware, workload, bench.limited
     )
