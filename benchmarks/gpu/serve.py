@@ -43,7 +43,7 @@ POLICIES: tuple[tuple[str, CacheMode], ...] = (
 _DRAIN_S = 12.0
 """Time after the last arrival that requests have."""
 _MAX_PREDICTIONS = 20_000
-_CALIBRATION_S = 6.0
+_CALIBRATION_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
