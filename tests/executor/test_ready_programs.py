@@ -65,7 +65,7 @@ def test_a_broader_sampler_has_all_that_the_rows_need() -> None:
     assert np.all([v.broader()[-1] == EVERYTHING for v in (GREEDY, SAMPLED, PENALISED, MASKED)])
 
 
-def test_the_first_program_for_prompts_holds_any_hidden_prefix() -> None:
+def test_the_first_programs_for_prompts_hold_any_hidden_prefix_and_none() -> None:
     buckets = Buckets.for_limits(
         max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2048, hidden_block_size=16, rows_multiple=8, sparse=True,
         has_rooms=True,
@@ -75,7 +75,8 @@ def test_the_first_program_for_prompts_holds_any_hidden_prefix() -> None:
     ready.forget()
     for name in names:
         ready.add(name)
-    assert ready.sizes.prompts == [PromptSize(512, None)]
+    assert ready.sizes.prompts == [PromptSize(512, 0), PromptSize(512, None)]
+    assert [ready.sizes.prompt_size(10, n) for n in (0, 1)] == [(512, 0), (512, None)]
     ready.add(ProgramName("prefill", 256, prefix_room=8192))
     assert [ready.sizes.prompt_size(10, n) for n in (0, 8192, 8193)] == [(256, 8192), (256, 8192), (512, None)]
     ready.add(ProgramName("prefill", 64, prefix_room=0))
