@@ -88,7 +88,7 @@ reference: .venv-ref/.ready
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 .venv-ref/bin/python -m pytest -q -n $(WORKERS) --dist loadfile $(REFERENCE_FLAGS) tests/parity
 
 gate: .venv-gate/.ready
-	PYTHONPATH=.venv-gate .venv/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 PYTHONPATH=.venv-gate .venv/bin/python -m pytest -q tests/benchmarks/gpu/test_gate.py
 	PYTHONPATH=.venv-gate .venv/bin/python -m benchmarks.gpu.gate $(GATE_FLAGS)
 
 gate-tpu: .venv-gate-tpu/.ready
