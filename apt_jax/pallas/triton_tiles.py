@@ -128,8 +128,9 @@ _TUNED: dict[tuple[str, str, int, int], Tile] = {
     # GPT-NeoX-20B: three sets of key lanes (24 turned in two halves, 72 not) need more registers at 128 tokens.
     ("reprojected", "sm_80", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
     ("reprojected", "sm_89", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
-    # Phi-3: with its window 4 warps spill 8 bytes, at 168 registers.
+    # Phi-3 with its window, and Llama-2-7B within a step: 4 warps spill 8 bytes, at 168 registers.
     ("output", "sm_80", 32, 3072): Tile(tokens=64, lanes=128, warps=8, stages=6),
+    ("output", "sm_90", 32, 4096): Tile(tokens=64, lanes=128, warps=8, stages=6),
 }
 """By kernel, chip, heads and width, where the default does not fit or something else is faster."""
 
