@@ -26,9 +26,10 @@ _MAX_RESERVED = 16
 """Connections beyond the limits, for health checks."""
 _MAX_DESCRIPTORS_KEPT = 64
 _NUM_SPARES = 8
-_PAUSE_S = 0.05
-_RESERVED_SILENCE_S = 0.25
-"""A reserved connection that has sent no request for this long may make room."""
+_TURN_S = 0.05
+_SILENT_TURNS = 5
+"""A connection that has sent no request for so many turns of the loop may make room where descriptors or the reserve
+run out. Turns, as a loop that stood still in between had no chance to read it."""
 _LOG_PERIOD_S = 60.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -46,7 +47,9 @@ class Connection:
         self.address, self.is_reserved = address, is_reserved
         self.is_busy = False
         """True while a request is in flight."""
-        self.since_s = asyncio.get_running_loop().time()
+        self.turns = 0
+        """How many times `_TURN_S` have passed, and the loop has turned, since it was reserved; for others, how often
+        there was no descriptor since it has had no request."""
         self.transport: asyncio.Transport | None = None
         """None until the protocol has it: during the TLS handshake."""
         self.task: asyncio.Task[None] | None = None
@@ -100,6 +103,8 @@ class Acceptor:
         self._reserved: dict[Connection, None] = {}
         self._spares: list[int] = []
         self._resume: asyncio.TimerHandle | None = None
+        self._turn: asyncio.TimerHandle | None = None
+        """Set while there are reserved connections."""
         self._logged_s = -_LOG_PERIOD_S
         listener.setblocking(False)
         self._take_spares()
@@ -107,8 +112,9 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept no more."""
-        if self._resume is not None:
-            self._resume.cancel()
+        for timer in (self._resume, self._turn):
+            if timer is not None:
+                timer.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
         self._give_spares()
@@ -119,6 +125,7 @@ class Acceptor:
             self._idle.pop(connection, None)
             if not connection.is_busy:
                 self._idle[connection] = None
+                connection.turns = 0
 
     def on_closed(self, connection: Connection) -> None:
         """See `Connection.closed`; it may come twice."""
@@ -145,7 +152,7 @@ class Acceptor:
                 return  # what has ended for it is closed in the next turn of the loop
 
     def _on_failure(self, error: OSError) -> None:
-        """Pause. Idle connections end; if there are none, spare descriptors serve what may be a health check."""
+        """Pause. Silent connections end; if there are none, spare descriptors serve what may be a health check."""
         if self._loop.time() - self._logged_s >= _LOG_PERIOD_S:
             self._logged_s = self._loop.time()
             reason = os.strerror(error.errno or 0).lower()
@@ -155,7 +162,9 @@ class Acceptor:
                 reason,
             )
         self._end_silent_reserved()
-        if not self._end_first(self._idle, _NUM_SPARES):
+        for connection in self._idle:
+            connection.turns += 1
+        if not self._end_first(_silent(self._idle), _NUM_SPARES):
             count = len(self._spares)
             self._give_spares()
             for _ in range(count):
@@ -165,7 +174,7 @@ class Acceptor:
                     break
                 self._admit(accepted, client_of(address[0]), must_reserve=True)
         self._loop.remove_reader(self._listener)
-        self._resume = self._loop.call_later(_PAUSE_S, self._go_on)
+        self._resume = self._loop.call_later(_TURN_S, self._go_on)
 
     def _go_on(self) -> None:
         self._take_spares()
@@ -202,6 +211,8 @@ class Acceptor:
             self._idle[connection] = None
         else:
             self._reserved[connection] = None
+            if self._turn is None:
+                self._turn = self._loop.call_later(_TURN_S, self._count_turn)
         accepted.setblocking(False)
         connection.task = task = self._loop.create_task(self._connect(accepted, connection))
         task.add_done_callback(lambda _: self._on_connected(accepted, connection))
@@ -245,14 +256,22 @@ class Acceptor:
             ended += 1
         return ended > 0
 
+    def _count_turn(self) -> None:
+        for connection in self._reserved:
+            connection.turns += 1
+        self._turn = self._loop.call_later(_TURN_S, self._count_turn) if self._reserved else None
+
     def _end_silent_reserved(self) -> None:
-        until_s = self._loop.time() - _RESERVED_SILENCE_S
-        silent = [
-            other
-            for other in self._reserved
-            if not other.is_busy and other.since_s < until_s and not _is_readable(other)
-        ]
+        silent = _silent(self._reserved)
         self._end_first(silent, len(silent))
+
+
+def _silent(connections: Iterable[Connection]) -> list[Connection]:
+    return [
+        other
+        for other in connections
+        if not other.is_busy and other.turns >= _SILENT_TURNS and not _is_readable(other)
+    ]
 
 
 def _is_readable(connection: Connection) -> bool:

@@ -218,6 +218,10 @@ def test_H7_without_descriptors_health_answers_and_streams_live(caplog):
             used_s, passed_s = time.process_time() - used_s, time.monotonic() - began_s
             for check in checks:
                 await loop.sock_connect(check, address)
+                await asyncio.sleep(0.12)
+                time.sleep(0.4)  # the server stands still: this silence is not the client's
+                for _ in range(4):
+                    await asyncio.sleep(0)
                 await loop.sock_sendall(check, HEALTH)
                 async with asyncio.timeout(20):
                     assert b" 200 " in await loop.sock_recv(check, 4096)
