@@ -268,9 +268,7 @@ class Acceptor:
 
 def _silent(connections: Iterable[Connection]) -> list[Connection]:
     return [
-        other
-        for other in connections
-        if not other.is_busy and other.turns >= _SILENT_TURNS and not _is_readable(other)
+        other for other in connections if not other.is_busy and other.turns >= _SILENT_TURNS and not _is_readable(other)
     ]
 
 
