@@ -136,7 +136,7 @@ def build_engine(
             vocab_size=loaded.config.vocab_size,
             max_model_len=executor.max_model_len,
             tokenizer=tokenizer,
-            eos_token_ids=_end_ids(loaded.eos_token_ids, tokenizer, template),
+            eos_token_ids=_end_ids(loaded, tokenizer, template),
             policy=policy,
             costs=None if cost_model is None else cost_model.step_costs(),
             model_config=loaded.config,
@@ -405,12 +405,13 @@ def _find_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate |
     return template
 
 
-def _end_ids(ids: Sequence[int], tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Sequence[int]:
+def _end_ids(loaded: "LoadedModel", tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Sequence[int]:
     """Add the tokenizer's end token for a model with a chat template: it may be the one that ends a turn."""
+    ids = loaded.eos_token_ids
     if tokenizer is None or template is None:
         return ids
     end = tokenizer.backend.token_to_id(template.special_tokens.get("eos_token", ""))
-    return ids if end is None else tuple(dict.fromkeys([*ids, end]))
+    return ids if end is None or end >= loaded.config.vocab_size else tuple(dict.fromkeys([*ids, end]))
 
 
 def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:

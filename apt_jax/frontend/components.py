@@ -1,6 +1,7 @@
 """An engine and what front ends need beside it: tokenizer, limits of requests, output assembler."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from apt_jax.structured.compiler import GrammarCompiler, MaskFiller, PendingGram
 from apt_jax.text.chat import ChatTemplate, Message, Tool, text_of
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.clock import Clock, WallClock
-from apt_jax.validation import GrammarSource, RequestLimits, build_requests, check_text_length
+from apt_jax.validation import GrammarSource, RequestLimits, build_requests, check_rows, check_text_length
 
 if TYPE_CHECKING:
     from apt_jax.frontend.early_start import Unprepared
@@ -117,9 +118,11 @@ class EngineComponents:
                 "messages", f"model {self.model_name!r:.80} has no chat template (--chat-template)"
             )
         check_text_length(self.limits, self.tokenizer, text_of(messages), "messages", truncated=truncated)
-        return self.chat_template.encode(
+        ids = self.chat_template.encode(
             self.tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt, **options
         )
+        check_rows(self.limits, ids, "messages")
+        return ids
 
     def build_request(self, **fields: Any) -> EngineRequest:
         """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s`
@@ -211,7 +214,10 @@ def build_components(
     grammars = None
     if tokenizer is not None:
         grammars = GrammarCompiler(
-            tokenizer.backend.to_str, vocab_size=vocab_size, num_tokens=num_tokens, eos_token_ids=eos_token_ids
+            functools.partial(tokenizer.json_below, vocab_size),
+            vocab_size=vocab_size,
+            num_tokens=num_tokens,
+            eos_token_ids=eos_token_ids,
         )
     return EngineComponents(
         config=config,

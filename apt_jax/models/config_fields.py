@@ -98,19 +98,16 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str, default: int | None, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
-        """None, one id or a list of ids, each in [0, vocab_size), as a tuple.
-
-        A default beyond a small vocabulary counts as absent: it was not the model's own word.
-        """
+        """None, one id or a list of ids, as a tuple. Those beyond [0, vocab_size) are left out: no output has them."""
         if name not in self._fields:
             return (default,) if default is not None and default < vocab_size else ()
         value = self._fields[name]
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
-        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-            raise ModelLoadError(f"{file}: {name}={value!r:.60} must lie in [0, vocab_size={vocab_size})")
-        return tuple(ids)
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ModelLoadError(f"{file}: {name}={value!r:.60} must be ids in [0, vocab_size={vocab_size})")
+        return tuple(i for i in ids if i < vocab_size)
 
     def attention_sizes(
         self, width: str, heads: str, default_width: Any = _REQUIRED, default_heads: Any = _REQUIRED

@@ -31,6 +31,7 @@ from apt_jax.text.patterns import any_of
 _logger = logging.getLogger(__name__)
 _MAX_FILE_BYTES = 256 << 20
 _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
+_FEW_IDS = 64  # beyond the rows of any model
 _SPACE = re.compile(r"\s*")
 _QUICK_CHARS = 1024
 _QUICK_TOKENS = 1024
@@ -102,6 +103,35 @@ class Tokenizer:
     def backend(self) -> tokenizers.Tokenizer:
         """The library's object."""
         return self._backend
+
+    def json_below(self, num_ids: int) -> str:
+        """The text of a tokenizer.json without the tokens whose ids are `num_ids` or more.
+
+        Raises:
+            ValueError: the tokens that are left would have other ids.
+        """
+        if self.vocab_size <= num_ids:
+            return self._backend.to_str()
+        fields = json.loads(self._backend.to_str())
+        fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < num_ids]
+        fields["post_processor"] = None  # may name tokens that are gone
+        model = fields["model"]
+        if isinstance(model["vocab"], list):  # Unigram
+            model["vocab"] = model["vocab"][:num_ids]
+        else:
+            known = model["vocab"] = {token: i for token, i in model["vocab"].items() if i < num_ids}
+            skip = len(model.get("continuing_subword_prefix") or "")
+            if "merges" in model:
+                model["merges"] = [
+                    [left, right]
+                    for left, right in model["merges"]
+                    if left in known and right in known and left + right[skip:] in known
+                ]
+        text = json.dumps(fields, ensure_ascii=False)
+        left = {token: i for token, i in self._backend.get_vocab(with_added_tokens=True).items() if i < num_ids}
+        if tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True) != left:
+            raise ValueError(f"the ids below {num_ids} depend on the others")
+        return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first).
@@ -236,7 +266,7 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
         model_vocab_size: V of the model that it will feed; None: not checked.
 
     Raises:
-        ModelLoadError: the file is missing or damaged, or it has ids that the model does not.
+        ModelLoadError: the file is missing or damaged, or it has many ids that the model does not.
     """
     source = Path(path)
     if source.suffix.lower() == ".gguf" and not source.is_dir():
@@ -248,11 +278,26 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
     if tokenizer.vocab_size == 0:
         raise ModelLoadError(f"{file}: the vocabulary is empty")
     if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
+        _check_rows(file, tokenizer, model_vocab_size)
+    return tokenizer
+
+
+def _check_rows(file: Path, tokenizer: Tokenizer, num_rows: int) -> None:
+    """Refuse a tokenizer of another model. A few ids for which the model has no row are usual: Gemma 3's text models
+    lack the one of `<image_soft_token>`. Requests that hold such an id are refused (`apt_jax.validation`)."""
+    ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
+    beyond = sum(token_id >= num_rows for token_id in ids)
+    if beyond > max(_FEW_IDS, num_rows // 32):
         raise ModelLoadError(
-            f"{file}: token ids up to {tokenizer.vocab_size - 1}, but the model has {model_vocab_size}; "
+            f"{file}: {beyond} token ids up to {tokenizer.vocab_size - 1} are beyond the model's {num_rows}; "
             "tokenizer and model do not belong together (--tokenizer)"
         )
-    return tokenizer
+    _logger.info(
+        "%s: %d token ids from %d on are beyond the model's rows; requests that hold them are refused",
+        file,
+        beyond,
+        num_rows,
+    )
 
 
 def _check_ids(file: Path, backend: tokenizers.Tokenizer) -> None:

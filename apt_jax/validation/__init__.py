@@ -35,7 +35,7 @@ from apt_jax.validation.limits import (
     request_fields_table,
     unsupported,
 )
-from apt_jax.validation.prompt import check_text_length
+from apt_jax.validation.prompt import check_rows, check_text_length
 from apt_jax.validation.request import (
     build_request,
     build_requests,
@@ -93,6 +93,7 @@ __all__ = [
     "check_mapping",
     "check_prompt_logprobs",
     "check_request_id",
+    "check_rows",
     "check_sequences",
     "check_text",
     "check_text_length",

@@ -51,9 +51,19 @@ def checked_prompt(
         ids = _last_tokens(tokenizer, text, ids, keep_last)
     if not ids:
         raise InvalidRequestError("prompt", "the text holds no token; give at least one")
-    if max(ids) >= limits.vocab_size:
-        raise InvalidRequestError("prompt", "the text holds a token outside the model's vocabulary")
+    check_rows(limits, ids, "prompt")
     return _frozen(np.array(ids, np.int32))
+
+
+def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
+    """Raise InvalidRequestError where a text has a token that the tokenizer knows and the model does not."""
+    token_id = max(ids, default=0)
+    if token_id >= limits.vocab_size:
+        raise InvalidRequestError(
+            field,
+            f"the text holds the token id {token_id}, outside the model's vocabulary of {limits.vocab_size} ids; leave "
+            "that token out",
+        )
 
 
 def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> list[int]:

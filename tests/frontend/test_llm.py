@@ -25,7 +25,7 @@ from apt_jax.frontend.outputs import OutputAssembler, RequestState
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.models import LoadedModel, load_model
 from apt_jax.models.reference import forward
-from apt_jax.request import CompletionOutput, RequestOutput
+from apt_jax.request import CompletionOutput, RequestOutput, StructuredOutputsParams
 from apt_jax.sched import CacheKindSpec
 from apt_jax.utils.activity import activity
 from tests.support.caches import calibrations_apart
@@ -474,6 +474,55 @@ def test_a_tokenizer_of_another_model_is_refused(small_model):
     (small_model / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match="do not belong together"):
         small_llm(small_model)
+
+
+@pytest.fixture
+def short_of_rows(small_model):
+    """The same, with three tokens for which the model has no rows: `<image>`, the end of a turn, and a plain one."""
+    backend = byte_tokenizer().backend
+    backend.add_special_tokens(["<image>", "<end_of_turn>"])
+    backend.add_tokens(["plain"])
+    backend.save(str(small_model / "tokenizer.json"))
+    template = "{% for m in messages %}{{ '<image>' if m.role == 'system' }}{{ m.content }}{% endfor %}"
+    fields = {"eos_token": "<end_of_turn>", "chat_template": template}
+    (small_model / "tokenizer_config.json").write_text(json.dumps(fields))
+    (small_model / "config.json").write_text(json.dumps({**SMALL, "vocab_size": VOCAB_SIZE}))
+    return small_llm(small_model)
+
+
+def test_ids_without_a_row_are_refused_in_requests_and_never_come_out(short_of_rows):
+    llm, image, plain = short_of_rows, VOCAB_SIZE, VOCAB_SIZE + 2
+    assert llm.parts.limits.vocab_size == VOCAB_SIZE
+    assert llm.parts.limits.eos_token_ids == (2,)
+    refused = {
+        "prompt_token_ids": {"prompt_token_ids": [3, image]},
+        "prompt": {"prompt": "a plain text"},
+        "bad_words": {"params": {"bad_words": ["plain"]}},
+        "stop_token_ids": {"params": {"stop_token_ids": [image]}},
+        "allowed_token_ids": {"params": {"allowed_token_ids": [3, plain]}},
+        "logit_bias": {"params": {"logit_bias": {image: 1.0}}},
+    }
+    for field, given in refused.items():
+        request = {"params": {}, **({} if field.startswith("prompt") else {"prompt": "a"}), **given}
+        with pytest.raises(InvalidRequestError, match=rf"^{field}.*vocabulary") as caught:
+            llm.parts.build_request(**request)
+        assert "\n" not in str(caught.value)
+    assert llm.parts.chat_prompt([{"role": "user", "content": "<image>"}])  # text stays text
+    with pytest.raises(InvalidRequestError, match=f"messages: the text holds the token id {image}"):
+        llm.parts.chat_prompt([{"role": "system", "content": "a"}])
+    ids = list(range(VOCAB_SIZE))
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True, allowed_token_ids=tuple(ids[3:]))
+    for output in generate(llm, ["a", "<image>"], params):
+        assert all(token < VOCAB_SIZE for token in only(output).token_ids)
+
+
+def test_constraints_leave_out_ids_without_a_row(short_of_rows):
+    pytest.importorskip("llguidance")
+    regex = StructuredOutputsParams(regex="(plain){2}")
+    params = SamplingParams(max_tokens=10, temperature=0.0, structured_outputs=regex)
+    (output,) = generate(short_of_rows, ["a"], params)
+    assert only(output).text == "plainplain"
+    assert all(token < VOCAB_SIZE for token in only(output).token_ids)
 
 
 def test_a_damaged_tokenizer_is_refused(small_model):

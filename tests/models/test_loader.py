@@ -151,8 +151,17 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path):
     model = _load(tmp_path)
     assert model.eos_token_ids == (5, 7)
     assert model.config.eos_token_id == 2
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1}')
+    assert "generation_config.json: eos_token_id=-1" in _refusal(tmp_path)
+
+
+def test_end_ids_without_a_row_are_left_out(tmp_path):
+    """A tokenizer may have more ids than the model has rows."""
+    write_model(tmp_path, TINY, random_tensors(TINY))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 480]}')
+    assert _load(tmp_path).eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 480}')
-    assert "generation_config.json: eos_token_id=480" in _refusal(tmp_path)
+    assert _load(tmp_path).eos_token_ids == (2,)
 
 
 def test_F8_a_model_without_an_end_token_loads_with_a_warning(tmp_path, caplog):

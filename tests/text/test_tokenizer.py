@@ -130,10 +130,51 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, content):
         load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused(tmp_path):
+@pytest.mark.parametrize("beyond", [1, 64])
+def test_a_few_ids_beyond_the_models_rows_are_loaded(tmp_path, beyond):
     write_tokenizer(tmp_path)
-    with pytest.raises(ModelLoadError, match=f"the model has {BYTE_LEVEL.vocab_size - 1}"):
-        load_tokenizer(tmp_path, model_vocab_size=BYTE_LEVEL.vocab_size - 1)
+    assert load_tokenizer(tmp_path, model_vocab_size=BYTE_LEVEL.vocab_size - beyond).vocab_size == BYTE_LEVEL.vocab_size
+
+
+def test_a_vocabulary_much_larger_than_the_models_is_refused(tmp_path):
+    write_tokenizer(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"beyond the model's {BYTE_LEVEL.vocab_size - 65}"):
+        load_tokenizer(tmp_path, model_vocab_size=BYTE_LEVEL.vocab_size - 65)
+
+
+def unigram_backend() -> tokenizers.Tokenizer:
+    pieces = [(t, 0.0) for t in SPECIALS] + [(c, -float(i)) for i, c in enumerate("▁abcdefgh")]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.add_special_tokens(SPECIALS)
+    return backend
+
+
+def word_piece_backend() -> tokenizers.Tokenizer:
+    words = [*SPECIALS, "[UNK]", "a", "##b", "##c", "ab"]
+    backend = tokenizers.Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.add_special_tokens(SPECIALS)
+    return backend
+
+
+def prefixed_bpe_backend() -> tokenizers.Tokenizer:
+    vocab = {t: i for i, t in enumerate([*SPECIALS, "a", "##b", "##c", "ab", "abc"])}
+    bpe = models.BPE(vocab=vocab, merges=[("a", "##b"), ("ab", "##c")], continuing_subword_prefix="##")
+    backend = tokenizers.Tokenizer(bpe)
+    backend.add_special_tokens(SPECIALS)
+    return backend
+
+
+@pytest.mark.parametrize("added", [0, 3])
+@pytest.mark.parametrize(
+    "backend", [byte_level_backend, byte_fallback_backend, unigram_backend, word_piece_backend, prefixed_bpe_backend]
+)
+def test_a_tokenizer_without_its_last_ids_is_the_same_but_for_them(backend, added):
+    made = backend()
+    made.add_special_tokens([f"<more{i}>" for i in range(added)])
+    tokenizer = Tokenizer(made)
+    for num_ids in range(tokenizer.vocab_size - 5, tokenizer.vocab_size + 2):
+        left = tokenizers.Tokenizer.from_str(tokenizer.json_below(num_ids)).get_vocab()
+        assert left == {token: i for token, i in made.get_vocab().items() if i < num_ids}
 
 
 def test_two_tokens_with_one_id_are_refused(tmp_path):
