@@ -33,6 +33,7 @@ from apt_jax.validation import (
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
 from serve.http_api.constraint_fields import OWN_FIELD, read_constraint
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
+from serve.http_api.tool_calls.other_forms import OLD_NAMES, uses_functions, with_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
 from serve.http_api.unsupported_fields import reject_unsupported
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds, used_tier
@@ -160,6 +161,8 @@ class CompletionCall:
     """Gives the field in an error the name that it has in the body."""
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
     """How outputs are read: `output.parser()` makes the parser of one choice."""
+    functions: bool = False
+    """The call in a choice is `function_call`, as the body has `functions`."""
 
     def with_requests(self, requests: Sequence[EngineRequest]) -> "CompletionCall":
         return dataclasses.replace(self, requests=requests)
@@ -196,6 +199,9 @@ def read_call(
     """
     check_model(parts, body)
     _reject_unsupported(kind, body)
+    given = body
+    if kind == "chat":
+        body = with_tools(body)
     stream = flag(body, "stream")
     options = body.get("stream_options")
     if options is not None:
@@ -226,7 +232,7 @@ def read_call(
         requests = _requests(parts, prompts, n, base_id, fields)
         check_prompt_logprobs(parts.limits, [(r.prompt_token_ids.size, r.params) for r in requests])
     except InvalidRequestError as error:
-        raise _renamed(error, kind, body, output) from None
+        raise _renamed(error, kind, given, output) from None
     deadline_ms = _slo_value(body, "deadline_ms", "deadline_ms")
     echoes = _echoes(parts, body, requests[::n]) if kind == "completion" else None
     return CompletionCall(
@@ -248,8 +254,9 @@ def read_call(
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
         service_tier=used_tier(requests[0].slo_class, _tier(body, headers)),
-        renamed=functools.partial(_renamed, kind=kind, body=body, output=output),
+        renamed=functools.partial(_renamed, kind=kind, body=given, output=output),
         output=output,
+        functions=kind == "chat" and uses_functions(given),
     )
 
 
@@ -475,6 +482,8 @@ def _renamed(error: InvalidRequestError, kind: Kind, body: Body, output: OutputP
             names[name] = constraint.field
         if output.constrains_calls:
             names[name] = "tools"
+    if kind == "chat" and uses_functions(body):
+        names |= {**OLD_NAMES, **{key: OLD_NAMES.get(value, value) for key, value in names.items()}}
     return error if name not in names else with_field(error, names[name] + bracket + rest)
 
 

@@ -35,7 +35,10 @@ class CompletionResponseBuilder:
         """Characters of the token texts that `text_offset` has counted."""
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
-        self._messages = [OpenAIMessage(call.output.parser()) for _ in range(count)] if self._is_chat else []
+        self._messages = [
+            OpenAIMessage(call.output.parser(), call.output.custom_tools, old_form=call.functions)
+            for _ in range(count if self._is_chat else 0)
+        ]
         """Message of each choice of a chat."""
         self._around: list[tuple[bytes, bytes] | None] = [None] * count
         """JSON before and after the text of each choice, for chunks that differ only in their text."""

@@ -339,6 +339,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "messages": messages,
         "tools": _or_null(_list(_tool(), 0, chat.MAX_TOOLS)),
         "tool_choice": _tool_choice(),
+        **_functions(),
         "parallel_tool_calls": _or_null(_FLAG) | {"description": "False: one call at most."},
         "add_generation_prompt": _or_null(_FLAG),
         "continue_final_message": _or_null(_FLAG)
@@ -537,7 +538,10 @@ def _message() -> Schema:
     content = {"anyOf": [_STRING, {"type": "array", "items": part}]}
     name = {"type": ["string", "null"], "maxLength": chat.MAX_NAME_CHARS}
     called = _object({"name": _STRING, "arguments": {"type": ["string", "object", "null"]}}, required=("name",))
-    calls = {"type": "array", "items": _object({"function": called}, required=("function",))}
+    text = _object({"name": _STRING, "input": _STRING}, required=("name", "input"))
+    custom = _object({"type": {"const": "custom"}, "custom": text}, required=("type", "custom"))
+    function = _object({"type": {"not": {"const": "custom"}}, "function": called}, required=("function",))
+    calls = {"type": "array", "items": {"anyOf": [function, custom]}}
     fields = {
         "role": {"type": "string", "pattern": f"^{chat.ROLE_PATTERN}$"},
         "name": name,
@@ -546,11 +550,13 @@ def _message() -> Schema:
     }
     says = {**fields, "content": content, "tool_calls": _or_null(calls)}
     does = {**fields, "content": _or_null(content), "tool_calls": calls | {"minItems": 1}}
+    did = {**fields, "content": _or_null(content), "tool_calls": {"enum": [[], None]}, "function_call": called}
     surplus = {"additionalProperties": _NULL}  # clients send back what was absent
     return {
         "anyOf": [
             _object(says, required=("role", "content")) | surplus,
             _object(does, required=("role", "tool_calls")) | surplus,
+            _object(did, required=("role", "function_call")) | surplus,
         ]
     }
 
@@ -563,13 +569,46 @@ def _tool() -> Schema:
         "strict": _or_null(_FLAG),
     }
     function = _object(fields, required=("name",))
-    return _object({"type": {"const": "function"}, "function": function}, required=("type", "function"))
+    pattern = _object({"syntax": {"const": "regex"}, "definition": _STRING}, required=("syntax", "definition"))
+    form = {
+        "anyOf": [
+            _NULL,
+            _object({"type": {"const": "text"}}, required=("type",)),
+            _object({"type": {"const": "grammar"}, "grammar": pattern}, required=("type", "grammar")),
+        ]
+    }
+    custom = _object({"name": name, "description": _or_null(_STRING), "format": form}, required=("name",))
+    return {
+        "anyOf": [
+            _object({"type": {"const": "function"}, "function": function}, required=("type", "function")),
+            _object({"type": {"const": "custom"}, "custom": custom}, required=("type", "custom")),
+        ]
+    }
 
 
 def _tool_choice() -> Schema:
     named = _object({"name": _STRING}, required=("name",))
-    one = _object({"type": {"const": "function"}, "function": named}, required=("type", "function"))
-    return {"anyOf": [{"enum": ["none", "auto", "required", None]}, one]}
+    one = {
+        "anyOf": [
+            _object({"type": {"const": kind}, kind: named}, required=("type", kind)) for kind in ("function", "custom")
+        ]
+    }
+    some = _object(
+        {"mode": {"enum": ["auto", "required"]}, "tools": _list(one, 1, chat.MAX_TOOLS)}, required=("mode", "tools")
+    )
+    allowed = _object({"type": {"const": "allowed_tools"}, "allowed_tools": some}, required=("type", "allowed_tools"))
+    return {"anyOf": [{"enum": ["none", "auto", "required", None]}, one, allowed]}
+
+
+def _functions() -> dict[str, Schema]:
+    """The fields that came before `tools`."""
+    (function,) = (kind["properties"]["function"] for kind in _tool()["anyOf"] if "function" in kind["properties"])
+    named = _object({"name": _STRING}, required=("name",))
+    return {
+        "functions": _or_null(_list(function, 0, chat.MAX_TOOLS))
+        | {"description": "In place of `tools`, as it was before; a call comes back as `function_call`."},
+        "function_call": {"anyOf": [{"enum": ["none", "auto", None]}, named]},
+    }
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -579,17 +618,28 @@ def _said() -> Schema:
     """The message of a chat's choice; where there are calls and no text its content is null."""
     function = _all({"name": _STRING, "arguments": _STRING})
     call = _all({"id": _STRING, "type": {"const": "function"}, "function": function})
+    text = _all({"name": _STRING, "input": _STRING})
+    custom = _all({"id": _STRING, "type": {"const": "custom"}, "custom": text})
     fields = {"role": {"const": "assistant"}, "content": _or_null(_STRING), "refusal": _NULL}
-    more = {"reasoning_content": _STRING, "tool_calls": _many(call)}
+    calls = _many({"anyOf": [call, custom]})
+    more = {"reasoning_content": _STRING, "tool_calls": calls, "function_call": function}
     return _all({**fields, **more}, optional=tuple(more))
 
 
 def _delta() -> Schema:
     """Addition of a chunk to the message: of a call its name first, then pieces of its arguments."""
     function = _all({"name": _STRING, "arguments": _STRING}, optional=("name",))
-    call = {"index": _COUNT, "id": _STRING, "type": {"const": "function"}, "function": function}
-    calls = _many(_all(call, optional=("id", "type")))
-    fields = {"role": {"const": "assistant"}, "content": _STRING, "reasoning_content": _STRING, "tool_calls": calls}
+    text = _all({"name": _STRING, "input": _STRING}, optional=("name",))
+    head = {"index": _COUNT, "id": _STRING}
+    call = _all({**head, "type": {"const": "function"}, "function": function}, optional=("id", "type"))
+    custom = _all({**head, "type": {"const": "custom"}, "custom": text}, optional=("id", "type"))
+    fields = {
+        "role": {"const": "assistant"},
+        "content": _STRING,
+        "reasoning_content": _STRING,
+        "tool_calls": _many({"anyOf": [call, custom]}),
+        "function_call": function,
+    }
     return _all(fields, optional=tuple(fields))
 
 
@@ -641,7 +691,12 @@ def _answers() -> Schema:
         common = {"index": _COUNT, "logprobs": _or_null(_all(logprobs))}
         whole = {"message": _said()} if is_chat else {"text": _STRING}
         piece = {"delta": _delta()} if is_chat else {"text": _STRING}
-        end = {**end, "finish_reason": {"enum": ["stop", "length", *(["tool_calls"] if is_chat else []), "abort"]}}
+        end = {
+            **end,
+            "finish_reason": {
+                "enum": ["stop", "length", *(["tool_calls", "function_call"] if is_chat else []), "abort"]
+            },
+        }
         going = {"finish_reason": _or_null(end["finish_reason"]), "stop_reason": end["stop_reason"]}
         of_choice = more if is_chat else {**more, **prompt}
         choice = _all({**common, **whole, **end, **of_choice}, optional=tuple(of_choice))

@@ -16,6 +16,7 @@ from serve.http_api.openai_request import (
     template_options,
     tools_of,
 )
+from serve.http_api.tool_calls.other_forms import with_tools
 from serve.tokenizer_settings import tokenizer_settings
 
 _SLICE = 4096
@@ -33,6 +34,7 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
     if tokenizer is None:
         raise InvalidRequestError("prompt", "this model has no tokenizer")
     if body.get("messages") is not None:
+        body = with_tools(body)
         ids = parts.chat_prompt(body["messages"], tools=tools_of(body), **template_options(body))
     else:
         text = body.get("prompt")

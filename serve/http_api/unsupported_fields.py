@@ -11,8 +11,6 @@ from apt_jax.errors import InvalidRequestError
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "modalities": (["text"],),
     "suffix": ("",),
     "web_search_options": (),
@@ -84,7 +82,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """The fields, with the values that change nothing; null never does."""
 
 _HINTS = {
-    **dict.fromkeys(("functions", "function_call"), "use tools"),
     **dict.fromkeys(("max_length", "max_new_tokens", "n_predict"), "use max_tokens"),
     **dict.fromkeys(("repeat_penalty", "rep_pen"), "use repetition_penalty"),
     **dict.fromkeys(("banned_strings", "custom_token_bans"), "use bad_words or logit_bias"),

@@ -14,7 +14,14 @@ from serve.http_api.translation import check_items, quoted
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 _PARTS_WITHOUT_TEXT = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 
 Message = dict[str, Any]
 
@@ -60,11 +67,12 @@ def _add(messages: list[Message], field: str, item: object) -> None:
         case "function_call":
             names = ("call_id", "name", "arguments")
             call_id, name, arguments = (_text(f"{field}.{key}", item.get(key)) for key in names)
-            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        case "function_call_output":
+            _add_call(messages, {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+        case "custom_tool_call":
+            names = ("call_id", "name", "input")
+            call_id, name, text = (_text(f"{field}.{key}", item.get(key)) for key in names)
+            _add_call(messages, {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}})
+        case "function_call_output" | "custom_tool_call_output":
             call_id = _text(f"{field}.call_id", item.get("call_id"))
             content = _content(f"{field}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
@@ -76,6 +84,12 @@ def _add(messages: list[Message], field: str, item: object) -> None:
             raise InvalidRequestError(field, "no item is stored here; send the item itself")
         case _:
             raise InvalidRequestError(field, f"type {quoted(kind)} is not supported; only {', '.join(ITEMS)} are")
+
+
+def _add_call(messages: list[Message], call: dict[str, Any]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def _is_thought(messages: list[Message]) -> bool:

@@ -122,12 +122,7 @@ def _translated(body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
     tools, shown_tools = chat_tools(body.get("tools"))
     choice = body.get("tool_choice")
     if choice is not None:
-        chat["tool_choice"], allowed = chat_choice(choice)
-        if allowed is not None:
-            unknown = sorted({*allowed} - {tool["function"]["name"] for tool in tools})
-            if unknown:
-                raise InvalidRequestError("tool_choice", f"{quoted(unknown[0])} is not the name of a function in tools")
-            tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        chat["tool_choice"] = chat_choice(choice)
     if tools:
         chat |= {"tools": tools, "parallel_tool_calls": body.get("parallel_tool_calls")}
     for name in ("store", "parallel_tool_calls"):

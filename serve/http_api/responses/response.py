@@ -16,6 +16,7 @@ from serve.http_api.errors import HttpError
 from serve.http_api.openai_response import CompletionResponseBuilder, timings_payload
 from serve.http_api.responses.request import ResponsesCall
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent, ReasoningText
+from serve.http_api.tool_calls.other_forms import input_of
 
 Json = dict[str, Any]
 
@@ -101,7 +102,10 @@ class ResponsesResponse:
             case CallStart(_, call_id, name):
                 self._close()
                 at = len(self._items)
-                self._begin(_FunctionCall(self._id("fc", at), at, call_id, name))
+                if name in self._call.chat.output.custom_tools:
+                    self._begin(_CustomCall(self._id("ctc", at), at, call_id, name))
+                else:
+                    self._begin(_FunctionCall(self._id("fc", at), at, call_id, name))
             case CallArguments(_, text):
                 self._grow(text)
 
@@ -324,6 +328,35 @@ class _FunctionCall(_Item):
 
     def whole(self, status: str) -> Json:
         return {"id": self.id, "type": "function_call", "status": status, **self._named, "arguments": self.text}
+
+
+class _CustomCall(_Item):
+    """A call of a custom tool: its input comes when it is whole."""
+
+    kind = "custom_tool_call"
+
+    def __init__(self, item_id: str, number: int, call_id: str, name: str) -> None:
+        super().__init__(item_id, number)
+        self._named = {"call_id": call_id, "name": name}
+
+    def begin(self) -> list[Json]:
+        return [self._added(**self._named, input="")]
+
+    def grow(self, text: str, logprobs: list[Json]) -> list[Json]:
+        del logprobs
+        self.pieces.append(text)
+        return []
+
+    def end(self, whole: Json) -> list[Json]:
+        event = "response.custom_tool_call_input"
+        return [
+            {"type": f"{event}.delta", **self.at, "delta": whole["input"]},
+            {"type": f"{event}.done", **self.at, "input": whole["input"]},
+            self._done(whole),
+        ]
+
+    def whole(self, status: str) -> Json:
+        return {"id": self.id, "type": self.kind, "status": status, **self._named, "input": input_of(self.text)}
 
 
 def _output_text(text: str, logprobs: list[Json]) -> Json:

@@ -88,12 +88,15 @@ def _item() -> Schema:
     content = {"anyOf": [STRING, many({"anyOf": [text, refusal]})]}
     message = {"type": {"enum": ["message", None]}, "role": {"enum": list(input_items.ROLES)}, "content": content}
     call = {"type": {"const": "function_call"}, **dict.fromkeys(("call_id", "name", "arguments"), STRING)}
-    output = {"type": {"const": "function_call_output"}, "call_id": STRING, "output": content}
+    custom = {"type": {"const": "custom_tool_call"}, **dict.fromkeys(("call_id", "name", "input"), STRING)}
+    outputs = ["function_call_output", "custom_tool_call_output"]
+    output = {"type": {"enum": outputs}, "call_id": STRING, "output": content}
     thoughts = or_null(many(object_of({"text": STRING}, required=("text",))))
     return {
         "anyOf": [
             object_of(message, required=("role", "content")),
             object_of(call, required=tuple(call)),
+            object_of(custom, required=tuple(custom)),
             object_of(output, required=tuple(output)),
             object_of({"type": {"const": "reasoning"}, "content": thoughts, "summary": thoughts}, required=("type",)),
         ]
@@ -110,11 +113,23 @@ def _format() -> Schema:
 
 def _tool() -> Schema:
     fields = {"type": {"const": "function"}, "name": STRING, "strict": or_null(FLAG)}
-    return object_of(fields, required=("type", "name"))
+    named = {"type": {"const": "custom"}, "name": STRING, "description": or_null(STRING)}
+    forms = {
+        "anyOf": [
+            NULL,
+            object_of({"type": {"const": "text"}}, required=("type",)),
+            object_of(
+                {"type": {"const": "grammar"}, "syntax": {"const": "regex"}, "definition": STRING},
+                required=("type", "syntax", "definition"),
+            ),
+        ]
+    }
+    custom = object_of({**named, "format": forms}, required=("type", "name"))
+    return {"anyOf": [object_of(fields, required=("type", "name")), custom]}
 
 
 def _choice() -> Schema:
-    named = object_of({"type": {"const": "function"}, "name": STRING}, required=("type", "name"))
+    named = object_of({"type": {"enum": list(tools.KINDS)}, "name": STRING}, required=("type", "name"))
     fields = {
         "type": {"const": "allowed_tools"},
         "mode": {"enum": ["auto", "required"]},
@@ -149,6 +164,10 @@ def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
     call = {
         "id": STRING, "type": {"const": "function_call"}, "status": status,
         **dict.fromkeys(("call_id", "name", "arguments"), STRING),
+    }  # fmt: skip
+    custom = {
+        "id": STRING, "type": {"const": "custom_tool_call"}, "status": status,
+        **dict.fromkeys(("call_id", "name", "input"), STRING),
     }  # fmt: skip
     item = ref("ResponsesItem")
     usage = closed({
@@ -208,11 +227,13 @@ def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
         "response.reasoning_text.done": {**part, "text": STRING},
         "response.function_call_arguments.delta": {**place, "delta": STRING},
         "response.function_call_arguments.done": {**place, "name": STRING, "arguments": STRING},
+        "response.custom_tool_call_input.delta": {**place, "delta": STRING},
+        "response.custom_tool_call_input.done": {**place, "input": STRING},
         "error": {"code": STRING, "message": STRING, "param": short, "error": _OPEN},
     }
     return {
         "Responses": closed(response, optional=("aptjax",)),
-        "ResponsesItem": {"anyOf": [closed(message), closed(reasoning), closed(call)]},
+        "ResponsesItem": {"anyOf": [closed(message), closed(reasoning), closed(call), closed(custom)]},
         EVENT: {
             "anyOf": [
                 closed({"type": {"const": name}, "sequence_number": COUNT, **fields}) for name, fields in events.items()

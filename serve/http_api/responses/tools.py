@@ -1,4 +1,5 @@
-"""Tools of the Responses API to those of a chat completion: functions, and nothing that the server would have to run."""
+"""Tools of the Responses API to those of a chat completion: functions and custom tools, and nothing that the server would
+have to run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from apt_jax.validation import check_flag
 from serve.http_api.translation import quoted
 
 CHOICES = ("auto", "none", "required")
+KINDS = ("function", "custom")
 
 Tool = dict[str, Any]
 
@@ -31,8 +33,15 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or kind is None:
             raise InvalidRequestError(field, 'must be {"type": "function", "name": ..., "parameters": ...}')
+        if kind == "custom":
+            facts = {key: tool[key] for key in ("name", "description", "format") if tool.get(key) is not None}
+            made.append({"type": "custom", "custom": facts})
+            shown.append({"type": "custom", **facts})
+            continue
         if kind != "function":
-            raise InvalidRequestError(field, f"the tool {quoted(kind)} is not supported; only functions are")
+            raise InvalidRequestError(
+                field, f"the tool {quoted(kind)} is not supported; only functions and custom tools are"
+            )
         name, strict = tool.get("name"), tool.get("strict")
         if not isinstance(name, str):
             raise InvalidRequestError(field, "has no name")
@@ -46,38 +55,35 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
     return made, shown
 
 
-def chat_choice(choice: object) -> tuple[object, list[str] | None]:
-    """Return `tool_choice` as chat completions have it, and the names of the only functions that are allowed, if some are
-    named.
+def chat_choice(choice: object) -> object:
+    """Return `tool_choice` as chat completions have it.
 
     Raises:
-        InvalidRequestError: it is malformed, or asks for a tool that is no function.
+        InvalidRequestError: it is malformed, or asks for a tool that the server would run.
     """
     if isinstance(choice, str) and choice in CHOICES:
-        return choice, None
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+        return choice
     if isinstance(choice, Mapping):
-        if kind == "function" and isinstance(choice.get("name"), str):
-            return {"type": "function", "function": {"name": choice["name"]}}, None
+        kind = choice.get("type")
+        if kind in KINDS and isinstance(choice.get("name"), str):
+            return {"type": kind, kind: {"name": choice["name"]}}
         if kind == "allowed_tools":
             return _allowed(choice)
-        if kind is not None and kind != "function":
+        if kind is not None and kind not in KINDS:
             raise InvalidRequestError("tool_choice", f"the type {quoted(kind)} is not supported; name a function")
     raise InvalidRequestError(
         "tool_choice", f"must be one of {', '.join(CHOICES)}, or {{'type': 'function', 'name': ...}}"
     )
 
 
-def _allowed(choice: Mapping[str, Any]) -> tuple[object, list[str]]:
-    mode, tools = choice.get("mode"), choice.get("tools")
-    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools or len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(
-            "tool_choice", f"allowed_tools must have a mode, auto or required, and 1 to {MAX_TOOLS} tools"
-        )
-    names = []
-    for tool in tools:
-        named = isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("name"), str)
-        if not named:
+def _allowed(choice: Mapping[str, Any]) -> object:
+    given = choice.get("tools")
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        return {"type": "allowed_tools", "allowed_tools": None}  # refused as that of a chat completion
+    tools = []
+    for tool in given:
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind not in KINDS or not isinstance(tool.get("name"), str):
             raise InvalidRequestError("tool_choice", "allowed_tools must be {'type': 'function', 'name': ...}")
-        names.append(tool["name"])
-    return mode, names
+        tools.append({"type": kind, kind: {"name": tool["name"]}})
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}

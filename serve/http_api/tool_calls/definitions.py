@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from apt_jax.errors import InvalidRequestError
-from apt_jax.text.chat import checked_tools
+from apt_jax.text.chat import MAX_TOOLS, checked_tools
 from apt_jax.validation import check_flag
+from serve.http_api.tool_calls.other_forms import function_of
 
 MAX_CALLS = 16
 """Calls in one output: of a constraint, which ends after them; of text, where further ones stay content."""
@@ -26,6 +27,8 @@ class Function:
     """JSON schema of its arguments, which describes an object."""
     strict: bool
     """The arguments must follow the schema, not only where a call is required."""
+    is_custom: bool = False
+    """It stands for a custom tool."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,21 +50,34 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
     """Check what a client says about tools.
 
     Args:
-        tools: a list of ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}``; None or
-            empty: there are none.
-        choice: ``"none"``, ``"auto"``, ``"required"``, or ``{"type": "function", "function": {"name": ...}}``; None:
-            auto.
+        tools: a list of ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}`` and of
+            ``{"type": "custom", "custom": {"name", "description", "format"}}``; None or empty: there are none.
+        choice: ``"none"``, ``"auto"``, ``"required"``, ``{"type": "function", "function": {"name": ...}}`` or the same
+            of a custom tool, or ``{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}``; None: auto.
         parallel: False: one call at most; None: True.
 
     Raises:
         InvalidRequestError: one line; the field is ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
     """
+    custom: list[bool] = []
+    if isinstance(tools, list) and len(tools) <= MAX_TOOLS:
+        custom = [isinstance(tool, Mapping) and tool.get("type") == "custom" for tool in tools]
+        tools = [
+            function_of(f"tools[{n}]", tool) if is_custom else tool
+            for n, (tool, is_custom) in enumerate(zip(tools, custom, strict=True))
+        ]
     checked = checked_tools(tools) or []
-    functions = [_function(number, tool["function"]) for number, tool in enumerate(checked)]
+    functions = [
+        _function(number, tool["function"], bool(custom) and custom[number]) for number, tool in enumerate(checked)
+    ]
     by_name = {function.name: function for function in functions}
     if len(by_name) < len(functions):
         raise InvalidRequestError("tools", "two functions have the same name")
     several = parallel is None or check_flag("parallel_tool_calls", parallel)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(choice, by_name)
+        checked = [tool for tool in checked if tool["function"]["name"] in allowed]
+        functions = [function for function in functions if function.name in allowed]
     named = _named(choice)
     if named is None and choice not in (None, "none", "auto", "required"):
         raise InvalidRequestError(
@@ -85,13 +101,33 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
 
 
 def _named(choice: object) -> str | None:
-    """The name in a choice that names a function."""
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+    """The name in a choice that names a tool."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    tool = choice.get(kind) if isinstance(choice, Mapping) and kind in ("function", "custom") else None
+    name = tool.get("name") if isinstance(tool, Mapping) else None
     return name if isinstance(name, str) else None
 
 
-def _function(number: int, given: Mapping[str, Any]) -> Function:
+def _allowed(choice: Mapping[str, Any], known: Mapping[str, Function]) -> tuple[str, frozenset[str]]:
+    """The mode of a choice among some of the tools, and their names."""
+    allowed = choice.get("allowed_tools")
+    mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise InvalidRequestError(
+            "tool_choice", f"allowed_tools must have a mode, auto or required, and 1 to {MAX_TOOLS} tools"
+        )
+    names = frozenset(_named(tool) for tool in tools)
+    unknown = next((name for name in names if name is None or name not in known), None)
+    if None in names:
+        raise InvalidRequestError(
+            "tool_choice", 'allowed_tools must be {"type": "function", "function": {"name": ...}}'
+        )
+    if unknown is not None:
+        raise InvalidRequestError("tool_choice", f"{unknown[:64]!r} is not the name of a function in tools")
+    return mode, frozenset(name for name in names if name is not None)
+
+
+def _function(number: int, given: Mapping[str, Any], is_custom: bool) -> Function:
     name, parameters, strict = given["name"], given.get("parameters"), given.get("strict")
     field = f"tools[{number}]"
     if not _NAME.fullmatch(name):
@@ -104,7 +140,7 @@ def _function(number: int, given: Mapping[str, Any]) -> Function:
         raise InvalidRequestError(field, "'x-guidance' is not accepted in parameters; leave it out")
     if strict is not None:
         strict = check_flag(f"{field}.strict", strict)
-    return Function(name=name, parameters=parameters, strict=bool(strict))
+    return Function(name=name, parameters=parameters, strict=bool(strict), is_custom=is_custom)
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """The message of one choice of a chat completion, in OpenAI's form."""
 
+from collections.abc import Collection
 from typing import Any
 
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputParser, ReasoningText
+from serve.http_api.tool_calls.other_forms import input_of
 
 Json = dict[str, Any]
 
@@ -12,10 +14,15 @@ class OpenAIMessage:
 
     Args:
         parser: of the output.
+        custom_tools: names of functions that stand for custom tools. The input of a call of one comes when it is whole.
+        old_form: the call is `function_call`, as it was before there were `tool_calls`.
     """
 
-    def __init__(self, parser: OutputParser) -> None:
+    def __init__(self, parser: OutputParser, custom_tools: Collection[str] = (), *, old_form: bool = False) -> None:
         self._parser = parser
+        self._custom, self._old_form = custom_tools, old_form
+        self._num_inputs_said = 0
+        """Calls whose input has been sent, if they are of custom tools."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallStart, list[str]]] = []
@@ -34,26 +41,39 @@ class OpenAIMessage:
                 case ReasoningText(piece):
                     self._reasoning.append(piece)
                 case CallStart(index, call_id, name):
+                    self._say_inputs(calls)
                     self._calls.append((event, []))
-                    calls[index] = {
-                        "index": index,
-                        "id": call_id,
-                        "type": "function",
-                        "function": {"name": name},
-                    }
+                    kind, empty = ("custom", {"input": ""}) if name in self._custom else ("function", {})
+                    calls[index] = {"index": index, "id": call_id, "type": kind, kind: {"name": name, **empty}}
                 case CallArguments(index, piece):
                     self._calls[-1][1].append(piece)
-                    calls.setdefault(index, {"index": index, "function": {}})
-                    arguments.setdefault(index, []).append(piece)
+                    if self._calls[-1][0].name not in self._custom:
+                        calls.setdefault(index, {"index": index, "function": {}})
+                        arguments.setdefault(index, []).append(piece)
+        if finished:
+            self._say_inputs(calls)
         if len(self._content) > content:
             delta["content"] = "".join(self._content[content:])
         if len(self._reasoning) > reasoning:
             delta["reasoning_content"] = "".join(self._reasoning[reasoning:])
         for index, call in calls.items():
-            call["function"]["arguments"] = "".join(arguments.get(index, ()))
-        if calls:
+            if "function" in call:
+                call["function"]["arguments"] = "".join(arguments.get(index, ()))
+        if calls and self._old_form:  # one call at most
+            delta["function_call"] = next(iter(calls.values()))["function"]
+        elif calls:
             delta["tool_calls"] = list(calls.values())
         return delta
+
+    def _say_inputs(self, calls: dict[int, Json]) -> None:
+        """Add the input of the last call to the changes, if it is of a custom tool and not there yet."""
+        if self._num_inputs_said == len(self._calls):
+            return
+        self._num_inputs_said = len(self._calls)
+        start, pieces = self._calls[-1]
+        if start.name in self._custom:
+            call = calls.setdefault(start.index, {"index": start.index, "custom": {}})
+            call["custom"]["input"] = input_of("".join(pieces))
 
     def whole(self) -> Json:
         """The whole message, after the last text."""
@@ -62,17 +82,20 @@ class OpenAIMessage:
         message: Json = {"role": "assistant", "content": shown, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = [
-                {
-                    "id": start.id,
-                    "type": "function",
-                    "function": {"name": start.name, "arguments": "".join(pieces)},
-                }
-                for start, pieces in self._calls
-            ]
+        calls = [self._whole_call(start, "".join(pieces)) for start, pieces in self._calls]
+        if calls and self._old_form:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
+            message["tool_calls"] = calls
         return message
+
+    def _whole_call(self, start: CallStart, arguments: str) -> Json:
+        if start.name in self._custom:
+            return {"id": start.id, "type": "custom", "custom": {"name": start.name, "input": input_of(arguments)}}
+        return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
 
     def finish_reason(self, of_engine: str | None) -> str | None:
         """The finish reason in OpenAI's words."""
-        return "tool_calls" if of_engine == "stop" and self._calls else of_engine
+        if of_engine != "stop" or not self._calls:
+            return of_engine
+        return "function_call" if self._old_form else "tool_calls"

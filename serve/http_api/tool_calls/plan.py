@@ -38,6 +38,8 @@ class OutputPlan:
     """The text is content alone."""
     constrains_calls: bool = False
     """The constraint is that of calls, from the schemas in `tools`."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the functions that stand for custom tools."""
 
 
 def plan_output(
@@ -109,7 +111,13 @@ def plan_output(
     if reasoning is None and make_inner is PlainText:
         return OutputPlan(fields=fields)
     parser = make_inner if reasoning is None else _reasoned(reasoning == "inside", make_inner)
-    return OutputPlan(fields=fields, parser=parser, is_plain=False, constrains_calls=constrains)
+    return OutputPlan(
+        fields=fields,
+        parser=parser,
+        is_plain=False,
+        constrains_calls=constrains,
+        custom_tools=frozenset(function.name for function in tools.functions if function.is_custom),
+    )
 
 
 def _needs_grammar(tools: ToolSet) -> bool:

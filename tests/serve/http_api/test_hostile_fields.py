@@ -147,6 +147,15 @@ FIELDS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
     "description of a tool": lambda t: chat(tools=[function(name="f", description=t)]),
     "name of a tool": lambda t: chat(tools=[function(name=t)], tool_choice=t),
     "schema of a tool": lambda t: chat(tools=[function(name="f", parameters={"type": "object", "title": t})]),
+    "older function": lambda t: chat(functions=[{"name": "f", "description": t}], function_call={"name": t}),
+    "older call": lambda t: chat(messages=[
+        {"role": "assistant", "function_call": {"name": t, "arguments": t}}, {"role": "function", "name": t, "content": t}]),
+    "custom tool": lambda t: chat(tools=[{"type": "custom", "custom": {
+        "name": "f", "description": t, "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": t}}}}]),
+    "custom call": lambda t: chat(messages=[
+        {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f", "input": t}}]}]),
+    "allowed tools": lambda t: chat(tools=[function(name="f")], tool_choice={"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": t}}]}}),
     "schema": lambda t: chat(response_format={"type": "json_schema", "json_schema": {"name": t, "schema": {"title": t}}}),
     "variables": lambda t: chat(chat_template_kwargs={"a": t}, reasoning_effort=t),
     "input": lambda t: ("/v1/responses", {"input": t, "instructions": t}),
@@ -202,6 +211,8 @@ MANY: dict[str, Callable[[int, str], tuple[str, dict[str, Any]]]] = {
         {"role": "user", "content": [{"type": "text", "text": t} for t in (big, *"y" * n)]}]),
     "calls": lambda n, big: chat(messages=[
         {"role": "assistant", "content": big, "tool_calls": [function(name="f", arguments="{}")] * n}, MESSAGE]),
+    "older calls": lambda n, big: chat(messages=[
+        {"role": "assistant", "content": t, "function_call": {"name": "f", "arguments": "{}"}} for t in (big, *"y" * n)]),
     "properties": lambda n, big: chat(response_format={"type": "json_schema", "json_schema": {
         "name": "a", "schema": {"type": "object", "properties": {f"p{i}": {} for i in range(n)}}}}),
     "items": lambda n, big: ("/v1/responses", {"input": [

@@ -232,7 +232,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": "required", "regex": "a"}, "tool_choice"),
         ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-        ({"functions": [tool()["function"]]}, "functions"),
+        ({"functions": [tool()["function"]], "tools": [tool()]}, "functions"),
     ]  # fmt: skip
 
 
