@@ -30,7 +30,8 @@ from serve.slo_headers import TIER_KEY, class_of_tier
 
 TEMPORARY = (429, 503)
 """Statuses with which a request has no outcome yet: it runs again."""
-_OBJECTIVES = ("slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", "deadline_ms", TIER_KEY)
+_WITHOUT_EFFECT = ("request_id", "slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", "deadline_ms", TIER_KEY)
+"""Fields that are left out: a batch has objectives as a whole, and tells its requests apart by `custom_id`."""
 
 
 class BatchCall:
@@ -139,7 +140,7 @@ class BatchCall:
 
 
 def _as_best_effort(body: Body) -> dict[str, Any]:
-    return {**{name: value for name, value in body.items() if name not in _OBJECTIVES}, "slo_class": "be"}
+    return {**{name: value for name, value in body.items() if name not in _WITHOUT_EFFECT}, "slo_class": "be"}
 
 
 def _require_places(config: SchedulerConfig, call: TextCall, field: str) -> None:

@@ -8,16 +8,20 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.sched import StepCosts
-from serve.batches.calls import ENDPOINTS, BatchCall
+from serve.batches.calls import ENDPOINTS, BatchCall, failed_outcome
 from serve.batches.records import BatchRecord, Outcome, RequestLine
 from serve.batches.store import BatchStore
 from serve.batches.window import FeedWindow
 from serve.generate_call import CallService
+from serve.observability.call_log import log_failure
+
+logger = logging.getLogger(__name__)
 
 MAX_READING = 2
 _TICK_S = 0.02
@@ -166,6 +170,10 @@ class BatchFeeder:
             batch.failure = error
             batch.done.set()
             return
+        except Exception as error:
+            log_failure(logger, "the reading of requests of a batch", error)
+            batch.paused_until_s = time.monotonic() + _LONGEST_PAUSE_S
+            return
         finally:
             batch.reading = None
         batch.is_read = not found
@@ -192,7 +200,11 @@ class BatchFeeder:
         task.add_done_callback(ended)
 
     async def _serve(self, batch: RunningBatch, line: RequestLine, data: bytes, call: BatchCall) -> None:
-        await call.run()
+        try:
+            await call.run()
+        except Exception as error:
+            log_failure(logger, "request of a batch", error)
+            call.outcome = failed_outcome("internal_error", "The request failed because of an internal error.")
         if call.outcome is not None:
             self._on_outcome(batch, line, call.outcome)
             return

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from serve.batches.records import (
     new_id,
     now_s,
 )
-from serve.batches.store import BatchStore, DiskFullError, InUseError, NotFoundError
+from serve.batches.store import BatchStore, DiskFullError
 from serve.generate_call import CallService
 from serve.http_api.openai_request import check_model
 from serve.observability.call_log import log_failure
@@ -104,8 +104,13 @@ class BatchRunner:
 
     def start(self) -> None:
         """Resume what is on disk, and run; the engine is there."""
-        for life in (self._resume(), self._feeder.run(), self._commit(), self._keep_house()):
-            self._loops.append(asyncio.create_task(life))
+        for name, step, pause_s in (
+            ("the feeding of batches", self._feeder.run, _SAVE_AGAIN_S),
+            ("the storing of outcomes", self._commit, _SAVE_AGAIN_S),
+            ("the deletion of expired files", self._keep_house, _HOUSEKEEPING_S),
+        ):
+            self._loops.append(asyncio.create_task(_for_ever(name, step, pause_s)))
+        self._loops.append(asyncio.create_task(self._resume()))
 
     async def stop(self) -> None:
         """Run nothing more, and close the store. What is in flight has no outcome and runs after the next start."""
@@ -431,13 +436,13 @@ class BatchRunner:
     async def _commit(self) -> None:
         while True:
             await self._has_outcomes.wait()
-            self._has_outcomes.clear()
             await self._commit_group()
             self._feeder.wake()
 
     async def _commit_group(self) -> None:
         """Store the outcomes so far, in one transaction a batch."""
         group, self._outcomes = self._outcomes, []
+        self._has_outcomes.clear()
         by_batch: dict[RunningBatch, list[tuple[RequestLine, Outcome]]] = {}
         for batch, line, outcome in group:
             by_batch.setdefault(batch, []).append((line, outcome))
@@ -471,13 +476,20 @@ class BatchRunner:
     async def _keep_house(self) -> None:
         """Delete files whose life is over."""
         while True:
-            try:
-                num = await self.store.run(lambda: self.store.delete_expired_files(now_s()))
-                if num:
-                    logger.info("%d files of batches have expired", num)
-            except (DiskFullError, OSError, NotFoundError, InUseError) as error:
-                log_failure(logger, "the deletion of expired files", error)
+            num = await self.store.run(lambda: self.store.delete_expired_files(now_s()))
+            if num:
+                logger.info("%d files of batches have expired", num)
             await asyncio.sleep(_HOUSEKEEPING_S)
+
+
+async def _for_ever(name: str, loop: Callable[[], Awaitable[None]], pause_s: float) -> None:
+    """Run a loop; after an error log it and begin again, `pause_s` later."""
+    while True:
+        try:
+            await loop()
+        except Exception as error:
+            log_failure(logger, name, error)
+            await asyncio.sleep(pause_s)
 
 
 def _fields(record: BatchRecord) -> dict[str, Any]:

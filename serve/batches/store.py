@@ -43,6 +43,7 @@ from serve.compact_json import json_bytes
 
 T = TypeVar("T")
 
+_DATABASE = "batches.sqlite3"
 _VERSION = 2
 _SCHEMA = """
 CREATE TABLE files (
@@ -63,7 +64,13 @@ CREATE TABLE requests (
   size INTEGER NOT NULL, is_error INTEGER, outcome BLOB, PRIMARY KEY (batch_id, number), UNIQUE (batch_id, custom_id));
 """
 _FROM_VERSION_1 = "ALTER TABLE batches ADD COLUMN num_validations INTEGER NOT NULL DEFAULT 0;"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+"""A file that may not grow (a quota, a limit of the process) is an I/O error to SQLite."""
+_LOG_PAGES = 256
+"""Pages of 4 KiB that the log may have before it is written back."""
+_LOCK_WAIT_S = 30.0
+"""Wait for another program to close the database at the start."""
 _COPY_BYTES = 1 << 20
 _ROW_BYTES = 256
 """About what a request takes in the tables beside its custom_id and its outcome."""
@@ -72,7 +79,7 @@ _REQUEST_BYTES = f"{_ROW_BYTES} + 2 * LENGTH(CAST(custom_id AS BLOB)) + COALESCE
 
 
 class DiskFullError(Exception):
-    """There is no room on the disk, or in the share of it that batches may take."""
+    """The disk is full or read-only, or the share of it that batches may take is full."""
 
 
 class NotFoundError(Exception):
@@ -110,22 +117,29 @@ class BatchStore:
             raise ConfigError(f"{config.directory}: another server uses it ({FLAG})") from None
         try:
             self._open()
-        except (sqlite3.Error, OSError) as error:
+        except BaseException as error:
+            with contextlib.suppress(AttributeError):  # not connected
+                self._db.close()
             os.close(self._lock)
-            raise ConfigError(f"{config.directory}: cannot be used ({error}) ({FLAG})") from None
-        except ConfigError:
-            os.close(self._lock)
+            if isinstance(error, sqlite3.Error) and _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise ConfigError(
+                    f"{config.directory}/{_DATABASE}: close the program that has it open ({FLAG})"
+                ) from None
+            if isinstance(error, sqlite3.Error | OSError):
+                raise ConfigError(f"{config.directory}: cannot be used ({error}) ({FLAG})") from None
             raise
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="apt-jax-batches")
 
     def _open(self) -> None:
-        path = self.config.directory / "batches.sqlite3"
+        path = self.config.directory / _DATABASE
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        self._db = db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db = db = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         db.row_factory = sqlite3.Row
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # before the log is opened: until `close` nobody else has a lock
         db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
+        db.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={_VERSION}; COMMIT;")
@@ -136,8 +150,9 @@ class BatchStore:
         known, there = {row["id"] for row in db.execute("SELECT id FROM files")}, set(os.listdir(self.files_dir))
         for name in there - known:
             (self.files_dir / name).unlink()
-        for file_id in known - there:  # the server ended while it deleted them
-            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        with contextlib.suppress(DiskFullError), disk_errors():
+            for file_id in known - there:  # the server ended while it deleted them
+                db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         rows = db.execute(
             f"SELECT b.tenant, SUM({_REQUEST_BYTES}) AS bytes FROM requests r JOIN batches b ON b.id = r.batch_id"
             " GROUP BY b.tenant"
@@ -196,7 +211,7 @@ class BatchStore:
             self.check_room(record.tenant, record.bytes)
             if self._one("SELECT COUNT(*) FROM files WHERE tenant = ?", record.tenant) >= self.config.max_files:
                 raise DiskFullError(f"there are {self.config.max_files} files of this API key: delete some")
-            with _disk_errors():
+            with disk_errors():
                 _sync(written)
                 os.replace(written, self.path(record.id))
                 _sync(self.files_dir)
@@ -226,16 +241,26 @@ class BatchStore:
         self.file(tenant, file_id)
         if self._in_use(file_id):
             raise InUseError
-        self.path(file_id).unlink(missing_ok=True)  # first: on a full disk there is then room for what follows
-        with _disk_errors():
+        with disk_errors():
+            self.path(file_id).unlink(missing_ok=True)  # first: on a full disk there is then room for what follows
             self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def delete_expired_files(self, now_s: int) -> int:
-        """Delete the files whose life is over, but for those that a batch still reads; returns their number."""
+        """Delete the files whose life is over, but for those that a batch still reads; returns their number.
+
+        Raises:
+            Exception: of a file that cannot be deleted; the others have been.
+        """
         rows = self._db.execute("SELECT id, tenant FROM files WHERE expires_at <= ?", (now_s,)).fetchall()
         expired = [row for row in rows if not self._in_use(row["id"])]
+        failure: Exception | None = None
         for row in expired:
-            self.delete_file(row["tenant"], row["id"])
+            try:
+                self.delete_file(row["tenant"], row["id"])
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
         return len(expired)
 
     def _in_use(self, file_id: str) -> bool:
@@ -385,7 +410,7 @@ class BatchStore:
         """
         freed = self._one(f"SELECT COALESCE(SUM({_REQUEST_BYTES}), 0) FROM requests WHERE batch_id = ?", batch.id)
         try:
-            with _disk_errors():
+            with disk_errors():
                 for record, path in zip(files, written, strict=True):
                     os.replace(path, self.path(record.id))
                 if files:
@@ -419,7 +444,7 @@ class BatchStore:
             return None
         path, num_bytes = self.files_dir / new_id("new-"), 0
         try:
-            with _disk_errors(), path.open("xb", buffering=_COPY_BYTES) as file:
+            with disk_errors(), path.open("xb", buffering=_COPY_BYTES) as file:
                 os.fchmod(file.fileno(), 0o600)
                 while first is not None:
                     num_bytes += file.write(first["outcome"] + b"\n")
@@ -469,7 +494,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _disk_errors():
+        with disk_errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -477,6 +502,8 @@ class BatchStore:
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
+                with contextlib.suppress(sqlite3.Error):  # what the log takes may be what a full disk lacks
+                    self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 raise
 
 
@@ -486,19 +513,28 @@ def _line(line: RequestLine, outcome: Outcome) -> bytes:
 
 
 @contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
-    """Raise `DiskFullError` for what the system or SQLite says of a full disk."""
+def disk_errors() -> Iterator[None]:
+    """Raise `DiskFullError` for errors of the system or SQLite that mean a full or read-only disk."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise DiskFullError("the disk is full") from None
+            raise DiskFullError(_full_text(error.strerror)) from None
         raise
-    except sqlite3.OperationalError as error:
-        # A file that may not grow (a quota, a limit of the process) is an I/O error to SQLite.
-        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            raise DiskFullError(f"the disk is full, or cannot be written to ({error})") from None
+    except sqlite3.Error as error:
+        if _code(error) in _SQLITE_FULL:
+            raise DiskFullError(_full_text(error)) from None
         raise
+
+
+def _full_text(reason: object) -> str:
+    return f"the disk is full, or cannot be written to ({reason})"
+
+
+def _code(error: sqlite3.Error) -> int | None:
+    """Primary result code; None: Python's own error."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
 
 
 def _sync(path: Path) -> None:

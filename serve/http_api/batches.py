@@ -24,7 +24,7 @@ from serve.batches.config import (
 )
 from serve.batches.records import INPUT_PURPOSE, BatchRecord, FileRecord, new_id, now_s
 from serve.batches.runner import BatchRunner, BatchStateError
-from serve.batches.store import DiskFullError, InUseError, NotFoundError
+from serve.batches.store import DiskFullError, InUseError, NotFoundError, disk_errors
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService
 from serve.http_api.calls import CALLER_KEY, AppConfig, owner_of, read_body
@@ -85,7 +85,8 @@ class BatchEndpoints:
             if self._runner.is_stopped:
                 raise EngineClosedError("the server is shutting down")
             try:
-                return await endpoint(request)
+                with disk_errors():
+                    return await endpoint(request)
             except NotFoundError:
                 kind = "file" if "/files" in request.url.path else "batch"
                 given = request.path_params.get(f"{kind}_id") or request.query_params.get("after", "")
@@ -118,7 +119,8 @@ class BatchEndpoints:
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
-            await store.run(lambda: store.add_file(record, path))
+            # Not cancelled with the call: it registers the file, or removes it.
+            await asyncio.shield(asyncio.ensure_future(store.run(lambda: store.add_file(record, path))))
         return _json(record.as_json())
 
     @contextlib.contextmanager

@@ -1,20 +1,27 @@
 """Files and batches over HTTP, with the official client: what it gets, and what is refused."""
 
 import asyncio
+import collections
 import dataclasses
+import errno
 import io
 import json
+import os
+import sqlite3
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 
 from apt_jax.frontend.early_start import Unprepared
 from apt_jax.sched import StepCosts
+from serve.batches.calls import BatchCall
 from serve.batches.config import BatchConfig
+from serve.batches.feeder import BatchFeeder
+from serve.batches.runner import BatchRunner
 from serve.batches.store import BatchStore
 from serve.batches.window import short_step_rows
 from serve.http_api.calls import AppConfig
@@ -440,6 +447,135 @@ def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
         await upload(client, b"x" * 5000)
 
     run(scenario, app={"batches": store_at(tmp_path, max_disk_bytes=12_000)})
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+@pytest.mark.parametrize(
+    "place", ["tempfile.mkstemp", "serve.http_api.uploads._Parser.flush", "os.fsync", "os.replace", "os.fchmod"]
+)
+def test_an_upload_that_the_disk_refuses_gets_507_and_leaves_nothing(tmp_path, monkeypatch, place, code):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        batch_id = (await create(client, jsonl([line(f"r{i}") for i in range(3)]))).id
+        before = await ended(client, batch_id)
+        kept = sorted(path.name for path in (tmp_path / "files").iterdir())
+        data = jsonl([line("again")])
+
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(place, refused)
+            if place == "os.fchmod":  # of an output file
+                batch = await ended(client, (await create(client, data)).id)
+                assert (batch.status, batch.errors.data[0].code) == ("failed", "disk_full")
+                kept = sorted({*kept, batch.input_file_id})
+            else:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await upload(client, data)
+                assert (caught.value.status_code, caught.value.code) == (507, "disk_full")
+                assert os.strerror(code) in str(caught.value)
+        assert sorted(path.name for path in (tmp_path / "files").iterdir()) == kept
+        assert len(await lines_of(client, before.output_file_id)) == 3
+        assert (await ended(client, (await create(client, data)).id)).status == "completed"
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
+def test_a_database_that_cannot_be_written_answers_507_to_every_call_that_writes(tmp_path):
+    store = store_at(tmp_path)
+
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        batch = await ended(client, (await create(client, jsonl([line("a")]))).id)
+        await store.run(lambda: store._db.execute("PRAGMA query_only=ON"))
+        body = {"input_file_id": batch.input_file_id, "endpoint": COMPLETIONS, "completion_window": "1h"}
+        form: Any = {"files": {"file": ("f", b"x")}, "data": {"purpose": "batch"}}
+        for response in (
+            await served.http.post("/v1/batches", json=body),
+            await served.http.post("/v1/files", **form),
+            await served.http.delete(f"/v1/files/{batch.output_file_id}"),
+        ):
+            assert (response.status_code, response.json()["error"]["code"]) == (507, "disk_full")
+        assert (await served.ask())["choices"]
+        assert (await client.batches.retrieve(batch.id)).status == "completed"
+        await store.run(lambda: store._db.execute("PRAGMA query_only=OFF"))
+        assert (await served.http.delete(f"/v1/files/{batch.output_file_id}")).status_code == 200
+
+    run(scenario, app={"batches": store})
+
+
+def test_equal_request_ids_in_bodies_do_not_collide(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        lines = [line(f"r{i}", request_id="the-same", max_tokens=20) for i in range(8)]
+        batch = await ended(client, (await create(client, jsonl(lines))).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (8, 0)
+        out = await lines_of(client, batch.output_file_id)
+        assert len({one["response"]["request_id"] for one in out}) == 8
+
+    run(scenario, app={"batches": store_at(tmp_path)})
+
+
+def test_errors_end_no_loop_of_the_runner(tmp_path, monkeypatch, caplog):
+    """Each of its parts fails three times; the batch ends and expired files are deleted all the same."""
+    monkeypatch.setattr("serve.batches.runner._SAVE_AGAIN_S", 0.0)
+    monkeypatch.setattr("serve.batches.runner._HOUSEKEEPING_S", 0.01)
+    monkeypatch.setattr("serve.batches.feeder._LONGEST_PAUSE_S", 0.0)
+    store = store_at(tmp_path)
+    failures: collections.Counter[str] = collections.Counter()
+
+    def fails_first(owner: Any, name: str, error: type[Exception] = RuntimeError) -> None:
+        works = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            failures[name] += 1
+            if failures[name] <= 3:
+                raise error("injected")
+            return works(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    fails_first(BatchFeeder, "_fill")
+    fails_first(BatchRunner, "_commit_group")
+    fails_first(store, "open_batches", sqlite3.OperationalError)
+    fails_first(store, "pending", sqlite3.OperationalError)
+    fails_first(store, "delete_expired_files", sqlite3.OperationalError)
+
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        async with asyncio.timeout(30):
+            while not cast("Any", served.server.app._batches).is_resumed:
+                await asyncio.sleep(0.005)
+        batch = await ended(client, (await create(client, jsonl([line(f"r{i}") for i in range(5)]))).id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+        async with asyncio.timeout(30):
+            while failures["delete_expired_files"] < 5:
+                await asyncio.sleep(0.005)
+
+    run(scenario, app={"batches": store})
+    assert all(times > 3 for times in failures.values())
+    assert sum(record.levelname == "ERROR" for record in caplog.records) == 3 * 5
+
+
+def test_a_call_that_raises_ends_its_line_alone(tmp_path, monkeypatch):
+    run_call = BatchCall.run
+
+    async def raises(call: BatchCall) -> None:
+        if b"bad" in call._data:
+            raise RuntimeError("injected")
+        await run_call(call)
+
+    monkeypatch.setattr(BatchCall, "run", raises)
+
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        batch = await ended(client, (await create(client, jsonl([line("a"), line("bad"), line("b")]))).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+        (error,) = await lines_of(client, batch.error_file_id)
+        assert (error["custom_id"], error["error"]["code"]) == ("bad", "internal_error")
+
+    run(scenario, app={"batches": store_at(tmp_path)})
 
 
 def test_without_the_flag_the_answer_names_it():

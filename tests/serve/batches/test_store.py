@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +195,56 @@ def test_a_full_disk_stores_nothing_of_a_group(open_store, monkeypatch):
     assert batch.completed == 3
 
 
+@pytest.mark.parametrize("pragma", ["max_page_count=1", "query_only=ON"])
+def test_a_database_that_cannot_grow_or_be_written_says_so_and_leaves_nothing(open_store, pragma):
+    store = open_store()
+    batch, lines = add_batch(store, 30)
+    kept = add_file(store, b"x")
+    (before,) = store._db.execute(f"PRAGMA {pragma.partition('=')[0]}").fetchone()
+    store._db.execute(f"PRAGMA {pragma}").fetchall()
+    large = Outcome(is_error=False, value={"response": "x" * 5000, "error": None})
+    with pytest.raises(DiskFullError, match="full, or cannot be written"):
+        store.commit([(batch, line, large) for line in lines])
+    with pytest.raises(DiskFullError):
+        add_file(store, b"y", "a" * 100_000)
+    if pragma == "query_only=ON":
+        for call in (lambda: store.save(batch), lambda: store.delete_file("", kept.id)):
+            with pytest.raises(DiskFullError):
+                call()
+    rows = {row["id"] for row in store._db.execute("SELECT id FROM files")}
+    assert set(os.listdir(store.files_dir)) <= rows
+    store._db.execute(f"PRAGMA {pragma.partition('=')[0]}={before or 'OFF'}").fetchall()
+    store.commit([(batch, line, large) for line in lines])
+    assert batch.completed == 30
+
+
+def test_what_a_full_disk_cut_off_is_not_kept_in_the_log(open_store):
+    store = open_store()
+    batch, lines = add_batch(store, 30)
+    store._db.execute("PRAGMA max_page_count=40").fetchall()
+    large = Outcome(is_error=False, value={"response": "x" * 9000, "error": None})
+    with pytest.raises(DiskFullError):
+        store.commit([(batch, line, large) for line in lines])
+    assert (store.config.directory / "batches.sqlite3-wal").stat().st_size == 0
+
+
+def test_one_file_that_cannot_be_deleted_keeps_no_other(open_store, monkeypatch):
+    store = open_store()
+    files = [add_file(store, b"x") for _ in range(3)]
+    store._db.execute("UPDATE files SET expires_at = 5")
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.name == files[0].id:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(PermissionError):
+        store.delete_expired_files(10)
+    assert os.listdir(store.files_dir) == [files[0].id]
+
+
 def test_bounds_of_the_disk_are_of_all_and_of_each_key(open_store):
     store = open_store(max_disk_bytes=1000)
     add_file(store, b"x" * 400, "a")
@@ -256,6 +309,56 @@ def test_a_directory_has_one_server(open_store, tmp_path):
     (tmp_path / "plain").write_text("")
     with pytest.raises(ConfigError, match="--batch-dir"):
         open_store(tmp_path / "plain")
+
+
+LOCK = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None)
+try:
+    db.execute(sys.argv[2]).fetchall()
+    print("done", flush=True)
+except sqlite3.OperationalError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+def other_program(directory: Path, statement: str) -> subprocess.Popen[str]:
+    """A process that runs a statement on the database and keeps it open until its input is closed."""
+    command = [sys.executable, "-c", LOCK, str(directory / "batches.sqlite3"), statement]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("statement", ["BEGIN IMMEDIATE", "VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"])
+def test_no_other_program_can_lock_the_database_of_a_server(open_store, statement):
+    store = open_store()
+    batch, lines = add_batch(store)
+    with other_program(store.config.directory, statement) as other:
+        assert other.stdout is not None
+        assert "locked" in other.stdout.readline()
+        store.commit([(batch, lines[0], good())])
+        other.communicate()
+    assert batch.completed == 1
+
+
+@pytest.mark.parametrize("statement", ["BEGIN IMMEDIATE", "SELECT * FROM files"])
+def test_a_start_waits_for_a_program_that_has_the_database_open(open_store, opened, monkeypatch, statement):
+    store = open_store()
+    add_batch(store)
+    directory = store.config.directory
+    opened.pop().close()
+    with other_program(directory, statement) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "done\n"
+        with monkeypatch.context() as patched:
+            patched.setattr("serve.batches.store._LOCK_WAIT_S", 0.0)
+            with pytest.raises(ConfigError, match=r"close the program that has it open \(--batch-dir\)"):
+                open_store()
+        start = threading.Thread(target=open_store)
+        start.start()
+        other.communicate()
+        start.join(60)
+    assert len(opened[-1].open_batches()) == 1
 
 
 def test_a_directory_of_version_1_is_taken_over(open_store, opened):

@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -56,8 +57,11 @@ def reading(monkeypatch) -> Reading:
 
 def counts(directory: Path) -> list[int]:
     """Validations that have begun and not ended, as they are on disk, of all batches."""
-    with contextlib.closing(sqlite3.connect(f"file:{directory}/batches.sqlite3?mode=ro", uri=True)) as db:
-        return [row[0] for row in db.execute("SELECT num_validations FROM batches ORDER BY number")]
+    with tempfile.TemporaryDirectory() as copy:  # the server has the database to itself
+        for path in directory.glob("batches.sqlite3*"):
+            shutil.copy(path, copy)
+        with contextlib.closing(sqlite3.connect(f"{copy}/batches.sqlite3")) as db:
+            return [row[0] for row in db.execute("SELECT num_validations FROM batches ORDER BY number")]
 
 
 async def until(condition: Callable[[], bool]) -> None:
