@@ -19,7 +19,8 @@ from apt_jax.errors import EXCLUDED, InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.frontend.streams import EngineClosedError, RequestStreamGroup
+from apt_jax.frontend.start_stages import StartStatus
+from apt_jax.frontend.streams import EngineClosedError, EngineStartingError, RequestStreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import RequestFailedError, UnknownModelError
 from serve.memory_gate import MemoryGate
@@ -89,6 +90,7 @@ class CallService:
         tracer: None: no traces.
         work: shared with other protocols; None: its own.
         memory: None: no limit.
+        starting: tells how far the start is, while there is no engine.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class CallService:
         tracer: "Tracer | None",
         work: Preprocessing | None = None,
         memory: MemoryGate | None = None,
+        starting: Callable[[], StartStatus | None] = lambda: None,
     ) -> None:
         self.work = Preprocessing() if work is None else work
         """Threads and budgets for what comes before the engine."""
@@ -106,6 +109,7 @@ class CallService:
         """Number of in-flight Generate calls."""
         self.attached: AsyncEngine | None = None
         """The engine, even while draining; None: the model is still loading."""
+        self.starting = starting
         self._tracer, self._memory = tracer, memory
         self._draining = False
         self._serving_since_s = 0.0
@@ -138,12 +142,13 @@ class CallService:
         """The engine.
 
         Raises:
-            EngineClosedError: there is none yet, or the server is shutting down.
+            EngineStartingError: there is none yet.
+            EngineClosedError: the server is shutting down.
         """
         if self._draining and not even_draining:
             raise EngineClosedError("the server is shutting down", why="shutting-down")
         if self.attached is None:
-            raise EngineClosedError("the server is starting: the model is not ready yet", why="no-endpoints")
+            raise EngineStartingError(self.starting())
         return self.attached
 
     def admit(self) -> AsyncEngine:

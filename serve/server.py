@@ -20,6 +20,7 @@ from apt_jax.frontend.builder import build_engine, freeze_gc_heap
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.early_start import BackgroundPreparation
 from apt_jax.frontend.progress import ProgressBars
+from apt_jax.frontend.start_stages import StartStages, keep
 from serve.errors import CommandError, PortInUseError
 from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.http_api.server import HttpConfig, HttpServer
@@ -234,9 +235,14 @@ class WorkerRanks:
 
 
 def build_parts(
-    config: EngineConfig, calibration_s: float, hosts: WorkerRanks, *, early: bool = False
+    config: EngineConfig,
+    calibration_s: float,
+    hosts: WorkerRanks,
+    *,
+    early: bool = False,
+    stages: StartStages | None = None,
 ) -> EngineComponents:
-    others, bars = thread_ids(), ProgressBars().keep_reporting()
+    others, bars = thread_ids(), ProgressBars(stages=stages).keep_reporting()
     try:
         parts = build_engine(
             config,
@@ -246,6 +252,9 @@ def build_parts(
             progress=bars,
             on_joined=hosts.joined,
         )
+        if stages is not None:
+            stages.end()
+            keep(stages, config)
     finally:
         bars.close()
     freeze_gc_heap()

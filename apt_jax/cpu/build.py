@@ -18,7 +18,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from apt_jax.cpu.compiler import KernelBuildError, compile_library, find_compiler, library_name
+from apt_jax.cpu.compiler import KernelBuildError, compile_library, find_compiler, left_s, library_name
+from apt_jax.utils.activity import activity
 from apt_jax.utils.cache_dir import (
     log_not_kept,
     open_private,
@@ -27,6 +28,18 @@ from apt_jax.utils.cache_dir import (
     remove_leftovers,
     write_verified,
 )
+
+__all__ = [
+    "KernelBuildError",
+    "begin",
+    "has_tiles",
+    "instructions",
+    "is_compiling",
+    "left_s",
+    "load",
+    "take_times",
+    "wait",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +86,16 @@ def begin() -> None:
 
     _begun[name] = made
     threading.Thread(target=work, name="apt-jax-kernels", daemon=True).start()
+
+
+def is_compiling() -> bool:
+    """True while the kernels that `begin` has made are not ready."""
+    return any(not made.done() for made in _begun.values())
+
+
+def wait() -> None:
+    """Wait for what `begin` has begun, however it ends: `load` tells."""
+    concurrent.futures.wait(list(_begun.values()))
 
 
 def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | None:
@@ -135,7 +158,8 @@ def _library() -> ctypes.CDLL:
     if directory is not None and (library := _kept(directory / name)) is not None:
         return library
     begun = _begun.pop(name, None)
-    made = _make(compiler, directory, name) if begun is None else begun.result()
+    with activity("compiling the CPU kernels"):
+        made = _make(compiler, directory, name) if begun is None else begun.result()
     if directory is not None and (library := _kept(directory / name)) is not None:
         return library
     if made is None:  # what another process kept is damaged, and gone now

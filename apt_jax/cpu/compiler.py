@@ -4,11 +4,13 @@ Any C++17 compiler will do: $CXX, `c++`, `g++`, `clang++`, or the one in the Pyt
 compiled in parts side by side, as one would take a single core half a minute.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import platform
+import resource
 import shlex
 import shutil
 import subprocess
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from apt_jax.utils.activity import activity
+from apt_jax.utils.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +31,78 @@ _NUM_PARTS = 2
 """Parts that `kernels.cc` can be compiled in (APT_PART)."""
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC")
 _LIMIT_S = 300
+_CPU_S = 30.0
+"""Processor seconds that the compiler needs, until a file in the cache directory says how many it needed here."""
+_CPU_S_FILE = "kernels-cpu-seconds"
 
 
 class KernelBuildError(Exception):
     """The kernels cannot be compiled or loaded on this machine; the message says why."""
+
+
+class _Compilers:
+    """The compilers that run now, and how far they are: by their processor time, so that it is right on busy cores too."""
+
+    def __init__(self) -> None:
+        self._started_s: float | None = None
+        self._pids: list[int] = []
+        self._used_s: dict[int, float] = {}
+        """Processor seconds by process, as last seen."""
+
+    def begin(self) -> None:
+        self._started_s, self._pids, self._used_s = time.monotonic(), [], {}
+
+    def add(self, pid: int) -> None:
+        self._pids.append(pid)
+
+    def end(self) -> None:
+        self._started_s = None
+
+    def left_s(self) -> float | None:
+        """Estimate of the seconds that are left; None: nothing is compiled, or nothing is known yet."""
+        started_s = self._started_s
+        if started_s is None:
+            return None
+        for pid in list(self._pids):
+            _note_cpu_s(pid, self._used_s)
+        used_s, spent_s = sum(self._used_s.values()), time.monotonic() - started_s
+        if used_s < 0.5:
+            return None
+        return max(0.05 * spent_s, (_needed_cpu_s() - used_s) * spent_s / used_s)
+
+
+_compilers = _Compilers()
+
+
+def left_s() -> float | None:
+    """Estimate of the seconds until the kernels are compiled; None: they are not being compiled, or it is not known."""
+    return _compilers.left_s()
+
+
+def _note_cpu_s(pid: int, used_s: dict[int, float]) -> None:
+    """Note the processor seconds of a process and of those that it has started; Linux has them."""
+    process = Path(f"/proc/{pid}")
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        used_s[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        children = (process / f"task/{pid}/children").read_text().split()
+    except (OSError, ValueError, IndexError):  # it has ended, or this is another system
+        return
+    for child in children:
+        _note_cpu_s(int(child), used_s)
+
+
+def _reaped_cpu_s() -> float:
+    """Processor seconds of the processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _needed_cpu_s() -> float:
+    try:
+        return min(1000.0, max(1.0, float((cache_dir() / _CPU_S_FILE).read_text())))
+    except (OSError, ValueError):
+        return _CPU_S
 
 
 def _flags() -> list[str]:
@@ -83,12 +153,16 @@ def compile_library(compiler: Sequence[str]) -> bytes:
     Raises:
         KernelBuildError: it makes none.
     """
-    start = time.perf_counter()
+    start, used_s = time.perf_counter(), _reaped_cpu_s()
     # A warning, as the start says nothing else for that long.
-    logger.warning("compiling the CPU kernels, once; about half a minute")
+    logger.warning(
+        "compiling the CPU kernels, once: %.0f s of processor time; --attention-backend xla does without",
+        _needed_cpu_s(),
+    )
     flags = [*_flags(), "-isystem", _include_dir()]
+    _compilers.begin()
     try:
-        with activity("compiling the CPU kernels"), tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
+        with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
             target = Path(own) / "kernels.so"
             if "-DAPT_TIMES" in flags:  # one list of times, so one part
                 _run([[*compiler, *flags, "-shared", str(_SOURCE), "-o", str(target)]])
@@ -104,7 +178,11 @@ def compile_library(compiler: Sequence[str]) -> bytes:
             library = target.read_bytes()
     except OSError as error:
         raise KernelBuildError(f"{compiler[0]}: {error.strerror}") from None
+    finally:
+        _compilers.end()
     logger.info("CPU kernels compiled in %.1f s", time.perf_counter() - start)
+    with contextlib.suppress(OSError):
+        (cache_dir() / _CPU_S_FILE).write_text(f"{_reaped_cpu_s() - used_s:.1f}\n")
     return library
 
 
@@ -114,11 +192,11 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     deadline_s = time.monotonic() + _LIMIT_S
     try:
         for command in commands:
-            processes.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-                )
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
             )
+            processes.append(process)
+            _compilers.add(process.pid)
         for process in processes:
             _, said = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
             if process.returncode != 0:

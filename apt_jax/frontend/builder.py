@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheConfig, EngineConfig
+from apt_jax.cpu import build
 from apt_jax.errors import ConfigError
 from apt_jax.executor import DiskStore, is_out_of_memory
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.early_start import Unprepared
-from apt_jax.frontend.progress import Progress, of_stage
+from apt_jax.frontend.progress import Progress, in_stage, of_stage
+from apt_jax.frontend.start_stages import KERNELS, LAYOUT, LOADING
 from apt_jax.sched import CacheKindSpec, make_policy
 from apt_jax.sched.view import converts, shares_blocks
 from apt_jax.text.chat import ChatTemplate, load_chat_template
@@ -75,7 +77,7 @@ def build_engine(
         early: prepare the fewest programs that serve every request, and leave the rest, and the measurement, to
             `BackgroundPreparation` (`EngineComponents.unprepared`); where the executor can
             (`JaxExecutor.can_start_early`).
-        progress: called while programs are prepared and step costs measured.
+        progress: called when a stage begins, while programs are prepared and while step costs are measured.
         on_joined: called with the other hosts of the replica, if any, once they have joined.
 
     Raises:
@@ -96,20 +98,25 @@ def build_engine(
         leader = hosts if isinstance(hosts, Leader) else None
         if leader is not None:
             on_joined(leader)
-        loaded, mesh = load_weights(config, params)
+        with in_stage(progress, LOADING):
+            loaded, mesh = load_weights(config, params)
         config = with_auto_dtype(config, loaded.hf_config)
         tokenizer = _find_tokenizer(config, loaded.path, loaded.config.vocab_size)
         template = None if tokenizer is None else _find_template(config, tokenizer)
         early = early and warm_up and hosts is None
-        executor = make_executor(
-            config,
-            loaded,
-            mesh,
-            conversion=converts(policy) or config.cache.swap_space > 0,
-            share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
-            huge_pages=not early,
-            keep_params=params is not None,
-        )
+        if build.is_compiling():
+            with in_stage(progress, KERNELS):
+                build.wait()
+        with in_stage(progress, LAYOUT):
+            executor = make_executor(
+                config,
+                loaded,
+                mesh,
+                conversion=converts(policy) or config.cache.swap_space > 0,
+                share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
+                huge_pages=not early,
+                keep_params=params is not None,
+            )
         loaded_s = time.monotonic()
         unprepared = None
         with room_for_steps():

@@ -1,26 +1,38 @@
 """Progress of a start: bars or lines while programs are compiled and steps calibrated, and never five seconds of silence."""
 
+import contextlib
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from tqdm import tqdm
 
+from apt_jax.frontend.start_stages import KERNELS, LAYOUT, LOADING, StartStages
 from apt_jax.utils.activity import current_activity
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""(stage, done, total), called after each part of a stage: "preparing" (programs: compiled, or loaded from disk),
-"calibrating"."""
+"""(stage, done, total), called when a stage begins and after each part of it: "loading", "kernels" and "layout", which have
+one part, "preparing" (programs: compiled, or loaded from disk), "calibrating"."""
 
 
 def of_stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
     """`progress` bound to one stage."""
     return None if progress is None else lambda done, total: progress(stage, done, total)
+
+
+@contextlib.contextmanager
+def in_stage(progress: Progress | None, stage: str) -> Iterator[None]:
+    """Tell `progress` that a stage without parts begins, and that it has ended."""
+    if progress is not None:
+        progress(stage, 0, 1)
+    yield
+    if progress is not None:
+        progress(stage, 1, 1)
 
 
 class ProgressBars:
@@ -33,6 +45,7 @@ class ProgressBars:
     Args:
         disable: True: draws and reports nothing.
         say: receives the lines where there is no terminal; None: they are logged.
+        stages: told of all that this is told, and asked how far the start is; None: lines name no stage.
     """
 
     _REPORT_EVERY_S: ClassVar = 4.0
@@ -40,9 +53,16 @@ class ProgressBars:
     _TICK_S: ClassVar = 0.5
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
     """By stage of the start: the unit counted, and the word that reports the end."""
+    _WITHOUT_PARTS: ClassVar = (LOADING, KERNELS, LAYOUT)
 
-    def __init__(self, *, disable: bool | None = None, say: Callable[[str], None] | None = None) -> None:
-        self._disable, self._say = disable, say or logger.info
+    def __init__(
+        self,
+        *,
+        disable: bool | None = None,
+        say: Callable[[str], None] | None = None,
+        stages: StartStages | None = None,
+    ) -> None:
+        self._disable, self._say, self._stages = disable, say or logger.info, stages
         self._lock = threading.RLock()
         self._bar: tqdm | None = None
         self._stage, self._count = "", (0, 0)
@@ -51,6 +71,10 @@ class ProgressBars:
         self._thread: threading.Thread | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._stages is not None:
+            self._stages(stage, done, total)
+        if stage in self._WITHOUT_PARTS:
+            return
         unit, ended = self._DONE.get(stage, ("step", None))
         with self._lock:
             if self._bar is None or stage != self._stage:
@@ -88,8 +112,17 @@ class ProgressBars:
             now_s = time.monotonic()
             if now_s - self._reported < self._REPORT_EVERY_S:
                 return
+            status = None if self._stages is None else self._stages.status()
             activity = current_activity()
-            if activity is not None:
+            if status is not None and (self._bar is None or self._bar.disable):
+                parts = ""
+                if self._bar is not None and self._stage in self._DONE:
+                    parts = f", {self._count[0]} of {self._count[1]}"
+                left = f"; {status.rest}" if status.rest else ""
+                self._report(
+                    f"stage {status.number} of {status.total}, {status.stage}{parts}: {status.spent_s:.0f} s{left}"
+                )
+            elif activity is not None:
                 self._report(f"{activity}: {now_s - self._begun:.0f} s since the start")
             elif self._bar is None:
                 what = f"{self._DONE[self._stage][1]}, finishing the start" if self._stage in self._DONE else "starting"

@@ -9,12 +9,16 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from apt_jax.errors import AptJaxError, EngineDeadError
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest, RequestMetrics
 
+if TYPE_CHECKING:
+    from apt_jax.frontend.start_stages import StartStatus
+
+_UNKNOWN_START_S, _LONGEST_RETRY_S = 5.0, 60.0
 _TAKEN_AT_ONCE = 16
 """Outputs of one call between which other calls of its event loop have a turn."""
 
@@ -29,6 +33,22 @@ class EngineClosedError(EngineDeadError):
     def __init__(self, message: str, *, why: Literal["shutting-down", "no-endpoints", "saturated"] = "shutting-down"):
         super().__init__(message)
         self.why = why
+
+
+class EngineStartingError(EngineClosedError):
+    """The engine is being made.
+
+    Attributes:
+        status: how far that is; None: not known.
+        retry_after_s: when to come again. Not more than clients of OpenAI wait: they take longer for a mistake, and try
+            again at once.
+    """
+
+    def __init__(self, status: "StartStatus | None", what: str = "the server is starting"):
+        super().__init__(f"{what}: {status or 'the model is not ready yet'}", why="no-endpoints")
+        self.status = status
+        left_s = None if status is None else status.left_s
+        self.retry_after_s = _UNKNOWN_START_S if left_s is None else min(_LONGEST_RETRY_S, max(1.0, left_s))
 
 
 class RequestStream:

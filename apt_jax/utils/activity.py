@@ -1,4 +1,6 @@
-"""Names of what this process does for long without parts that could be counted, for those who report it meanwhile.
+"""Names of what a start waits for, for long and without parts that could be counted, for those who report it meanwhile.
+
+What goes on beside it in another thread has no name here: it is named where it is waited for.
 
 with activity("compiling the CPU kernels"):
     ...

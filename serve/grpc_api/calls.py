@@ -21,6 +21,7 @@ from apt_jax.errors import DuplicateRequestError, InvalidRequestError, UnknownRe
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.start_stages import StartStatus
 from apt_jax.frontend.streams import RequestStreamGroup
 from apt_jax.request import EngineRequest
 from serve.errors import MissingKeyError, SlowReaderError
@@ -105,6 +106,7 @@ class GrpcCalls:
         keys: tell the tenant of a call; None: there are no tenants.
         tracer: None: no traces.
         work: shared with other servers; None: its own.
+        memory, starting: see `CallService`.
     """
 
     def __init__(
@@ -114,8 +116,9 @@ class GrpcCalls:
         tracer: "Tracer | None" = None,
         work: Preprocessing | None = None,
         memory: MemoryGate | None = None,
+        starting: Callable[[], StartStatus | None] = lambda: None,
     ) -> None:
-        self.service = CallService(logger, tracer, work, memory)
+        self.service = CallService(logger, tracer, work, memory, starting)
         self.write_stall_s = write_stall_s
         self.last_arrival_s: float | None = None
         """Arrival of the last Generate call, seconds since the epoch."""

@@ -17,6 +17,7 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
+from apt_jax.frontend.streams import EngineStartingError
 from serve.errors import (
     MissingKeyError,
     NoTokenizerError,
@@ -69,6 +70,8 @@ def to_grpc_status(error: BaseException, request_id: str) -> Status:
             return _final(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         case MemoryError():
             return _retry(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server is short of memory", 5.0)
+        case EngineStartingError():
+            return _retry(grpc.StatusCode.UNAVAILABLE, str(error), error.retry_after_s)
         case EngineDeadError():
             return _retry(grpc.StatusCode.UNAVAILABLE, str(error), 1.0)
         case TimeoutError():

@@ -10,6 +10,7 @@
 import asyncio
 import dataclasses
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from apt_jax.frontend.async_engine import AsyncEngine
+from apt_jax.frontend.start_stages import StartStatus
 from serve.errors import PortInUseError
 from serve.grpc_api.calls import GrpcCalls
 from serve.grpc_api.key_interceptor import KeyInterceptor
@@ -72,6 +74,8 @@ class ServerConfig:
     """None: no limit."""
     profiler: Profiler | None = None
     """None: the methods for profiles are not offered."""
+    starting: Callable[[], StartStatus | None] = lambda: None
+    """How far the start is."""
 
     def options(self) -> list[tuple[str, int]]:
         """gRPC channel arguments."""
@@ -121,7 +125,7 @@ class GrpcServer:
         self.config = config
         self.port = 0
         """The bound port, after `start`."""
-        self._calls = GrpcCalls(config.write_stall_s, config.keys, config.tracer, work, config.memory)
+        self._calls = GrpcCalls(config.write_stall_s, config.keys, config.tracer, work, config.memory, config.starting)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # not in the stubs
         self._server: grpc.aio.Server | None = None
         self._engine: AsyncEngine | None = None

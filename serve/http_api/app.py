@@ -80,7 +80,7 @@ class HttpApp:
 
     def __init__(self, config: AppConfig, work: Preprocessing | None = None) -> None:
         self._config = config
-        self._service = CallService(logger, config.tracer, work, config.memory)
+        self._service = CallService(logger, config.tracer, work, config.memory, config.starting)
         self._metrics: ServerMetrics | None = None
         self._created_s = int(time.time())
         profiling = [] if config.profiler is None else self._profiling(config.profiler)

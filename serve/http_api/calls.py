@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
+from apt_jax.frontend.start_stages import StartStatus
 from apt_jax.frontend.streams import RequestStreamGroup
 from serve.batches.store import BatchStore
 from serve.compact_json import json_bytes
@@ -69,6 +70,8 @@ class AppConfig:
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
     batches: BatchStore | None = None
     """None: there are no paths for files and batches."""
+    starting: Callable[[], StartStatus | None] = lambda: None
+    """How far the start is."""
 
 
 def require_json(headers: Headers) -> None:

@@ -17,7 +17,8 @@ from apt_jax.errors import (
     QueueFullError,
     UnknownRequestError,
 )
-from apt_jax.frontend.streams import EngineClosedError
+from apt_jax.frontend.start_stages import StartStatus
+from apt_jax.frontend.streams import EngineClosedError, EngineStartingError
 from serve.errors import (
     OperatorKeyError,
     ProfilerStateError,
@@ -57,17 +58,26 @@ class HttpError:
     param: str | None = None
     """The invalid field."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    starting: StartStatus | None = None
+    """How far the start is that the request came before."""
 
     def body(self) -> dict[str, Any]:
         """The body in OpenAI's format."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
         }
+        if self.starting is not None:
+            error["starting"] = start_json(self.starting)
+        return {"error": error}
+
+
+def start_json(status: StartStatus) -> dict[str, Any]:
+    """How far a start is, for programs."""
+    left_s = None if status.left_s is None else round(status.left_s, 1)
+    return {"stage": status.stage, "number": status.number, "of": status.total, "estimated_seconds": left_s}
 
 
 _ANTHROPIC_TYPES = {
@@ -121,6 +131,9 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return _later(429, str(error), "rate_limit_error", "queue_full", error.retry_after_s, why)
         case MemoryError():
             return _later(503, "the server is short of memory", "server_error", "out_of_memory", 5.0, "saturated")
+        case EngineStartingError():
+            made = _later(503, str(error), "server_error", "unavailable", error.retry_after_s, error.why)
+            return dataclasses.replace(made, starting=error.status)
         case EngineDeadError():
             why = error.why if isinstance(error, EngineClosedError) else "no-endpoints"
             return _later(503, str(error), "server_error", "unavailable", 1.0, why)

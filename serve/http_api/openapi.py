@@ -721,7 +721,8 @@ def _answers() -> Schema:
     })  # fmt: skip
     event = _object({"event": _STRING, "at_ms": _NUMBER, "until_ms": _NUMBER}, required=("event", "at_ms", "until_ms"))
     maybe_text = {"type": ["string", "null"]}
-    error = {"message": _TEXT, "type": _STRING, "param": maybe_text, "code": maybe_text}
+    start = _all({"stage": _STRING, "number": _COUNT, "of": _COUNT, "estimated_seconds": {"type": ["number", "null"]}})
+    error = {"message": _TEXT, "type": _STRING, "param": maybe_text, "code": maybe_text, "starting": start}
     return {
         **made,
         **responses_schemas.answers(served, _many(_all({**named, "top_logprobs": _many(_all(named))}))),
@@ -754,5 +755,5 @@ def _answers() -> Schema:
         "TokenizerInfo": _object({"tokenizer_class": _STRING, "model_max_length": _COUNT}),
         "StartProfile": _all({"directory": _STRING, "ends_after_s": _NUMBER}),
         "StopProfile": _all({"directory": _STRING}),
-        "Error": _all({"error": _all(error)}),
+        "Error": _all({"error": _all(error, optional=("starting",))}),
     }  # fmt: skip

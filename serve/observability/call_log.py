@@ -3,7 +3,8 @@ or a key.
 
 Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged
 at ERROR, once, with the stack but not the text of the exception, which may hold anything. Cancelled and rejected calls
-are rate-limited: ten lines a second for each reason, and one line with the number of those left out.
+are rate-limited: ten lines a second for each reason, and one line with the number of those left out. While the server
+starts it is one line in ten seconds, so that those that tell how far it is stay in sight.
 """
 
 import asyncio
@@ -26,6 +27,8 @@ FORMATS: tuple[Format, ...] = ("text", "json")
 
 _MOST_LINES = 10
 _WINDOW_S = 1.0
+_START_WINDOW_S = 10.0
+_STARTING = "starting"
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -107,14 +110,17 @@ class CallLog:
         self._logger = logger
         self._recent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         """Lines in the current window, by reason, and the timer that ends the window."""
+        self._closed = False
 
     def write(self, record: CallRecord) -> None:
         """Log a call that has ended."""
         level = logging.ERROR if record.outcome == "failed" else logging.INFO
         if not self._logger.isEnabledFor(level):
             return
-        if record.outcome in ("rejected", "cancelled") and self._is_over_limit(record.reason):
-            return
+        if record.outcome in ("rejected", "cancelled"):
+            is_over = self._is_over_start_limit() if record.before_start else self._is_over_limit(record.reason)
+            if is_over:
+                return
         known = {
             "request_id": record.request_id,
             "protocol": record.protocol,
@@ -145,6 +151,7 @@ class CallLog:
 
     def close(self) -> None:
         """Log the number of lines that were left out so far."""
+        self._closed = True
         for reason, (_, timer) in list(self._recent.items()):
             timer.cancel()
             self._log_left_out(reason)
@@ -157,11 +164,26 @@ class CallLog:
         self._recent[reason] = lines + 1, timer
         return lines >= _MOST_LINES
 
+    def _is_over_start_limit(self) -> bool:
+        is_first = _STARTING not in self._recent
+        if is_first:
+            self._begin_start_window()
+        else:
+            count, timer = self._recent[_STARTING]
+            self._recent[_STARTING] = count + 1, timer
+        return not is_first
+
+    def _begin_start_window(self) -> None:
+        timer = asyncio.get_running_loop().call_later(_START_WINDOW_S, self._log_left_out, _STARTING)
+        self._recent[_STARTING] = 0, timer
+
     def _log_left_out(self, reason: str) -> None:
-        left_out = self._recent.pop(reason)[0] - _MOST_LINES
-        if left_out > 0:
-            fields = {"reason": reason, "left_out": left_out}
-            self._logger.info("%d more requests: %s", left_out, reason, extra=fields)
+        left_out = self._recent.pop(reason)[0] - (0 if reason == _STARTING else _MOST_LINES)
+        if left_out <= 0:
+            return
+        self._logger.info("%d more requests: %s", left_out, reason, extra={"reason": reason, "left_out": left_out})
+        if reason == _STARTING and not self._closed:
+            self._begin_start_window()  # this was its line
 
 
 def _headline(record: CallRecord) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from apt_jax.errors import EngineDeadError, InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
-from apt_jax.frontend.streams import EngineClosedError, RequestStreamGroup
+from apt_jax.frontend.streams import EngineClosedError, EngineStartingError, RequestStreamGroup
 from apt_jax.request import EngineRequest, RequestMetrics
 from serve.errors import RequestFailedError
 
@@ -39,6 +39,8 @@ class CallRecord:
     """The invalid field."""
     outcome: Literal["succeeded", "cancelled", "rejected", "failed"] = "failed"
     """Rejected: the client can send a better request, or the same one later."""
+    before_start: bool = False
+    """Rejected because the server is starting."""
     error: BaseException | None = None
     """An unexpected exception."""
     num_output_tokens: int = 0
@@ -84,6 +86,7 @@ class CallRecord:
             internal: the fault is the server's.
         """
         self.reason, self.code = reason, code
+        self.before_start = isinstance(error, EngineStartingError)
         if isinstance(error, InvalidRequestError):
             self.param = error.field  # a name of ours; its message may quote the client
             self.code = error.code

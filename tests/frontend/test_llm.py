@@ -544,7 +544,7 @@ def test_stored_costs_are_used_and_progress_is_told(small_model, monkeypatch):
     parts = build_engine(
         config, calibration_s=0.1, progress=lambda stage, done, total: stages.update({stage: (done, total)})
     )  # fmt: skip
-    assert set(stages) == {"preparing", "calibrating"}
+    assert set(stages) - {"kernels"} == {"loading", "layout", "preparing", "calibrating"}
     assert all(done == total for done, total in stages.values())
     assert parts.cost_model is not None
     assert parts.engine.costs == parts.cost_model.step_costs()

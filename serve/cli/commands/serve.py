@@ -22,6 +22,7 @@ from apt_jax.errors import AptJaxError, ConfigError, one_line
 from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S
 from apt_jax.frontend.headless import run_headless
 from apt_jax.frontend.progress import ProgressBars
+from apt_jax.frontend.start_stages import planned
 from serve.batches.config import FLAG as BATCH_FLAG
 from serve.batches.config import BatchConfig
 from serve.batches.store import BatchStore
@@ -262,6 +263,8 @@ def _run(args: argparse.Namespace) -> int:
         logger.warning("%s", options.no_model_given("serve"))
     if config.attention_backend in (None, "cpu") and config.parallel.tensor_parallel_size == 1:
         build.begin()
+    early = not args.no_early_start
+    stages = planned(config, calibrates=args.calibration_time > 0 and not early)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
@@ -277,7 +280,7 @@ def _run(args: argparse.Namespace) -> int:
         ),
         app=AppConfig(
             keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=not args.no_dashboard,
-            browsers=_browsers(args), batches=None if args.no_http else _batches(args),
+            browsers=_browsers(args), batches=None if args.no_http else _batches(args), starting=stages.status,
         ),
     )  # fmt: skip
     num_http = 0 if args.no_http else http.connections.max_connections
@@ -300,10 +303,11 @@ def _run(args: argparse.Namespace) -> int:
                 tracer=tracer,
                 memory=memory,
                 profiler=profiler,
+                starting=stages.status,
             ),
             None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
-            build=lambda: build_parts(config, args.calibration_time, hosts, early=not args.no_early_start),
+            build=lambda: build_parts(config, args.calibration_time, hosts, early=early, stages=stages),
             reload=lambda: _reload(args, keys, tls),
             step_timeout_s=args.step_timeout,
             decision_log=args.decision_log,

@@ -484,6 +484,38 @@ def test_tokenize_and_back():
     run(scenario, parts=chat_parts())
 
 
+@pytest.mark.parametrize(("left_s", "retry_after"), [(41.2, "42"), (0.2, "1"), (600.0, "60"), (None, "5")])
+def test_a_request_before_the_start_is_over_learns_how_far_it_is(left_s, retry_after):
+    from apt_jax.frontend.start_stages import StartStatus
+    from serve.http_api.calls import AppConfig
+    from serve.http_api.server import HttpConfig, HttpServer
+
+    status = StartStatus(stage="compiling the CPU kernels", number=2, total=4, spent_s=3.0, left_s=left_s)
+
+    async def scenario() -> None:
+        import httpx2
+
+        server = HttpServer(HttpConfig(port=0, app=AppConfig(starting=lambda: status)))
+        await server.start()
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as http:
+            for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/v1/messages"):
+                response = await http.post(path, json={"prompt": "x"})
+                assert response.status_code == 503
+                assert response.headers["retry-after"] == retry_after
+                error = response.json()["error"]
+                assert "stage 2 of 4, compiling the CPU kernels" in error["message"]
+                if path != "/v1/messages":
+                    assert error["starting"] == {
+                        "stage": "compiling the CPU kernels",
+                        "number": 2,
+                        "of": 4,
+                        "estimated_seconds": left_s,
+                    }
+        await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_P10_health_and_readiness_follow_the_engine():
     from apt_jax.frontend.async_engine import AsyncEngine
     from serve.http_api.server import HttpConfig, HttpServer

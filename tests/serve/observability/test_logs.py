@@ -5,13 +5,14 @@ import contextlib
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from apt_jax.frontend.streams import EngineStartingError
 from serve.observability import call_log as logs
 from serve.observability.call_record import CallRecord
 from serve.security.api_keys import ApiKeys
@@ -233,6 +234,38 @@ def refusal(error: Exception | None = None) -> CallRecord:
     record.failed(error or ValueError(), "429" if error is None else "500", internal=error is not None)
     record.close(None, None)
     return record
+
+
+def test_requests_before_the_server_is_ready_have_one_line_a_window(caplog, monkeypatch):
+    """However many come: they hide no line of the start."""
+    caplog.set_level("INFO", "calls")
+    timers: list[Callable[[], None]] = []
+
+    class Timer:
+        def cancel(self) -> None: ...
+
+    class Loop:
+        def call_later(self, delay_s, function, *arguments):
+            assert delay_s >= 1
+            timers.append(lambda: function(*arguments))
+            return Timer()
+
+    monkeypatch.setattr(logs.asyncio, "get_running_loop", Loop)
+    log = logs.CallLog(logging.getLogger("calls"))
+    for window, (requests, expected) in enumerate(
+        [(50, "POST"), (20, "49 more requests: starting"), (0, "20 more requests: starting")]
+    ):
+        for _ in range(requests):
+            record = CallRecord(protocol="http", method="/v1/completions", http_method="POST")
+            record.failed(EngineStartingError(None), "503", "unavailable", internal=True)
+            record.close(None, None)
+            log.write(record)
+        assert len(caplog.records) == window + 1
+        assert caplog.records[-1].getMessage().startswith(expected)
+        timers.pop()()
+    assert len(caplog.records) == 3  # a window without requests has no line, and none follows it
+    assert not timers
+    log.close()
 
 
 def test_the_rest_is_told_when_the_second_is_over_and_at_the_end(caplog):
