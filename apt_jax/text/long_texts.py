@@ -41,6 +41,10 @@ class LongTextTokenizer:
         """See `Tokenizer.encode`. Raises InvalidRequestError where the text takes too much time or memory."""
         return self._ask({"encode": text, "add_special_tokens": add_special_tokens})
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """See `Tokenizer.encode_continuation`. Raises as `encode`."""
+        return self._ask({"continuation": text})
+
     def encode_template(self, text: str, plain: Mapping[str, str]) -> list[int]:
         """See `Tokenizer.encode_template`. Raises as `encode`."""
         return self._ask({"template": text, "plain": dict(plain)})

@@ -6,6 +6,7 @@ process: here that costs one text.
 Protocol: JSON, a line each way. First `{"tokenizer", "memory_bytes", "cpu_s"}`, answered by `{}`; then any number of
 
 * `{"encode": text, "add_special_tokens": bool}`,
+* `{"continuation": text}`,
 * `{"template": text, "plain": {mark: text}}`,
 
 each answered by `{"payload_bytes": n}` and n bytes of token ids, int32 of the machine's byte order.
@@ -63,6 +64,8 @@ def serve() -> None:
         signal.alarm(setup["alarm_s"])
         if "template" in job:
             ids = tokenizer.encode_template(job["template"], job["plain"])
+        elif "continuation" in job:
+            ids = tokenizer.encode_continuation(job["continuation"])
         else:
             ids = tokenizer.encode(job["encode"], add_special_tokens=job["add_special_tokens"])
         signal.alarm(0)

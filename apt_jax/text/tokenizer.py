@@ -219,6 +219,39 @@ class Tokenizer:
         add(text[end:])
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of plain text that goes on after other text: nothing is put before it, neither a space nor a special
+        token.
+
+        Raises InvalidRequestError as `encode`.
+        """
+        if self._child is not None and len(text) > LONG_CHARS:
+            return self._child.encode_continuation(text)
+        return _encode(self._unspaced, text, False)
+
+    @functools.cached_property
+    def _unspaced(self) -> tokenizers.Tokenizer:
+        """A copy that puts no space before any text."""
+        fields = json.loads(self._backend.to_str())
+
+        def without(step: Any) -> Any:
+            kind = step.get("type") if isinstance(step, dict) else None
+            if kind == "Prepend":
+                return None
+            if kind == "Metaspace":
+                return {**step, "prepend_scheme": "never"}
+            if kind == "ByteLevel":
+                return {**step, "add_prefix_space": False}
+            inner = next(
+                (name for name in ("normalizers", "pretokenizers") if kind == "Sequence" and name in step), None
+            )
+            return step if inner is None else {**step, inner: [s for s in map(without, step[inner]) if s is not None]}
+
+        fields |= {name: without(fields.get(name)) for name in ("normalizer", "pre_tokenizer")}
+        backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        backend.encode_special_tokens = True
+        return backend
+
     def min_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens of `text`, from its length alone."""
         if not self._bounded:

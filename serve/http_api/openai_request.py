@@ -32,6 +32,7 @@ from apt_jax.validation import (
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
 from serve.http_api.constraint_fields import OWN_FIELD, read_constraint
+from serve.http_api.infill import ending_with_middle, prompt_around
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.other_forms import OLD_NAMES, uses_functions, with_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
@@ -170,8 +171,8 @@ class CompletionCall:
 
 def is_slow(kind: Kind, body: Body) -> bool:
     """Return whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
-    prompt = body.get("prompt")
-    return kind == "chat" or not (isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
+    texts = body.get("prompt"), body.get("suffix") or ""
+    return kind == "chat" or not all(isinstance(text, str) and len(text) <= LONG_PROMPT_CHARS for text in texts)
 
 
 def read_call(
@@ -230,6 +231,8 @@ def read_call(
         n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
         _check_best_of(parts, body, n)
         requests = _requests(parts, prompts, n, base_id, fields)
+        if kind == "completion" and body.get("suffix"):
+            requests = [ending_with_middle(parts, request) for request in requests]
         check_prompt_logprobs(parts.limits, [(r.prompt_token_ids.size, r.params) for r in requests])
     except InvalidRequestError as error:
         raise _renamed(error, kind, given, output) from None
@@ -378,7 +381,9 @@ def _tier(body: Body, headers: Mapping[str, str]) -> object:
 
 def _prompts(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     """`prompt` or `prompt_token_ids` of each prompt, raw."""
-    prompt = body.get("prompt")
+    prompt, suffix = body.get("prompt"), body.get("suffix")
+    if suffix is not None and suffix != "":
+        return [{"prompt_token_ids": ids} for ids in _around_middle(parts, body, suffix)]
     if isinstance(prompt, list):
         if not prompt:  # validation rejects it
             return [{"prompt_token_ids": prompt}]
@@ -388,6 +393,18 @@ def _prompts(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
             return [{"prompt_token_ids": item} for item in prompt]
         return [{"prompt_token_ids": prompt}]
     return [{"prompt": prompt}]
+
+
+def _around_middle(parts: EngineComponents, body: Body, suffix: object) -> list[list[int]]:
+    """Token ids of the prompts of a body with a `suffix`."""
+    for name in ("echo", "truncate_prompt_tokens"):
+        if body.get(name):
+            raise InvalidRequestError(name, "cannot be given together with suffix")
+    prompt = body.get("prompt")
+    texts = prompt if isinstance(prompt, list) else [prompt]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequestError("prompt", "must be a text, or a list of texts, where there is a suffix")
+    return [prompt_around(parts, text, suffix) for text in texts]
 
 
 def _conversation(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:

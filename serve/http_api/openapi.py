@@ -333,6 +333,8 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         | {"default": SamplingParams().max_tokens, "description": "0 with `echo` or `prompt_logprobs` alone."},
         "logprobs": _or_null(_field("logprobs")),
         "echo": _or_null(_FLAG),
+        "suffix": _or_null(_STRING)
+        | {"description": "Text after what is to be filled in; for models that have tokens for it."},
     }
     messages = _list(_message(), 1, chat.MAX_MESSAGES)
     conversation = {

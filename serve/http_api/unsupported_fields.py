@@ -12,7 +12,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
     "modalities": (["text"],),
-    "suffix": ("",),
     "web_search_options": (),
     # vLLM
     "cache_salt": (),

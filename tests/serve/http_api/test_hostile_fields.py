@@ -128,6 +128,7 @@ def function(**fields: Any) -> dict[str, Any]:
 
 FIELDS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
     "prompt": lambda t: ("/v1/completions", {"prompt": t}),
+    "suffix": lambda t: ("/v1/completions", {"prompt": t, "suffix": t}),
     "model": lambda t: ("/v1/completions", {"prompt": "a", "model": t}),
     "request id": lambda t: ("/v1/completions", {"prompt": "a", "request_id": t}),
     "stop strings": lambda t: ("/v1/completions", {"prompt": "a", "stop": [t, t[:256], t[:200]]}),

@@ -132,6 +132,7 @@ NOT_ALONE = {
     "max_completion_tokens",
     "max_output_tokens",
     "best_of",
+    "suffix",
     "text_1",
     "guided_whitespace_pattern",
     *OTHER_NAMES,

@@ -1,0 +1,149 @@
+"""Prompts for what belongs between two texts, by the tokens that code models were trained with for it.
+
+Which form a model takes is told by its vocabulary. Prefix, suffix and files are encoded as plain text, so that none of them
+can hold a token of the form.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from apt_jax.errors import InvalidRequestError
+from apt_jax.text.tokenizer import Tokenizer
+
+
+class _Form(NamedTuple):
+    prefix: str
+    suffix: str
+    middle: str | None
+    """None: nothing follows the texts."""
+    suffix_first: bool = False
+    """The suffix comes before the prefix."""
+    ends: tuple[str, ...] = ()
+    """Tokens that end an answer, besides those that end every output and those of the form."""
+    names: tuple[str, ...] = ()
+    """Tokens before the name of a repository, of which a model has one or none."""
+    files: tuple[str, ...] = ()
+    """Tokens before a file, of which a model has one or none."""
+
+
+_FORMS = (
+    # Qwen2.5-Coder, Qwen3-Coder, CodeGemma, Granite 3 and later
+    _Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", ends=("<|fim_pad|>",),
+          names=("<|repo_name|>", "<|fim_repo|>", "<reponame>"), files=("<|file_sep|>", "<|file_separator|>")),
+    # StarCoder, StarCoder2, StableCode, Granite Code; SantaCoder
+    _Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ends=("<fim_pad>",),
+          names=("<repo_name>", "<reponame>"), files=("<file_sep>", "<filename>")),
+    _Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>",), names=("<fim-repo>",)),
+    # DeepSeek-Coder and DeepSeek-V2 and later
+    _Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    # Code Llama; as GGUF files and later conversions write them
+    _Form("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
+    _Form("<PRE>", "<SUF>", "<MID>", ends=("<EOT>",)),
+    # GLM-4.5 and later
+    _Form("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    # Codestral (mistral-common: `encode_fim`)
+    _Form("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
+    # Seed-Coder
+    _Form("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+)  # fmt: skip
+"""In the order in which they are looked for."""
+
+_SNIPPET = "\n\n--- snippet ---\n\n"
+"""Stands before a file if the vocabulary has no token for files, as in llama.cpp."""
+
+
+class ExtraFile(NamedTuple):
+    """A text that may help, such as another file of the repository."""
+
+    name: str
+    text: str
+
+
+class FillInMiddle:
+    """Makes prompts of one tokenizer.
+
+    Args:
+        tokenizer: of the model.
+        form: that it has the tokens of.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, form: _Form) -> None:
+        self._tokenizer, self._form = tokenizer, form
+        marks = [mark for mark in form[:3] if mark is not None]
+        vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+        self._prefix, self._suffix, *self._middle = (vocab[mark] for mark in marks)
+        self._name, self._file = self._first(form.names), self._first(form.files)
+        ends = [*map(vocab.get, form.ends), self._name, self._file, self._prefix, self._suffix, *self._middle]
+        self.stop_token_ids = sorted({end for end in ends if end is not None})
+        """End an answer, besides the tokens that end every output: a model would begin another file."""
+        # Of what is put around a text, as a beginning or an end, what comes first; a text shows which is which.
+        around, text = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+        self._beginning = around[: next((i for i in range(len(around)) if around[i : i + len(text)] == text), 0)]
+        self._space = "" if tokenizer.encode_continuation("a") == text else " "
+        """SentencePiece puts it before the first text, as the model saw it: before the prefix, not before the suffix."""
+
+    def prompt(self, prefix: str, suffix: str, *, begun: str = "", files: Sequence[ExtraFile] = ()) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            prefix: text before the answer.
+            suffix: text after it.
+            begun: the beginning of the answer, which follows `prefix`.
+            files: come first.
+        """
+        start = self._space + prefix if prefix else prefix
+        before = [self._prefix, *self._text(start), *self._text(begun)]
+        after = [self._suffix, *self._text(suffix)]
+        texts = [*after, *before] if self._form.suffix_first else [*before, *after]
+        return [*self._beginning, *self._context(files), *texts, *self._middle]
+
+    def _context(self, files: Sequence[ExtraFile]) -> list[int]:
+        """The files, as models read those of a repository."""
+        if not files:
+            return []
+        ids = [] if self._name is None else [self._name, *self._text("project\n")]
+        for file in files:
+            ids += self._text(_SNIPPET) if self._file is None else [self._file, *self._text(f"{file.name}\n")]
+            ids += self._text(file.text)
+        return ids if self._file is None else [*ids, self._file, *self._text("file\n")]
+
+    def _text(self, text: str) -> list[int]:
+        return self._tokenizer.encode_continuation(text) if text else []
+
+    def _first(self, tokens: Sequence[str]) -> int | None:
+        ids = map(self._tokenizer.backend.token_to_id, tokens)
+        return next((found for found in ids if found is not None), None)
+
+
+@functools.lru_cache(maxsize=8)
+def _of(tokenizer: Tokenizer) -> FillInMiddle | None:
+    backend = tokenizer.backend
+    for form in _FORMS:
+        if all(token is None or backend.token_to_id(token) is not None for token in form[:3]):
+            return FillInMiddle(tokenizer, form)
+    return None
+
+
+def fill_in_middle(tokenizer: Tokenizer | None, field: str) -> FillInMiddle:
+    """The maker of prompts for a model.
+
+    Args:
+        tokenizer: of the model, if it has one.
+        field: of the request that needs it.
+
+    Raises:
+        InvalidRequestError: the vocabulary has no tokens for it.
+    """
+    made = None if tokenizer is None else _of(tokenizer)
+    if made is None:
+        raise InvalidRequestError(
+            field,
+            "the model's vocabulary has no tokens to fill in between two texts; serve a code model that has, or leave it out",
+        )
+    return made
+
+
+def fills_in_middle(tokenizer: Tokenizer | None) -> bool:
+    """Return whether a model has tokens to fill in between two texts."""
+    return tokenizer is not None and _of(tokenizer) is not None
