@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from apt_jax.executor.buckets import CHANGES_PER_CALL, SamplerVariant
+from apt_jax.executor.quick_lowering import quick_lowering
 from apt_jax.executor.ready_programs import TRANSFERS, ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 
@@ -61,7 +62,8 @@ def warm_up(
     """
     if progress:
         progress(0, len(programs))
-    with concurrent.futures.ThreadPoolExecutor(min(num_threads, os.cpu_count() or 1)) as threads:
+    num_threads = min(num_threads, os.cpu_count() or 1)
+    with quick_lowering(), concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
         compiled = [threads.submit(program.compile) for program in programs]
         try:
             for done, future in enumerate(compiled, 1):

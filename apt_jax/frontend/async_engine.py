@@ -38,7 +38,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
 from apt_jax.engine import EngineStats, StepOutput
-from apt_jax.engine.events import IterationSubscription
+from apt_jax.engine.events import Iteration, IterationSubscription
 from apt_jax.engine.timeline import RequestTimeline, TimelineLog
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
 from apt_jax.executor import StepBatch
@@ -128,6 +128,11 @@ class AsyncEngine:
         """Have the watchdog expect steps by the engine's costs, which are new."""
         most = self.parts.config.scheduler.max_num_batched_tokens
         self._watchdog.expected_step_s = self._engine.admission.prefill_s(most, 1, self._engine.costs)
+
+    def listen(self, listener: Callable[[Iteration], None] | None) -> None:
+        """Call a function with every iteration, the only one of its kind; it must not raise. None: no more. In the
+        engine's thread."""
+        self._feed.listen(listener)
 
     def _start(self) -> None:
         """Start the threads. The simulation in `tests/dst` calls `_run_iteration` from its event loop instead."""

@@ -8,8 +8,9 @@
    and none waits for the compiler. One that there is no device memory to compile for is left out, with a line in the log.
 2. Weights and pool move to pages of 2 MiB, which takes seconds where free memory is scattered.
 3. Where no step costs are stored for this machine, they are measured while the engine has nothing to do, for half a
-   second at a time. Until then policies have no costs (`StepCosts`: zero where nothing is known), as with
-   ``calibrate=False``. Measuring overwrites cached prefixes, which are forgotten.
+   second at a time. Until then they are told from the steps that run (`ServedSteps`), and before there are enough of
+   these policies have none (`StepCosts`: zero where nothing is known), as with ``calibrate=False``. Measuring
+   overwrites cached prefixes, which are forgotten.
 
 What else fails here would have failed before serving: it ends the engine, with the same line.
 """
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from apt_jax.errors import one_line
 from apt_jax.executor import is_out_of_memory
+from apt_jax.frontend.served_steps import ServedSteps
 from apt_jax.utils.allocator import use_huge_pages
 
 if TYPE_CHECKING:
@@ -159,12 +161,13 @@ class BackgroundPreparation:
         return lacking
 
     def _calibrate(self, budget_s: float) -> None:
-        from apt_jax.executor.calibrate import calibration, calibration_path, keep_calibration
-        from apt_jax.frontend.builder import with_costs
+        from apt_jax.executor.calibrate import calibration, calibration_path, keep_calibration, program_shapes
 
         executor = _executor_of(self._engine)
         measuring, model = calibration(executor, budget_s), None
         started = reported = idle_since = time.monotonic()
+        served = ServedSteps(program_shapes(executor))
+        self._call(lambda: self._engine.listen(served.note))
         logger.info("serving; measuring step costs whenever there is nothing to do, for about %g s", budget_s)
         while model is None:
             if self._stopped.wait(_POLL_S):
@@ -174,18 +177,27 @@ class BackgroundPreparation:
                 idle_since = now
             if now - idle_since >= _IDLE_S:
                 model = self._call(lambda: self._measure(measuring))
-            if now - reported >= 6 * _REPORT_EVERY_S and model is None:
+            elif points := self._call(served.points):
+                self._use(served.fit(points))
+                logger.info("serving; step costs are told from %d steps that ran, until they are measured", len(points))
+            if now - reported >= 6 * _REPORT_EVERY_S and model is None and not self._engine.parts.cost_model:
                 reported = now
-                logger.info("serving; step costs are not measured yet: waiting for a second without requests")
+                logger.info("serving; step costs are not known yet: waiting for a second without requests")
+        self._call(lambda: self._engine.listen(None))
         keep_calibration(model, calibration_path(executor))
+        self._use(model)
+        logger.info("calibrated in %.1f s, beside serving", time.monotonic() - started)
 
-        def use(model: "CostModel" = model) -> None:
+    def _use(self, model: "CostModel") -> None:
+        """Have the engine and its watchdog go by these costs."""
+        from apt_jax.frontend.builder import with_costs
+
+        def use() -> None:
             self._engine.parts = with_costs(self._engine.parts, model)
             self._engine.expect_steps()
             self._on_calibrated(self._engine.parts)
 
         self._call(use)
-        logger.info("calibrated in %.1f s, beside serving", time.monotonic() - started)
 
     def _measure(self, measuring: "Generator[float, None, CostModel]") -> "CostModel | None":
         """Go on measuring until a request arrives, for `_SLICE_S` at most; the model at the end. In the engine's

@@ -1,5 +1,7 @@
 """The scheduler's iterations on their way to the decision log and to subscribers."""
 
+from collections.abc import Callable
+
 from apt_jax.engine import Engine
 from apt_jax.engine.events import Iteration, IterationSubscription
 from apt_jax.engine.timeline import TimelineLog
@@ -17,6 +19,7 @@ class IterationFeed:
         self._engine = engine
         self._log = log
         self._watches: list[IterationSubscription] = []
+        self._listener: Callable[[Iteration], None] | None = None
         self._has_unread = False
         self._connect()
 
@@ -30,6 +33,11 @@ class IterationFeed:
 
     def unsubscribe(self, watch: IterationSubscription) -> None:
         self._watches = [other for other in self._watches if other is not watch]
+        self._connect()
+
+    def listen(self, listener: Callable[[Iteration], None] | None) -> None:
+        """Have a function called with every iteration, the only one of its kind; it must not raise. None: no more."""
+        self._listener = listener
         self._connect()
 
     def wake(self) -> None:
@@ -46,12 +54,14 @@ class IterationFeed:
         self._has_unread = True
 
     def _connect(self) -> None:
-        has_receiver = self._log is not None or bool(self._watches)
+        has_receiver = self._log is not None or self._listener is not None or bool(self._watches)
         self._engine.after_step = self._push if has_receiver else None
 
     def _push(self, iteration: Iteration) -> None:
         if self._log is not None:
             self._log.note(iteration)
+        if self._listener is not None:
+            self._listener(iteration)
         self._has_unread = bool(self._watches)
         for watch in self._watches:
             watch._push(iteration)

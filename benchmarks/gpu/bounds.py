@@ -28,6 +28,7 @@ from tqdm import tqdm
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
+from apt_jax.executor.quick_lowering import quick_lowering
 from apt_jax.executor.warm_up import Program, all_programs
 from apt_jax.models import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
@@ -75,7 +76,7 @@ def starts(archs: Sequence[str] = ("sm_80",)) -> Iterator[Row]:
         chip = CHIPS[arch]
         for name, case in start_cases():
             ops = attention_ops("gpu", "triton", arch)
-            with pallas_for(chip):
+            with pallas_for(chip), quick_lowering():
                 runner = abstract_runner(case, chip, ops)
                 programs = all_programs(runner, mixed=True, copies=True, conversions=False)
                 spent: dict[str, float] = {}

@@ -58,7 +58,7 @@ class FakeEngine:
             host_buffers=lambda: [(WEIGHTS.ctypes.data, WEIGHTS.nbytes)],
         )
         self.parts: Any = SimpleNamespace(
-            unprepared=Unprepared(programs=programs, calibration_s=None), executor=executor
+            unprepared=Unprepared(programs=programs, calibration_s=None), executor=executor, cost_model=None
         )
         self.failed: list[str] = []
         self.is_serving, self.dead_reason, self.num_open = True, None, 0
@@ -67,6 +67,9 @@ class FakeEngine:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         future.set_result(function())
         return future
+
+    def listen(self, listener: Any) -> None:
+        self.listener = listener
 
     def expect_steps(self) -> None:
         self.expected = self.parts.costs
@@ -184,9 +187,12 @@ def test_costs_are_measured_in_slices_while_nobody_waits(monkeypatch: pytest.Mon
     monkeypatch.setattr("apt_jax.frontend.early_start._IDLE_S", 0.05)
     monkeypatch.setattr("apt_jax.frontend.early_start._POLL_S", 0.01)
     monkeypatch.setattr("apt_jax.executor.calibrate.calibration", measure)
+    monkeypatch.setattr("apt_jax.executor.calibrate.program_shapes", lambda executor: None)
     monkeypatch.setattr("apt_jax.executor.calibrate.calibration_path", lambda executor: "where")
     monkeypatch.setattr("apt_jax.executor.calibrate.keep_calibration", lambda model, path: kept.append((model, path)))
-    monkeypatch.setattr("apt_jax.frontend.builder.with_costs", lambda parts, model: SimpleNamespace(costs=model))
+    monkeypatch.setattr(
+        "apt_jax.frontend.builder.with_costs", lambda parts, model: SimpleNamespace(costs=model, cost_model=model)
+    )
     seen: list[Any] = []
     preparation = BackgroundPreparation(engine, seen.append)
     preparation.start()
@@ -200,6 +206,7 @@ def test_costs_are_measured_in_slices_while_nobody_waits(monkeypatch: pytest.Mon
         engine.has_arrivals = False
     _until(lambda: seen)
     assert kept == [("the model", "where")]
+    assert engine.listener is None
     assert engine.parts.costs == engine.expected == "the model"
     assert len(cleared) >= 6  # measuring overwrites cached prefixes
     assert preparation.stop()

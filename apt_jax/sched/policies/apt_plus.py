@@ -8,6 +8,7 @@ from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
 from apt_jax.sched.policies.apt import growth
+from apt_jax.sched.request_table import KV
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,
@@ -39,6 +40,9 @@ spent on. Nobody's prompt that takes more than this share of `RECOMPUTE_MOST_S` 
 RESERVE_TOKENS = 16
 """Admission leaves room for this many more tokens of everyone who decodes."""
 
+GAP_S = 0.5
+"""Prompts beside decodes without an objective take up so much of a step at most, about."""
+
 LEFTOVER_TOKENS = 64
 """The same before a request that cannot attain any more is admitted: it would be the first to go."""
 
@@ -49,7 +53,7 @@ class AptPlusPolicy:
 
     1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type
        (Apt-Serve-S, §6.7). A step takes as many prompt tokens as the cost model allows without a gap above `TBT_SHARE`
-       of the objective of anyone who can still attain.
+       of the objective of anyone who can still attain; beside requests without an objective they take `GAP_S`.
     2. *Kind by the price of memory.* A request takes the hidden kind where the blocks that it saves, filled with more
        requests, gain more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with reprojection.
     3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they
@@ -71,7 +75,7 @@ class AptPlusPolicy:
         spend_late_gaps: False: a late gap counts as a miss whoever has it. Then only those that have missed an
             objective are paused.
         two_classes: False: best-effort requests are requests like others.
-        urgent_s, recompute_share, largest_share, reserve_tokens, leftover_tokens: the constants above.
+        gap_s, urgent_s, recompute_share, largest_share, reserve_tokens, leftover_tokens: the constants above.
     """
 
     name = "apt-plus"
@@ -82,6 +86,7 @@ class AptPlusPolicy:
         *,
         spend_late_gaps: bool = True,
         two_classes: bool = True,
+        gap_s: float = GAP_S,
         urgent_s: float = URGENT_S,
         recompute_share: float = RECOMPUTE_SHARE,
         largest_share: float = LARGEST_SHARE,
@@ -91,6 +96,7 @@ class AptPlusPolicy:
         self.violation_decay = violation_decay
         self.spend_late_gaps = spend_late_gaps
         self.has_classes = two_classes
+        self.gap_s = gap_s
         self.urgent_s = urgent_s
         self.recompute_share = recompute_share
         self.largest_share = largest_share
@@ -132,6 +138,8 @@ class AptPlusPolicy:
         packer.decode(decoding)
         attain = decoding[~(has_missed(view, decoding) | self._best_effort(view, decoding))]
         packer.tokens_left = _prompt_tokens(view, attain, decode_s, packer.tokens_left)
+        if not np.isfinite(table.slo_tbt_s[decoding[~self._best_effort(view, decoding)]]).all():
+            packer.tokens_left = _tokens_within(view, partial[:1], self.gap_s, packer.tokens_left)
         if partial.size:
             packer.continue_prefill(partial)
         under_way = np.concatenate([partial, low_partial])
@@ -340,3 +348,19 @@ def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: in
     if slack_s >= limit * per_token_s:
         return limit
     return max(min(int(slack_s / per_token_s), limit), min(view.block_size, limit))
+
+
+def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int) -> int:
+    """Prompt tokens of a step that take about `limit_s` at most, and at least one block of them.
+
+    Args:
+        first: (1,) the prompt that goes on, whose cached part costs time, too; (0,): none.
+    """
+    costs = view.costs
+    start = int(view.table.num_cached[first].sum())
+    a, b = costs.prefill_per_pair_s, costs.prefill_per_token_s + 2 * start * costs.prefill_per_pair_s
+    if b <= 0 or costs.chunk_s(limit, start, KV) <= limit_s:  # zero: nothing is known
+        return limit
+    # The positive root of a n^2 + b n = limit_s, in a form that a = 0 does not upset.
+    num = 2 * limit_s / (b + (b * b + 4 * a * limit_s) ** 0.5)
+    return max(min(int(num), limit), min(view.block_size, limit))

@@ -59,6 +59,31 @@ def test_a_tight_objective_makes_small_chunks_and_a_late_one_none():
     assert chunk(0.005) == 400  # late already: nothing to protect
 
 
+def test_beside_streams_without_objectives_a_prompt_takes_steps_of_half_a_second():
+    def chunk(
+        per_token_s: float, per_pair_s: float = 0.0, start: int = 0, low: bool = False, tbt_s: float = np.inf
+    ) -> int:
+        costs = dataclasses.replace(COSTS, prefill_per_token_s=per_token_s, prefill_per_pair_s=per_pair_s)
+        w = World(num_blocks=2000, mode="kv", costs=costs, block_size=16, max_num_batched_tokens=512)
+        w.hold(w.add(15, 30, tbt_s=tbt_s), KV, num_outputs=2)
+        w.table.best_effort[0] = low
+        prompt = w.add(9000, 30)
+        if start:
+            w.hold(prompt, KV, cached=start)
+        return int(w.schedule(AptPlusPolicy()).num_tokens[1])
+
+    assert chunk(0.0) == 511  # nothing is known
+    assert chunk(1e-4) == 511
+    assert chunk(4e-3) == 125
+    assert chunk(0.1) == 16  # prompts go on by a block
+    assert chunk(4e-3, low=True) == 511
+    assert chunk(4e-3, tbt_s=10.0) == 511  # what is asked for holds instead
+    for start in (0, 4000):
+        n = chunk(1e-3, 1e-6, start)
+        assert 1e-3 * n + 1e-6 * n * (n + 2 * start) <= 0.5 < 1e-3 * (n + 1) + 1e-6 * (n + 1) * (n + 1 + 2 * start)
+        assert n < 511
+
+
 def test_prompts_beside_decodes_that_are_a_program_of_their_own_take_its_base_too():
     def chunk(one_program: bool) -> int:
         costs = dataclasses.replace(COSTS, prefill_base_s=0.05, one_program=one_program)

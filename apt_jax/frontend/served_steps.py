@@ -1,0 +1,76 @@
+"""Step costs from the steps that a server runs, for as long as none could be measured."""
+
+import collections
+import dataclasses
+
+from apt_jax.engine.events import KIND_NAMES, Iteration
+from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
+from apt_jax.sched.costs.programs import ProgramShapes
+from apt_jax.sched.request_table import HIDDEN, KV
+
+_PER_PROGRAM = 24
+"""Latest steps kept of each compiled program: common ones do not crowd out rare ones."""
+_FEWEST = 8
+"""Steps with prompt chunks and without, each, that a fit needs, and steps with a kind of cache that its costs need."""
+
+
+class ServedSteps:
+    """The latest steps by program, and a `CostModel` fitted to them.
+
+    A fit to few sizes says little about others, so it is for the time until a calibration, and is not stored.
+
+    Args:
+        shapes: of the executor.
+    """
+
+    def __init__(self, shapes: ProgramShapes) -> None:
+        self._shapes = shapes
+        self._points: dict[object, collections.deque[StepPoint]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=_PER_PROGRAM)
+        )
+        self._num_seen, self._fitted_at = 0, 0
+
+    def note(self, iteration: Iteration) -> None:
+        """Keep an iteration that ran plain steps. In the engine's thread."""
+        rows = iteration.scheduled
+        if not rows or iteration.failed or not iteration.step_s or iteration.converted or iteration.deferred:
+            return
+        point = StepPoint(
+            num_tokens=[row.num_tokens for row in rows],
+            start=[row.start for row in rows],
+            kind=[KIND_NAMES.index(row.kind) for row in rows],
+            time_s=iteration.step_s,
+        )
+        num_decode = sum(row.num_tokens == 1 for row in rows)
+        programs, _ = self._shapes.programs_of(num_decode, sum(point.num_tokens) - num_decode)
+        self._points[tuple(programs)].append(point)
+        self._num_seen += 1
+
+    def points(self) -> list[StepPoint]:
+        """Return what is kept, once there are twice as many steps as at the last call that gave any, and enough of each phase
+        and of prompts of several sizes; else nothing. In the engine's thread."""
+        if self._num_seen < 2 * self._fitted_at:
+            return []
+        points = [point for of_program in self._points.values() for point in of_program]
+        sizes = [sum(point.num_tokens) for point in points if point.is_prefill]
+        if min(len(sizes), len(points) - len(sizes)) < _FEWEST or max(sizes) < 2 * min(sizes):
+            return []
+        self._fitted_at = self._num_seen
+        return points
+
+    def fit(self, points: list[StepPoint]) -> CostModel:
+        """The model of `points`; a kind of cache that few of them have costs what the other one does. In any thread."""
+        model = fit_cost_model(points, self._shapes)
+        of_kinds = [
+            {name: getattr(model.costs, name) for name in names}
+            for names in (
+                ("decode_per_request_s", "decode_per_token_s", "prefill_per_kv_prefix_s"),
+                ("decode_per_hidden_request_s", "decode_per_hidden_token_s", "prefill_per_hidden_prefix_s"),
+            )
+        ]
+        costs = model.costs
+        for kind, other in ((KV, HIDDEN), (HIDDEN, KV)):
+            if sum(kind in point.kind for point in points) < _FEWEST:
+                taken = zip(of_kinds[kind], of_kinds[other].values(), strict=True)
+                costs = dataclasses.replace(costs, **dict(taken))
+        return dataclasses.replace(model, costs=costs)
