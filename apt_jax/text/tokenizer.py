@@ -27,9 +27,9 @@ import tokenizers.processors
 from apt_jax.errors import ModelLoadError, one_line
 from apt_jax.text.long_texts import LONG_CHARS, LongTextTokenizer
 from apt_jax.text.patterns import any_of
+from apt_jax.text.tokenizer_config import MAX_FILE_BYTES, apply_config, special_token, tokenizer_config
 
 _logger = logging.getLogger(__name__)
-_MAX_FILE_BYTES = 256 << 20
 _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
 _FEW_IDS = 64  # beyond the rows of any model
 _SPACE = re.compile(r"\s*")
@@ -369,18 +369,27 @@ def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
             "needed, as transformers' save_pretrained writes it (--tokenizer)"
         )
     text = _read_text(file)
-    _check_config(directory)
+    _warn_of_code(directory)
     try:
-        return file, tokenizers.Tokenizer.from_str(text)
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
         reason = one_line(str(error))[:120]
         raise ModelLoadError(f"{file}: damaged or not a tokenizer ({reason})") from None
+    apply_config(directory, backend)
+    return file, backend
+
+
+def _warn_of_code(directory: Path) -> None:
+    if tokenizer_config(directory).get("auto_map"):
+        _logger.warning(
+            "%s: auto_map is ignored: code from model directories is never run", directory / "tokenizer_config.json"
+        )
 
 
 def _read_text(file: Path) -> str:
     try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
-            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ModelLoadError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB")
         return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ModelLoadError(
@@ -405,7 +414,7 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
     if not all(len(pair) == 2 for pair in parts):
         raise ModelLoadError(f"{merges_file}: damaged, a line is not two tokens")
     pairs = [(left, right) for left, right in parts]
-    _check_config(directory)
+    _warn_of_code(directory)
     config = tokenizer_config(directory)
     try:
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
@@ -414,60 +423,15 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
         raise ModelLoadError(f"{merges_file}: does not fit vocab.json ({reason})") from None
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: special_token(config, name) for name in names}
-    known = [token for token in special.values() if token in vocab]
-    backend.add_special_tokens(list(dict.fromkeys([*known, *({"<|endoftext|>"} & vocab.keys())])))
-    bos = special["bos_token"]
-    if config.get("add_bos_token") is True and bos in vocab:
+    apply_config(directory, backend, "GPT2Tokenizer")
+    ends = {
+        name: special_token(config, f"{name}_token") if config.get(f"add_{name}_token") is True else None
+        for name in ("bos", "eos")
+    }
+    ids = {token: backend.token_to_id(token) for token in ends.values() if token is not None}
+    if ids and None not in ids.values():
+        single = [token for token in (ends["bos"], "$A", ends["eos"]) if token is not None]
         backend.post_processor = tokenizers.processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, vocab[bos])]
+            single=single, special_tokens=list(ids.items())
         )
     return backend
-
-
-def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """Contents of special_tokens_map.json and tokenizer_config.json, whose word counts where both speak.
-
-    Raises:
-        ModelLoadError: a file is damaged.
-    """
-    fields: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).is_file():
-            fields |= _json_object(directory / name)
-    return fields
-
-
-def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """The text of a special token such as ``bos_token``, which may be a string or a described token."""
-    value = config.get(name)
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _check_config(directory: Path) -> None:
-    """tokenizer_config.json may be missing. Nothing in it changes the tokenizer; a request for custom code in it is
-    ignored."""
-    file = directory / "tokenizer_config.json"
-    if not file.is_file():
-        return
-    if _json_object(file).get("auto_map"):
-        _logger.warning("%s: auto_map is ignored: code from model directories is never run", file)
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(_MAX_FILE_BYTES + 1)
-        if len(text) > _MAX_FILE_BYTES:
-            raise ModelLoadError(f"{file}: larger than {_MAX_FILE_BYTES >> 20} MiB")
-        fields = json.loads(text.decode("utf-8"))
-    except ModelLoadError:
-        raise
-    except (OSError, ValueError, RecursionError):
-        raise ModelLoadError(f"{file}: damaged, not JSON") from None
-    if not isinstance(fields, dict):
-        raise ModelLoadError(f"{file}: damaged, not a JSON object")
-    return fields
