@@ -5,9 +5,11 @@ from apt_jax import LLM, SLO, SamplingParams
 
 def main(model: str = "tiny-opt") -> None:
     llm = LLM(model, cache="hybrid", scheduling_policy="apt", max_num_seqs=4, warm_up=False)
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    llm.generate(["Good morrow", "How now, my lord?"], params)  # compiles what two prompts need, which is not timed
     outputs = llm.generate(
         ["Once upon a time", "Shall I compare thee to a summer's day?"],
-        SamplingParams(max_tokens=24, temperature=0.0),
+        params,
         slo=SLO(ttft_s=5.0, tbt_s=1.0),
     )
     for output in outputs:

@@ -7,6 +7,7 @@ field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
 import argparse
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -31,7 +32,16 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are one line that names the flag and the nearest right name; exit code 2."""
+    """An `ArgumentParser` whose errors are one line that names the flag and the nearest right name; exit code 2.
+
+    Attributes:
+        brief: flags that ``--help`` shows, by their longest names; the rest is in ``--help=all`` and ``--help=GROUP``. Empty:
+            it shows all.
+        example: what ``--help`` ends with, where it is brief.
+    """
+
+    brief: tuple[str, ...] = ()
+    example = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -52,8 +62,52 @@ class Parser(argparse.ArgumentParser):
                 f"{str(value)!r:.60} must be one of {', '.join(known)}{nearest(str(value), known)}",
             )
 
+    def _show(self, actions: "Iterable[tuple[str | None, Sequence[argparse.Action]]]", end: str = "") -> NoReturn:
+        """Print these flags, by the titles of their groups, and exit."""
+        formatter = self._get_formatter()
+        formatter.add_usage(f"{self.prog} [MODEL] [flags]", [], [], None)
+        formatter.add_text(self.description)
+        for title, members in actions:
+            formatter.start_section(title)
+            formatter.add_arguments(members)
+            formatter.end_section()
+        self._print_message(formatter.format_help() + end, sys.stdout)
+        self.exit()
+
+    def _help_on(self, topic: str) -> None:
+        """Show what ``--help=TOPIC`` asks for, and exit; return where ``--help`` shows all."""
+        groups = [(group.title or "", group._group_actions) for group in self._action_groups if group._group_actions]
+        if topic == "all" or (not topic and not self.brief):
+            return
+        if not topic:
+            known = {flag: action for action in self._actions for flag in action.option_strings or (action.dest,)}
+            titles = ", ".join(sorted(_topic(title) for title, _ in groups[2:]))
+            rest = f"\n{len(self._actions) - len(self.brief)} more flags: --help=all, --help=GROUP or --help=WORD of a flag's name; groups: {titles}\n"
+            chosen = [known[flag] for flag in self.brief]
+            places, flags = [a for a in chosen if not a.option_strings], [a for a in chosen if a.option_strings]
+            self._show([("positional arguments", places), ("flags that most need", flags)], f"\n{self.example}{rest}")
+        found = [(title, members) for title, members in groups if _topic(title) == _topic(topic)]
+        if not found:
+            word = topic.strip("-").lower().replace("_", "-")
+            matching = [
+                (title, [a for a in members if any(word in flag for flag in a.option_strings)])
+                for title, members in groups
+            ]
+            found = [(title, members) for title, members in matching if members] if word else []
+        if not found:
+            titles = ", ".join(sorted(_topic(title) for title, _ in groups))
+            self.error(f"no group and no flag is called {topic!r:.60} (--help); groups: {titles}; all: --help=all")
+        self._show(found)
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        parsed, unknown = self.parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        for word in given[: given.index("--")] if "--" in given else given:
+            name, _, topic = word.partition("=")
+            if word == "-h" or name == "--help":
+                self._help_on(topic)
+                self.print_help()
+                self.exit()
+        parsed, unknown = self.parse_known_args(given, namespace)
         if unknown:
             word = unknown[0].split("=")[0]
             if word.startswith("-") and word != "-":
@@ -63,6 +117,11 @@ class Parser(argparse.ArgumentParser):
                 )
             self.error(f"unexpected argument {word!r:.60}")
         return parsed
+
+
+def _topic(title: str) -> str:
+    """The name of a group of flags as it is typed."""
+    return title.split("(")[0].strip().lower().replace(" ", "-").replace("_", "-")
 
 
 def _integer(text: str) -> int:

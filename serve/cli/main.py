@@ -1,7 +1,7 @@
 """`apt-jax COMMAND`: find the command, read its flags, run it.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported. Exit
-codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported, and nothing
+heavy before it is known. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 import difflib
@@ -12,12 +12,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-import grpc
-
 from apt_jax.errors import AptJaxError, ConfigError, InvalidRequestError, nearest
 from apt_jax.version import __version__
-from serve.cli.flags import Parser
-from serve.client import is_http_port
 from serve.errors import CommandError
 from serve.security.single_key import KEY_VARIABLE, without_key
 
@@ -72,6 +68,11 @@ def _fail(prog: str, message: str, code: int) -> int:
 
 
 def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
+    import grpc  # these take most of a second
+
+    from serve.cli.flags import Parser
+    from serve.client import is_http_port
+
     prog = f"apt-jax {command}"
     parser = Parser(prog=prog, description=(module.__doc__ or "").strip().split("\n\n")[0])
     module.add_arguments(parser)

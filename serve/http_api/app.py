@@ -61,7 +61,7 @@ from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = (b"/health", b"/ping", b"/ready", *(path.encode() for path in page.FILES))
+OPEN_PATHS = (b"/", b"/health", b"/ping", b"/ready", *(path.encode() for path in page.FILES))
 """Paths that need no key, matched exactly: health, and the pages of the dashboard and the chat, which
 hold no data."""
 
@@ -109,6 +109,7 @@ class HttpApp:
                 Route("/tokenize", _safely(self._tokenize), methods=["POST"]),
                 Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
                 Route("/tokenizer_info", _safely(self._tokenizer_info), methods=["GET"]),
+                Route("/", _safely(self._index), methods=["GET"]),
                 Route("/health", _safely(self._health), methods=["GET"]),
                 Route("/ping", _safely(self._health), methods=["GET", "POST"]),
                 Route("/version", _safely(self._version), methods=["GET"]),
@@ -299,6 +300,16 @@ class HttpApp:
 
     # --- the dashboard -----------------------------------------------------------------------------------------------
 
+    async def _index(self, request: Request) -> Response:
+        """Send people to the chat, and tell programs what there is."""
+        pages = {"chat": "/chat", "dashboard": "/dashboard"} if self._config.dashboard else {}
+        if pages and "text/html" in request.headers.get("accept", ""):
+            return Response(status_code=307, headers={"location": "chat", "vary": "accept"})
+        links = {**pages, "openai": "/v1", "models": "/v1/models", "openapi": "/openapi.json", "health": "/health"}
+        return Response(
+            json_bytes({"name": "apt-jax", "links": links}), media_type="application/json", headers={"vary": "accept"}
+        )
+
     async def _page(self, request: Request) -> Response:
         return page.file(request.scope["path"])
 
@@ -382,8 +393,6 @@ class HttpApp:
 
     def _hint(self, path: str) -> str:
         """Name the path that a client with a wrong base URL means; empty: not known."""
-        if path == "/":
-            return "; pages are at /chat and /dashboard" if self._config.dashboard else ""
         known = {known for _, known in self.paths}
         meant = [other for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if other in known]
         if not meant and len(path) <= _LONGEST_HINT:

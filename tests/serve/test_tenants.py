@@ -238,6 +238,7 @@ HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/openapi.json"): shows_nothing(),
     ("POST", "/start_profile"): for_operators({}),
     ("POST", "/stop_profile"): for_operators({}),
+    ("GET", "/"): shows_nothing(),
     ("GET", "/dashboard"): shows_nothing(),
     ("GET", "/dashboard/style.css"): shows_nothing(),
     ("GET", "/dashboard/dashboard.js"): shows_nothing(),

@@ -24,12 +24,18 @@ PROBES = ("-1", "0", "1", "1.5", "inf", "ttft:5")
 """Values given to every flag: what a flag makes of them tells its type and its bounds."""
 
 
+def parser_of(command: str) -> Parser:
+    """The parser of a command."""
+    parser = Parser(prog=command)
+    importlib.import_module(_COMMANDS[command][0]).add_arguments(parser)
+    return parser
+
+
 def cli_flags() -> dict[str, dict[str, Any]]:
     """The flags of every command: names, types, choices and defaults; not the help texts."""
     flags: dict[str, dict[str, Any]] = {}
-    for command, (module, _) in _COMMANDS.items():
-        parser = Parser(prog=command)
-        importlib.import_module(module).add_arguments(parser)
+    for command in _COMMANDS:
+        parser = parser_of(command)
         flags[command] = {}
         exclusive = {
             id(action): number

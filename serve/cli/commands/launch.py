@@ -37,6 +37,9 @@ SERVE = (sys.executable, "-m", "serve.cli", "serve")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_arguments(parser)
+    if isinstance(parser, options.Parser):
+        parser.brief = (*parser.brief, "--replicas", "--routing-policy")
+        parser.example = parser.example.replace("apt-jax serve", "apt-jax launch --replicas 2")
     _add_own_arguments(parser)
 
 

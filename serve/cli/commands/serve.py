@@ -59,7 +59,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_BRIEF = (
+    "model", "--host", "--port", "--api-key", "--max-model-len", "--served-model-name", "--dtype", "--quantization",
+    "--tensor-parallel-size", "--max-num-seqs", "--device-memory-utilization", "--scheduling-policy", "--default-slo-ttft-ms",
+    "--default-slo-tbt-ms",
+)  # fmt: skip
+_EXAMPLE = f"""example:
+  {options.INSTALL_CHAT_MODEL}
+  apt-jax serve {options.CHAT_MODEL} --port 8000 --max-model-len 4096     # then open http://127.0.0.1:8000/chat
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    if isinstance(parser, options.Parser):
+        parser.brief, parser.example = _BRIEF, _EXAMPLE
     options.add_served_model_argument(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="HOST", default=ServerConfig().host, help="address to listen on")

@@ -113,8 +113,72 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(command):
             assert "milliseconds" in action.help
 
 
+@pytest.mark.parametrize("command", ["serve", "launch"])
+def test_help_of_a_command_of_many_flags_shows_those_that_most_need(command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert len(out.splitlines()) < 100
+    for flag in ("--host", "--port", "--api-key", "--max-model-len", "--dtype", "--scheduling-policy"):
+        assert f"{flag}" in out
+    assert "MODEL" in out
+    assert f"apt-jax {command}" in out.partition("example:")[2]
+    assert "--help=all" in out
+    assert "--batch-disk" not in out
+    assert run(command, "-h")[1] == out
+    assert "--batch-disk" in run(command, "--help=all")[1]
+
+
+@pytest.mark.parametrize(
+    ("topic", "shown", "hidden"),
+    [
+        ("scheduling", "--max-num-seqs", "--grpc-port"),
+        ("default-slo", "--default-slo-ttft-ms", "--max-num-seqs"),
+        ("Default SLO", "--default-slo-ttft-ms", "--max-num-seqs"),
+        ("batches", "--batch-disk", "--grpc-port"),
+        ("max-num", "--max-num-batched-tokens", "--grpc-port"),
+        ("--tls_key", "--tls-key", "--tls-cert"),
+    ],
+)
+def test_help_of_one_group_or_of_the_flags_of_a_name(topic, shown, hidden):
+    code, out, err = run("serve", f"--help={topic}")
+    assert (code, err) == (0, "")
+    assert f"  {shown} " in out
+    assert f"  {hidden} " not in out
+
+
+@pytest.mark.parametrize("topic", ["frobnicate", "-", "--", "a b", "ALL!"])
+def test_help_of_an_unknown_group_is_one_line_that_lists_them(topic):
+    code, out, err = run("serve", f"--help={topic}")
+    assert (code, out) == (2, "")
+    assert err.startswith("apt-jax serve: no group and no flag is called")
+    assert "groups: batches, cache, default-slo, model" in err
+    assert err.count("\n") == 1
+
+
+def test_every_group_of_every_command_can_be_asked_for():
+    from serve.cli.flags import _topic
+    from tests.support.snapshots import parser_of
+
+    for command in COMMANDS:
+        parser = parser_of(command)
+        for group in parser._action_groups:
+            if group._group_actions:
+                code, out, _ = run(command, f"--help={_topic(group.title or '')}")
+                assert code == 0
+                assert f"{group.title}:" in out
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from serve.cli import main; main(['--help']); main(['--version']); main(['frobnicate']); "
+        "print(sorted({'numpy', 'grpc', 'jax', 'apt_jax.engine', 'argparse'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout.splitlines()[-1] == "[]"
+
+
 def test_help_says_what_a_flag_is_when_it_is_not_given():
-    _, out, _ = run("serve", "--help")
+    _, out, _ = run("serve", "--help=all")
     text = " ".join(out.split())
     assert "(default: on)" in text
     assert text.count("(default: none, always attained)") == 2

@@ -121,7 +121,6 @@ def test_paths_that_others_have_and_hints_for_wrong_ones():
             ("/v1/tokenize", "; did you mean /tokenize?"),
             ("/v1/completions/", "; did you mean /v1/completions?"),
             ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
-            ("/", "; pages are at /chat and /dashboard"),
             ("/nothing", ""),
         ):
             error = (await served.http.get(path, headers=bearer)).json()["error"]
@@ -135,6 +134,24 @@ def test_paths_that_others_have_and_hints_for_wrong_ones():
         assert "prompt: missing; give prompt, a text, or messages; llama.cpp's" in empty.json()["error"]["message"]
 
     run(scenario, app={"keys": ApiKeys([KEY])})
+
+
+@pytest.mark.parametrize("dashboard", [True, False])
+def test_an_address_without_a_path_leads_people_to_the_chat_and_programs_on(dashboard):
+    async def scenario(served: HttpServed) -> None:
+        browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+        found = await served.http.get("/", headers={"accept": browser})
+        assert found.status_code == (307 if dashboard else 200)
+        assert found.headers.get("location") == ("chat" if dashboard else None)
+        for accept in ("*/*", "application/json", ""):
+            found = await served.http.get("/", headers={"accept": accept})
+            links = found.json()["links"]
+            assert ("chat" in links) == dashboard
+            for path in links.values():
+                head = {"authorization": f"Bearer {KEY}"}
+                assert path == "/v1" or (await served.http.get(path, headers=head)).status_code == 200
+
+    run(scenario, app={"keys": ApiKeys([KEY]), "dashboard": dashboard})
 
 
 def test_a_model_of_several_names():
