@@ -77,6 +77,9 @@ class CacheConfig:
     """Share of the device memory that is free after loading the weights to use for the cache, in (0, 1]."""
     enable_prefix_caching: bool = option(True)
     """Share the cache of common prompt prefixes between requests (default: on)."""
+    share_prefixes: bool = option(False)
+    """Share cached prefixes between API keys too. The time to a first token then tells a key whether another has sent the
+    same beginning of a prompt (docs/design/prefix_caching.md; default: off)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB: preempted requests and prefixes come back by copying
     (docs/design/host_tier.md; default: 0, none)."""

@@ -180,9 +180,11 @@ class EngineRequest:
     adapter: str | None = None
     """LoRA adapter that it runs with, by name; None: the model alone. Requests of different adapters share no cached
     prefixes: what is cached depends on the adapter."""
+    cache_salt: str | None = None
+    """Only requests of the same salt share cached prefixes; None: a salt of its own."""
     tenant: str | None = None
-    """The tenant, by API key; never what the request claims. Tenants share neither queue places, cached prefixes nor
-    ids."""
+    """The tenant, by API key; never what the request claims. Tenants share neither queue places nor ids, nor cached
+    prefixes unless `CacheConfig.share_prefixes`."""
 
     @property
     def has_token_rules(self) -> bool:

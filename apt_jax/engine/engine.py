@@ -199,7 +199,13 @@ class Engine:
         self.states = RequestStates(
             self.table,
             cache,
-            RequestPrefixes(cache, self.table, self._offered, None if disk is None else disk.salt),
+            RequestPrefixes(
+                cache,
+                self.table,
+                self._offered,
+                None if disk is None else disk.salt,
+                share=cache_config.share_prefixes,
+            ),
             clock,
             self._counters,
             self._recorder,

@@ -44,6 +44,7 @@ class RequestPrefixes:
         table: `PrefixHitTracker` keeps its `cached_prefix_tokens` and `shared_prefix_blocks` of waiting requests.
         offered: cache kinds on offer.
         salt: start of the digests; None: they are unlike those of any other engine.
+        share: tenants find each other's prefixes.
 
     Attributes:
         hits: tracks the waiting requests; None: prefix caching is off.
@@ -51,11 +52,18 @@ class RequestPrefixes:
     """
 
     def __init__(
-        self, cache: HybridCache, table: RequestTable, offered: Sequence[CacheKind], salt: bytes | None = None
+        self,
+        cache: HybridCache,
+        table: RequestTable,
+        offered: Sequence[CacheKind],
+        salt: bytes | None = None,
+        *,
+        share: bool = False,
     ) -> None:
         self._cache = cache
         self._offered = offered
         self._salt = os.urandom(16) if salt is None else salt
+        self._share = share
         self.reads: PrefixReads | None = None
         self.hits: PrefixHitTracker | None = None if cache.prefixes is None else cache.watch_hits(table)
 
@@ -63,12 +71,16 @@ class RequestPrefixes:
         """Return the start of a request's digests.
 
         Requests of a tenant find what its others left, and nothing of anybody else's, whose prompts the time to a first
-        token would otherwise reveal (CVE-2025-46570). Nor do requests of different adapters: their caches differ.
+        token would otherwise reveal (CVE-2025-46570). Nor do requests of different adapters, whose caches differ, or of
+        different `cache_salt`.
         """
         if self.hits is None:
             return b""
-        root = root_digest(self._salt, (request.tenant or "").encode())
-        return root if request.adapter is None else root_digest(root, request.adapter.encode())
+        root = root_digest(self._salt, b"" if self._share else (request.tenant or "").encode())
+        if request.adapter is None and request.cache_salt is None:
+            return root
+        root = root_digest(root, (request.adapter or "").encode())  # an adapter and a salt of one name differ in depth
+        return root if request.cache_salt is None else root_digest(root, request.cache_salt.encode())
 
     def no_digests(self) -> tuple[list[bytes], ...]:
         """Return empty lists by kind, see `RequestState.digests`."""

@@ -21,6 +21,7 @@ REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
 MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
 """Stop strings of a request, unless --max-stop-strings says otherwise."""
 MAX_STOP_CHARS = 256
+MAX_CACHE_SALT_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
@@ -150,6 +151,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="truncate_prompt_tokens", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or -1 for as many as fit"),
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
         FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
+        FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests of the same salt share cached prefixes."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
         FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --default-slo-class)."),

@@ -16,6 +16,7 @@ from apt_jax.config import SLO, SloClass
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import EngineRequest, SamplingParams, engine_id
 from apt_jax.validation.limits import (
+    MAX_CACHE_SALT_CHARS,
     MAX_DEADLINE_S,
     MAX_REQUEST_ID_CHARS,
     MAX_SEED,
@@ -32,6 +33,7 @@ from apt_jax.validation.sampling import AS_MANY_AS_FIT, bad_words_token_ids, che
 from apt_jax.validation.values import (
     check_integer,
     check_number,
+    check_text,
     check_token_id,
     shown,
 )
@@ -56,6 +58,7 @@ def build_request(
     grammars: GrammarSource | None = None,
     max_queue_s: float | None = None,
     adapter: object = None,
+    cache_salt: object = None,
     tenant: str | None = None,
 ) -> EngineRequest:
     """Check raw input and return the request for the engine.
@@ -76,6 +79,7 @@ def build_request(
         grammars: compiler for structured outputs, up to two seconds each; None: they are rejected.
         max_queue_s: see `EngineRequest`; checked by the caller.
         adapter: name of a LoRA adapter; None: the model alone.
+        cache_salt: see `EngineRequest`; None: none.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
@@ -87,6 +91,7 @@ def build_request(
     default_slo = limits.default_slo if checked_class == "rt" else SLO()
     checked_slo = _slo(default_slo if slo is None else slo, slo_ttft_ms, slo_tbt_ms)
     checked_adapter = _adapter(limits, adapter)
+    checked_salt = None if cache_salt is None else _cache_salt(cache_salt)
     checked_params = checked_sampling_params(limits, tokenizer, params, fallback_seed)
     keep_last = _kept_tokens(limits, checked_params)
     token_ids = checked_prompt(limits, tokenizer, prompt, prompt_token_ids, keep_last)
@@ -114,8 +119,15 @@ def build_request(
         bad_words_token_ids=bad_words_token_ids(limits, tokenizer, checked_params.bad_words),
         max_queue_s=max_queue_s,
         adapter=checked_adapter,
+        cache_salt=checked_salt,
         tenant=tenant,
     )
+
+
+def _cache_salt(value: object) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequestError("cache_salt", f"must be a text of 1 to {MAX_CACHE_SALT_CHARS} characters")
+    return check_text("cache_salt", value)
 
 
 def build_requests(

@@ -29,6 +29,7 @@ ENCODINGS = ("float", "base64")
 CARRIED = (
     "model",
     "request_id",
+    "cache_salt",
     "truncate_prompt_tokens",
     "slo",
     "slo_ttft_ms",

@@ -213,6 +213,7 @@ def read_call(
         "params": _sampling_fields(kind, body),
         "arrival_s": arrival_s,
         "adapter": parts.adapter_named(body.get("model")),
+        "cache_salt": body.get("cache_salt"),
         "tenant": tenant,
         "grammars": parts.pending_grammars,
         **_slo_fields(body, headers),

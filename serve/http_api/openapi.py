@@ -428,6 +428,7 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int, limits: Req
         "stream": _or_null(_FLAG),
         "stream_options": _or_null(_object({name: _or_null(_FLAG) for name in ("include_usage", "continuous_usage_stats")})),
         "request_id": _or_null({"type": "string", "pattern": f"^{validation.REQUEST_ID_PATTERN}$"}),
+        "cache_salt": _or_null(_field("cache_salt")),
         **{name: _or_null(_FLAG) for name in ("return_token_ids", "return_tokens_as_token_ids", "aptjax_timings")},
         "slo": _or_null(_object({"ttft_ms": ttft, "tbt_ms": tbt, "class": slo_class, "deadline_ms": deadline}, closed=True)),
         "slo_ttft_ms": ttft,
@@ -465,7 +466,8 @@ def _field(name: str, token: Schema = _COUNT, most: float = MAX_INTEGER) -> Sche
                 "additionalProperties": _number(spec.min, spec.max),
             }
         case "string":
-            return {"enum": list(spec.choices)}
+            text = {"type": "string", "minLength": 1, "maxLength": spec.max_chars}
+            return {"enum": list(spec.choices)} if spec.choices else text
     return _FLAG
 
 

@@ -14,7 +14,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "web_search_options": (),
     # vLLM
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "kv_transfer_params": ({},),

@@ -1,5 +1,6 @@
 """Requests of several LoRA adapters in one engine: each has its own cache, and nobody finds another's."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -24,16 +25,19 @@ def test_a_prefix_is_found_by_requests_of_the_same_adapter_alone(kind):
     assert len({tuple(tokens) for tokens in served.tokens.values()}) == 3
 
 
-def test_two_tenants_with_one_adapter_do_not_share_either():
+@pytest.mark.parametrize("share", [False, True])
+def test_tenants_adapters_and_salts_of_one_name_have_prefixes_of_their_own(share):
     served = Served(adapters=ADAPTERS)
     request = served.requests[served.add(prompt(9), adapter="sql")]
     prefixes = served.engine.states.prefixes
+    prefixes._share = share
     roots = {
-        prefixes.root_of(type(request)(**{**vars(request), "tenant": tenant, "adapter": adapter}))
+        prefixes.root_of(dataclasses.replace(request, tenant=tenant, adapter=adapter, cache_salt=salt))
         for tenant in (None, "a", "sql")
         for adapter in EVERY
+        for salt in (None, "a", "sql", "s" * 512)
     }
-    assert len(roots) == 9
+    assert len(roots) == (1 if share else 3) * 3 * 4
 
 
 def test_batches_say_which_row_has_which_adapter():

@@ -71,6 +71,7 @@ def toy_parts(
     chat_template: ChatTemplate | None = None,
     clock: Clock | None = None,
     adapters: Sequence[str] = (),
+    share_prefixes: bool = False,
     **scheduler: Any,
 ) -> EngineComponents:
     """An engine with both cache kinds, on the machine's clock unless another one is given."""
@@ -85,7 +86,7 @@ def toy_parts(
     config = EngineConfig(
         model="toy",
         lora_modules={name: f"adapters/{name}" for name in adapters},
-        cache=CacheConfig(block_size=block_size),
+        cache=CacheConfig(block_size=block_size, share_prefixes=share_prefixes),
         scheduler=SchedulerConfig(
             policy=policy,
             max_num_seqs=max_num_seqs,

@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import itertools
+import json
 import os
 import ssl
 import stat
@@ -15,6 +17,7 @@ import trustme
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from apt_jax.errors import ConfigError
+from apt_jax.text.chat import ChatTemplate
 from serve import cli
 from serve.cli.commands.serve import _reload
 from serve.client import AsyncAptClient
@@ -126,6 +129,40 @@ def test_the_official_client_sends_the_key():
         assert [m.id for m in (await client.models.list()).data] == ["toy"]
 
     run(scenario, app={"keys": ApiKeys([KEY])})
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_prefixes_are_found_by_the_same_key_and_salt_unless_keys_share(share):
+    async def scenario(served):
+        async def found(key: str, path: str, **fields: Any) -> int:
+            body = {"max_tokens": 2, **fields}
+            response = await served.post(path, body, headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == 200, response.text
+            usage = response.json()["usage"]
+            details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
+            return details.get("cached_tokens", details.get("cache_read_input_tokens", 0))
+
+        text = "the same long beginning of a prompt"
+        chat, message = f"a chat of {text}", f"a message of {text}"
+        for path, fields in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": chat}]}),
+            ("/v1/messages", {"messages": [{"role": "user", "content": message}]}),
+        ):
+            seen = set()
+            for key, salt in itertools.product((KEY, OTHER), (None, "red", "blue")):
+                what = (None if share else key, salt)
+                assert (await found(key, path, cache_salt=salt, **fields) > 0) is (what in seen), (path, key, salt)
+                seen.add(what)
+                assert await found(key, path, cache_salt=salt, **fields) > 0
+        for salt in ("", 5, "x" * 513, ["a"], "\ud800"):
+            body = json.dumps({"prompt": text, "cache_salt": salt}).encode()
+            headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+            response = await served.http.post("/v1/completions", content=body, headers=headers)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
+
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
+    run(scenario, chat_template=template, share_prefixes=share, num_blocks=2000, app={"keys": ApiKeys([KEY, OTHER])})
 
 
 def test_P17_Q3_keys_share_neither_queue_nor_cached_prefixes():
