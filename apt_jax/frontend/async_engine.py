@@ -194,7 +194,7 @@ class AsyncEngine:
         Leaving the loop early and closing the generator ends the request.
         """
         stream = self.submit(request, deadline_s=deadline_s)
-        state = RequestState(request, self.parts.assembler.token_text)
+        state = RequestState(request, self.parts.tokenizer)
         try:
             async for delta in stream:
                 state.add(delta)

@@ -168,7 +168,7 @@ class LLM:
             EngineDeadError: the engine has ended.
         """
         requests = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
-        states = {request: RequestState(request, self.parts.assembler.token_text) for request in requests}
+        states = {request: RequestState(request, self.parts.tokenizer) for request in requests}
         waiting = collections.deque(requests)
         engine, assembler = self.parts.engine, self.parts.assembler
         num_open = len(requests)

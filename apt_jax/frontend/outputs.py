@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.engine import StepOutput, TokenLogprobs
-from apt_jax.frontend.prompt_entries import TokenText, prompt_entries
+from apt_jax.frontend.prompt_entries import prompt_entries
 from apt_jax.request import (
     CompletionOutput,
     EngineRequest,
@@ -77,7 +77,8 @@ class OutputAssembler:
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._texts: dict[EngineRequest, OutputText] = {}
-        self._token_texts: dict[int, str | None] = {}
+        self._logged: dict[EngineRequest, int] = {}
+        """The token before the next one that has log probabilities."""
 
     @property
     def num_open(self) -> int:
@@ -93,21 +94,25 @@ class OutputAssembler:
         """Convert an output of the engine to text; call it once for each, in order."""
         request, params = output.request, output.request.params
         text, piece = self._text(request), ""
-        stop_reason = output.stop_reason
+        finish_reason, stop_reason = output.finish_reason, output.stop_reason
         if text is not None:
-            by_token = output.finish_reason == "stop" and isinstance(stop_reason, int)
+            by_token = finish_reason == "stop" and isinstance(stop_reason, int)
             if by_token and params.include_stop_str_in_output:
                 text.push(output.new_token_ids[-1])
+            found = text.stop
             piece = text.take(final=output.finished)
-        if output.finished:
-            self._texts.pop(request, None)
+            if finish_reason in ("stop", "length") and text.stop != found:  # in bytes that became no character
+                finish_reason, stop_reason = "stop", text.stop
         if isinstance(stop_reason, int) and stop_reason in self._eos_token_ids:
             stop_reason = None
         logprobs, total = None, 0.0
         if output.logprobs is not None:
             pairs = list(zip(output.new_token_ids, output.logprobs, strict=True))
-            logprobs = [self._logprobs(token_id, entry) for token_id, entry in pairs]
+            logprobs = [self._logprobs(request, token_id, entry) for token_id, entry in pairs]
             total = sum(entry.logprob for _, entry in pairs)
+        if output.finished:
+            self._texts.pop(request, None)
+            self._logged.pop(request, None)
         return OutputDelta(
             request=request,
             text=piece,
@@ -116,7 +121,7 @@ class OutputAssembler:
             cumulative_logprob=total,
             prompt_logprobs=output.prompt_logprobs,
             pooled=output.pooled,
-            finish_reason=output.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=stop_reason,
             error=output.error,
             metrics=output.metrics,
@@ -130,26 +135,31 @@ class OutputAssembler:
             params = request.params
             text = self._texts[request] = OutputText(
                 self._tokenizer,
+                request.prompt_token_ids,
                 stop=params.stop,
                 min_tokens=params.min_tokens,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
+                own_bytes_only=request.grammar is not None,  # what it allows is the text
             )
         return text
 
-    def _logprobs(self, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
+    def _logprobs(self, request: EngineRequest, token_id: int, entry: TokenLogprobs) -> dict[int, Logprob]:
         top = dict(zip(entry.top_ids.tolist(), entry.top_logprobs.tolist(), strict=True))
         ranks = {top_id: rank for rank, top_id in enumerate(top, 1)}
         values = {token_id: entry.logprob, **{t: v for t, v in top.items() if t != token_id}}
-        return {t: Logprob(logprob=v, rank=ranks.get(t), decoded_token=self.token_text(t)) for t, v in values.items()}
-
-    def token_text(self, token_id: int) -> str | None:
-        """Text of one token; None: there is no tokenizer, or it has none. From any thread."""
-        if self._tokenizer is None:
-            return None
-        if token_id not in self._token_texts:
-            self._token_texts[token_id] = self._tokenizer.token_text(token_id)
-        return self._token_texts[token_id]
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return {t: Logprob(logprob=v, rank=ranks.get(t), decoded_token=None) for t, v in values.items()}
+        after = self._logged.get(request)
+        if after is None:
+            after = tokenizer.last_text_id(request.prompt_token_ids)
+        if token_id not in tokenizer.special_ids or not request.params.skip_special_tokens:
+            self._logged[request] = token_id
+        return {
+            t: Logprob(logprob=v, rank=ranks.get(t), decoded_token=tokenizer.token_text(t, after))
+            for t, v in values.items()
+        }
 
 
 class RequestState:
@@ -157,12 +167,12 @@ class RequestState:
 
     Args:
         request: whose output it is.
-        token_text: text of a token, for the log probabilities of its prompt.
+        tokenizer: for the log probabilities of its prompt; None: they have no texts.
     """
 
-    def __init__(self, request: EngineRequest, token_text: TokenText = lambda _: None) -> None:
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None = None) -> None:
         self.request = request
-        self._token_text = token_text
+        self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._parts: list[str] = []
         self._token_ids: list[int] = []
@@ -180,7 +190,7 @@ class RequestState:
             self._logprobs += delta.logprobs
         if delta.prompt_logprobs is not None:
             token_ids = self.request.prompt_token_ids.tolist()
-            self._prompt_logprobs = prompt_entries(token_ids, delta.prompt_logprobs, self._token_text)
+            self._prompt_logprobs = prompt_entries(token_ids, delta.prompt_logprobs, self._tokenizer)
         if delta.pooled is not None:
             self._pooled = delta.pooled
         self._last = delta

@@ -1,60 +1,81 @@
 """Text from token ids as they come, and stop strings within it."""
 
-import codecs
-import logging
 from collections.abc import Sequence
 
-from apt_jax.text.tokenizer import Tokenizer
+from apt_jax.text.tokenizer import TokenIds, Tokenizer
 
-_logger = logging.getLogger(__name__)
+_PROMPT_TAIL = 16
+"""Tokens of the prompt that are read: more than a character has bytes, and some special tokens among them."""
+_MAX_UNREAD = 8
+"""Tokens that a decoder of whole texts may leave without a character."""
 
 
 class IncrementalDetokenizer:
-    """Tokens to text, a token at a time.
+    """Tokens to text, a token at a time, as the continuation of a prompt.
 
-    For every sequence of tokens, the pieces that `push` returns, and last `flush`'s, joined, equal
-    `Tokenizer.decode` of all of them.
+    The texts that `push` and `flush` return, joined, are what the tokens add to the text of the prompt. Every character
+    comes with its last byte. Bytes that are not UTF-8 become U+FFFD; a character that the prompt has begun belongs to the
+    output.
+
+    A call takes the same time however long prompt and output are. Of the prompt only the last tokens are read: what a
+    token adds depends on the token before it at most, and no character has more than four bytes.
+
+    Args:
+        tokenizer: of the model.
+        prompt_token_ids: the prompt, or its end.
+        skip_special_tokens: leave special tokens out.
+        own_bytes_only: leave out a character that the prompt has begun.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: TokenIds = (),
+        *,
+        skip_special_tokens: bool = True,
+        own_bytes_only: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._continuations = tokenizer.continuations
         self._skip_special = skip_special_tokens
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Without byte-level pieces: text comes from decoding a window of ids again.
+        self._utf8 = self._continuations.utf8_decoder()
         self._ids: list[int] = []
-        self._window_start = 0
+        """The tokens that are read again: the last one, or without `is_exact` the last few."""
         self._window_read = 0
+        for token_id in prompt_token_ids[-_PROMPT_TAIL:]:
+            self.push(int(token_id))
+        if own_bytes_only:
+            self._utf8.reset()
 
     def push(self, token_id: int) -> str:
         """Text that `token_id` completes; empty while a character lacks bytes."""
         if self._skip_special and token_id in self._tokenizer.special_ids:
             return ""
-        if self._tokenizer.is_byte_level:
-            return self._utf8.decode(self._tokenizer.piece(token_id))
-        self._ids.append(token_id)
-        token = self._tokenizer.backend.id_to_token(token_id)
-        if token is None or _is_byte_fallback(token):
-            return ""  # runs of single bytes are decoded as a whole
-        return self._advance()
+        if not self._continuations.is_exact:
+            self._ids.append(token_id)
+            return self._advance(final=False)
+        text = self._utf8.decode(self._continuations.piece(token_id, self._ids[0] if self._ids else None))
+        if self._continuations.word_end is not None:
+            self._ids = [token_id]
+        return text
 
     def flush(self) -> str:
         """Return the rest at the end: U+FFFD for bytes that never became a character."""
-        if self._tokenizer.is_byte_level:
-            return self._utf8.decode(b"", final=True)
-        return self._advance()
+        return self._utf8.decode(b"", final=True) if self._continuations.is_exact else self._advance(final=True)
 
-    def _advance(self) -> str:
-        before = self._decode(self._window_start, self._window_read)
-        now = self._decode(self._window_start, len(self._ids))
-        self._window_start, self._window_read = self._window_read, len(self._ids)
+    def _advance(self, *, final: bool) -> str:
+        """Decode the window with and without its new tokens."""
+        read = self._window_read
+        now = self._decode(self._ids)
+        if now.endswith("\ufffd") and not final and len(self._ids) - read < _MAX_UNREAD:
+            return ""  # it may still become a character
+        before = self._decode(self._ids[:read])
+        self._ids = self._ids[read:]
+        self._window_read = len(self._ids)
         return now[len(before) :]
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip_special)
-
-
-def _is_byte_fallback(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special) if token_ids else ""
 
 
 class _Matcher:
@@ -136,6 +157,15 @@ class StopChecker:
 class OutputText:
     """The text of one output sequence: detokenised, and cut at a stop string.
 
+    Args:
+        tokenizer: of the model.
+        prompt_token_ids: what the output continues, or its end.
+        stop: stop strings, none empty.
+        min_tokens: a stop string does not count before so many tokens.
+        include_stop_str_in_output: keep the matched string at the end of the text.
+        skip_special_tokens: leave special tokens out.
+        own_bytes_only: leave out a character that the prompt has begun.
+
     Attributes:
         stop: the stop string that ended it.
     """
@@ -143,13 +173,17 @@ class OutputText:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        prompt_token_ids: TokenIds = (),
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        own_bytes_only: bool = False,
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens, own_bytes_only=own_bytes_only
+        )
         self._checker = StopChecker(stop, include_in_output=include_stop_str_in_output)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -162,19 +196,23 @@ class OutputText:
         self._num_tokens += 1
         if self.stop is not None:
             return None
-        text = self._detokenizer.push(token_id)
+        self._add(self._detokenizer.push(token_id))
+        return self.stop
+
+    def take(self, *, final: bool = False) -> str:
+        """Text settled since the last call; with `final` also what was kept back, in which `stop` may be found."""
+        if final and not self._flushed:
+            self._flushed = True
+            if self.stop is None:
+                self._add(self._detokenizer.flush())
+            if self.stop is None:
+                self._unread.append(self._checker.flush())
+        text = "".join(self._unread)
+        self._unread.clear()
+        return text
+
+    def _add(self, text: str) -> None:
         if text:
             shown, self.stop = self._checker.push(text, may_match=self._num_tokens >= self._min_tokens)
             if shown:
                 self._unread.append(shown)
-        return self.stop
-
-    def take(self, *, final: bool = False) -> str:
-        """Text settled since the last call; with `final` also what was kept back. Nothing is looked for in that."""
-        if final and not self._flushed:
-            self._flushed = True
-            if self.stop is None:
-                self._unread += [self._checker.flush(), self._detokenizer.flush()]
-        text = "".join(self._unread)
-        self._unread.clear()
-        return text

@@ -2,8 +2,8 @@
 
 * `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a
   special token is encoded as the plain text that it is: only the tokenizer's own template adds special tokens.
-* `IncrementalDetokenizer` turns tokens into text one by one. A character whose bytes are spread over several tokens
-  comes out whole, with its last byte; the pieces together are exactly the decoded text of all tokens.
+* `IncrementalDetokenizer` turns tokens into text one by one, as the continuation of a prompt. A character whose bytes
+  are spread over several tokens comes out whole, with its last byte.
 * `StopChecker` finds stop strings wherever token borders fall, and keeps back text that may still become one, so that
   nothing that was streamed has to be taken back.
 * `OutputText` joins both for one request.
@@ -18,45 +18,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.processors
+from numpy.typing import NDArray
 
 from apt_jax.errors import ModelLoadError, one_line
+from apt_jax.text.continuations import BYTE_ALPHABET, Continuations, byte_level_bytes
 from apt_jax.text.long_texts import LONG_CHARS, LongTextTokenizer
 from apt_jax.text.patterns import any_of
 from apt_jax.text.tokenizer_config import MAX_FILE_BYTES, apply_config, special_token, tokenizer_config
+
+TokenIds = Sequence[int] | NDArray[np.int32]
 
 _logger = logging.getLogger(__name__)
 _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
 _FEW_IDS = 64  # beyond the rows of any model
 _SPACE = re.compile(r"\s*")
+_NEAR_END = 16
+"""Tokens at the end of a prompt that are looked at for a text token: more special ones do not follow each other."""
 _QUICK_CHARS = 1024
 _QUICK_TOKENS = 1024
 """More is encoded and decoded as a batch of one: only then the library lets other threads of Python run."""
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable Latin-1 as itself, the rest
-    from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in printable]
-    alphabet = {chr(b): b for b in printable}
-    alphabet.update({chr(0x100 + n): b for n, b in enumerate(rest)})
-    return alphabet
-
-
-_BYTES = _byte_alphabet()
-
-
-def _token_bytes(token: str) -> bytes:
-    """Return the bytes of a token of a byte-level vocabulary."""
-    try:
-        return bytes(_BYTES[c] for c in token)
-    except KeyError:  # an added token with other characters
-        return token.encode("utf-8", "replace")
 
 
 class Tokenizer:
@@ -66,6 +52,8 @@ class Tokenizer:
         backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
 
     Attributes:
+        continuations: what tokens add to a text that has begun.
+        is_byte_level: tokens are written in the byte alphabet of GPT-2.
         vocab_size: ids are in [0, vocab_size).
         path: the directory or GGUF file that it was read from, if any.
     """
@@ -81,9 +69,11 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        decoder = json.loads(backend.to_str()).get("decoder") or {}
-        self.is_byte_level = decoder.get("type") == "ByteLevel"
-        self._longest_token = max((len(_token_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1)
+        self.continuations = Continuations(backend)
+        self.is_byte_level = self.continuations.is_byte_level
+        self._longest_token = max(
+            (len(byte_level_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
+        )
         # A normaliser may shorten text (strip, compose characters), and an added token may swallow the spaces around
         # it: then lengths bound nothing.
         self._bounded = (
@@ -91,7 +81,6 @@ class Tokenizer:
             and backend.normalizer is None
             and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
         )
-        self._pieces: dict[int, bytes] = {}
         self._child: LongTextTokenizer | None = None
 
     def use_child_for_long_texts(self) -> None:
@@ -264,19 +253,22 @@ class Tokenizer:
             return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def token_text(self, token_id: int) -> str | None:
-        """Text of one token alone, special tokens shown; None for an id without a token."""
+    def token_text(self, token_id: int, after: int | None = None) -> str | None:
+        """Text that one token adds to a text that has begun, special tokens shown; None for an id without a token.
+
+        Args:
+            token_id: the token. Bytes that are no whole characters become U+FFFD.
+            after: the token before it; see `apt_jax.text.continuations.Continuations.piece`.
+        """
         if self._backend.id_to_token(token_id) is None:
             return None
-        return self.decode([token_id], skip_special_tokens=False)
+        return self.continuations.piece(token_id, after).decode("utf-8", "replace")
 
-    def piece(self, token_id: int) -> bytes:
-        """Bytes of one token of a byte-level tokenizer; none for an id without a token."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            token = self._backend.id_to_token(token_id)
-            piece = self._pieces[token_id] = b"" if token is None else _token_bytes(token)
-        return piece
+    def last_text_id(self, token_ids: TokenIds) -> int | None:
+        """The last id that is no special token's; None: there is none among the last few. It is what `token_text` wants
+        to know of a prompt."""
+        end = token_ids[-_NEAR_END:]
+        return next((int(i) for i in reversed(end) if int(i) not in self.special_ids), None)
 
 
 def _end_of_space(text: str, at: int) -> int:
@@ -407,7 +399,7 @@ def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokeniz
         raise ModelLoadError(f"{vocab_file}: damaged, not JSON") from None
     if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):
         raise ModelLoadError(f"{vocab_file}: damaged, must map tokens to ids")
-    if not _BYTES.keys() <= vocab.keys():
+    if not BYTE_ALPHABET.keys() <= vocab.keys():
         raise ModelLoadError(f"{vocab_file}: is not a byte-level vocabulary; a tokenizer.json is needed (--tokenizer)")
     lines = [line for line in _read_text(merges_file).split("\n") if not line.startswith("#version")]
     parts = [line.rstrip("\r").split(" ") for line in lines if line.strip()]

@@ -9,9 +9,10 @@ from apt_jax.engine import EngineStats
 from apt_jax.engine.events import Iteration, IterationBatch
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.frontend.prompt_entries import TokenText, prompt_entries
+from apt_jax.frontend.prompt_entries import prompt_entries
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
+from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import MAX_LOGPROBS
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
@@ -136,13 +137,13 @@ def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateR
     return message
 
 
-def prompt_responses(delta: OutputDelta, sequence: int, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
+def prompt_responses(delta: OutputDelta, sequence: int, tokenizer: Tokenizer | None) -> Iterator[pb.GenerateResponse]:
     """Encode the log probabilities of a prompt as messages of bounded size, the first of which has this number;
-    `token_text` gives the text of a token."""
+    `tokenizer` gives the texts of tokens."""
     if delta.prompt_logprobs is None:
         return
     prompt, most = delta.request.prompt_token_ids.tolist(), delta.request.params.prompt_logprobs or 0
-    pairs = zip(prompt, prompt_entries(prompt, delta.prompt_logprobs, token_text), strict=True)
+    pairs = zip(prompt, prompt_entries(prompt, delta.prompt_logprobs, tokenizer), strict=True)
     entries = [(token_id, entry) for token_id, entry in pairs if entry is not None]
     for number, start in enumerate(range(0, len(entries), _PROMPT_ENTRIES)):
         part = entries[start : start + _PROMPT_ENTRIES]

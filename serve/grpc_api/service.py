@@ -37,7 +37,7 @@ class AptGenerateCodec:
         request = require_decoded(self._request)
         if request.model:
             require_served_model(parts, request.model)
-        self._token_text = parts.assembler.token_text
+        self._tokenizer = parts.tokenizer
         fields = messages.request_fields(request, self._metadata)
         return fields | {"adapter": parts.adapter_named(request.model)}
 
@@ -48,7 +48,7 @@ class AptGenerateCodec:
 
     def messages(self, index: int, delta: OutputDelta) -> Iterable[pb.GenerateResponse]:
         self._num_tokens += len(delta.token_ids)
-        for message in messages.prompt_responses(delta, self._num_messages, self._token_text):
+        for message in messages.prompt_responses(delta, self._num_messages, self._tokenizer):
             self._num_messages += 1
             yield message
         yield messages.response(delta, self._num_messages, self._num_tokens)

@@ -19,6 +19,8 @@ import numpy as np
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import EngineRequest, SamplingParams
+from apt_jax.text.detokenizer import IncrementalDetokenizer
+from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import (
     MAX_INTEGER,
     MAX_LOGPROBS,
@@ -477,10 +479,15 @@ def _echoes(parts: EngineComponents, body: Body, requests: Iterable[EngineReques
         return None
     if parts.tokenizer is None:
         raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")
-    return [
-        parts.tokenizer.decode(r.prompt_token_ids.tolist(), skip_special_tokens=False) if r.prompt is None else r.prompt
-        for r in requests
-    ]
+    return [_echo(parts.tokenizer, r) if r.prompt is None else r.prompt for r in requests]
+
+
+def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
+    """Text of a prompt of token ids. Where a character begins at its end, the output completes it."""
+    text = tokenizer.decode(request.prompt_token_ids.tolist(), skip_special_tokens=False)
+    if request.grammar is not None:
+        return text
+    return text.removesuffix(IncrementalDetokenizer(tokenizer, request.prompt_token_ids).flush())
 
 
 def _renamed(error: InvalidRequestError, kind: Kind, body: Body, output: OutputPlan) -> InvalidRequestError:

@@ -1,6 +1,7 @@
 """Responses of OpenAI's completions and chat completions: chunks of a stream, or the whole."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.prompt_entries import prompt_entries
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import Logprob, RequestMetrics
+from apt_jax.text.detokenizer import IncrementalDetokenizer
 from serve.compact_json import json_bytes
 from serve.http_api.errors import HttpError
 from serve.http_api.openai_request import CompletionCall
@@ -31,8 +33,10 @@ class CompletionResponseBuilder:
         self._is_chat = call.kind == "chat"
         count = len(call.requests)
         self._begun = [False] * count
-        self._text_len = [0] * count
-        """Characters of the token texts that `text_offset` has counted."""
+        self._text_len = [len(self._echo(i)) for i in range(count)]
+        """Characters of the text before the next token of each choice, for `text_offset`."""
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+        """One for each choice with log probabilities."""
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
         self._messages = [
@@ -196,24 +200,16 @@ class CompletionResponseBuilder:
             return None
         if self._is_chat:
             return {"content": self.chat_logprobs(index, delta.token_ids, delta.logprobs)}
-        token_ids, entries = delta.token_ids, delta.logprobs
+        offsets = self._offsets(index, delta)
+        tokens = [self._token(t, entry[t]) for t, entry in zip(delta.token_ids, delta.logprobs, strict=True)]
+        token_ids: list[int] = delta.token_ids
+        entries: list[dict[int, Logprob] | None] = [*delta.logprobs]
         if self._call.echo_logprobs and delta.prompt_logprobs is not None:
             prompt = delta.request.prompt_token_ids.tolist()
-            token_text = self._parts.assembler.token_text
-            token_ids, entries = (
-                prompt + token_ids,
-                [
-                    *prompt_entries(prompt, delta.prompt_logprobs, token_text),
-                    *entries,
-                ],
-            )
-            tokens = [self._text(t, token_text(t)) for t in token_ids]
-        else:
-            tokens = [self._token(t, entry[t]) for t, entry in zip(token_ids, entries, strict=True)]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._text_len[index])
-            self._text_len[index] += len(token)
+            of_prompt = prompt_entries(prompt, delta.prompt_logprobs, self._parts.tokenizer)
+            texts, starts = self._echoed(index, prompt, of_prompt)
+            tokens, offsets = [*texts, *tokens], [*starts, *offsets]
+            token_ids, entries = prompt + token_ids, [*of_prompt, *entries]
         return {
             "tokens": tokens,
             "token_logprobs": [
@@ -224,18 +220,68 @@ class CompletionResponseBuilder:
             "text_offset": offsets,
         }
 
+    def _offsets(self, index: int, delta: OutputDelta) -> list[int]:
+        """Where in the text of the choice each new token begins: after the characters that are complete before it."""
+        tokenizer, params = self._parts.tokenizer, delta.request.params
+        detokenizer = self._detokenizers.get(index)
+        if detokenizer is None and tokenizer is not None:
+            detokenizer = self._detokenizers[index] = IncrementalDetokenizer(
+                tokenizer,
+                delta.request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                own_bytes_only=delta.request.grammar is not None,
+            )
+        offsets = []
+        for token_id in delta.token_ids:
+            offsets.append(self._text_len[index])
+            self._text_len[index] += 0 if detokenizer is None else len(detokenizer.push(token_id))
+        return offsets
+
+    def _echoed(
+        self, index: int, prompt: Sequence[int], entries: list[dict[int, Logprob] | None]
+    ) -> tuple[list[str], list[int]]:
+        """Texts of the tokens of an echoed prompt, and where in it they begin.
+
+        Where the prompt begins without the space that its first token would add to a text that has begun, that token and
+        those in its place in `entries` lose the space, too.
+        """
+        tokenizer, echo = self._parts.tokenizer, self._echo(index)
+        if tokenizer is None:
+            return [self._text(t, None) for t in prompt], [0] * len(prompt)
+        texts = [tokenizer.token_text(prompt[0])]
+        texts += [None if entry is None else entry[t].decoded_token for t, entry in zip(prompt, entries, strict=True)][
+            1:
+        ]
+        # Special tokens are in the echo of token ids, and not in the text that a client has sent.
+        shows_special = self._call.requests[index].prompt is None
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=not shows_special)
+        pieces = [detokenizer.push(token_id) for token_id in prompt]
+        first = next((i for i, piece in enumerate(pieces) if piece), None)
+        if first is not None and not echo.startswith(pieces[first]):
+            texts[first] = (texts[first] or "").removeprefix(" ")
+            entry = entries[first] or {}
+            for token_id, one in entry.items():
+                text = (one.decoded_token or "").removeprefix(" ")
+                entry[token_id] = dataclasses.replace(one, decoded_token=text)
+        # A tokenizer may change a text. The tokens before the output are those whose places count most.
+        ends = list(itertools.accumulate(map(len, pieces)))
+        missing = ends[-1] - len(echo)
+        starts = [min(max(end - len(piece) - missing, 0), len(echo)) for end, piece in zip(ends, pieces, strict=True)]
+        return [self._text(t, text) for t, text in zip(prompt, texts, strict=True)], starts
+
     def chat_logprobs(
         self, index: int, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]]
     ) -> list[dict[str, Any]]:
         """Log probabilities of tokens of choice `index`, in the form of chat completions."""
-        most = self._call.requests[index].params.logprobs or 0
-        return [self._chat_logprob(t, entry, most) for t, entry in zip(token_ids, entries, strict=True)]
+        params = self._call.requests[index].params
+        most, skip = params.logprobs or 0, params.skip_special_tokens
+        return [self._chat_logprob(t, entry, most, skip) for t, entry in zip(token_ids, entries, strict=True)]
 
     def _prompt_logprobs(self, delta: OutputDelta) -> list[dict[str, Any] | None] | None:
         """Log probabilities of the prompt in vLLM's form: by token id, None for the first token."""
         if delta.prompt_logprobs is None:
             return None
-        prompt, token_text = delta.request.prompt_token_ids.tolist(), self._parts.assembler.token_text
+        prompt = delta.request.prompt_token_ids.tolist()
         return [
             None
             if entry is None
@@ -243,7 +289,7 @@ class CompletionResponseBuilder:
                 str(token_id): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
                 for token_id, one in entry.items()
             }
-            for entry in prompt_entries(prompt, delta.prompt_logprobs, token_text)
+            for entry in prompt_entries(prompt, delta.prompt_logprobs, self._parts.tokenizer)
         ]
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
@@ -254,18 +300,18 @@ class CompletionResponseBuilder:
             named.setdefault(self._token(token_id, one), _finite(one.logprob))
         return named
 
-    def _chat_logprob(self, token_id: int, entry: dict[int, Logprob], most: int) -> dict[str, Any]:
+    def _chat_logprob(self, token_id: int, entry: dict[int, Logprob], most: int, skip: bool) -> dict[str, Any]:
         ranked = sorted((one.rank, t) for t, one in entry.items() if one.rank is not None and one.rank <= most)
         return {
-            **self._named(token_id, entry[token_id]),
-            "top_logprobs": [self._named(t, entry[t]) for _, t in ranked],
+            **self._named(token_id, entry[token_id], skip),
+            "top_logprobs": [self._named(t, entry[t], skip) for _, t in ranked],
         }
 
-    def _named(self, token_id: int, one: Logprob) -> dict[str, Any]:
+    def _named(self, token_id: int, one: Logprob, skip: bool) -> dict[str, Any]:
         return {
             "token": self._token(token_id, one),
             "logprob": _finite(one.logprob),
-            "bytes": self._bytes(token_id, one),
+            "bytes": self._bytes(token_id, one, skip),
         }
 
     def _token(self, token_id: int, one: Logprob) -> str:
@@ -274,11 +320,12 @@ class CompletionResponseBuilder:
     def _text(self, token_id: int, text: str | None) -> str:
         return f"token_id:{token_id}" if self._call.tokens_as_ids or text is None else text
 
-    def _bytes(self, token_id: int, one: Logprob) -> list[int]:
-        tokenizer = self._parts.tokenizer
-        if tokenizer is not None and tokenizer.is_byte_level:
-            return list(tokenizer.piece(token_id))
-        return list((one.decoded_token or "").encode())
+    def _bytes(self, token_id: int, one: Logprob, skip: bool) -> list[int]:
+        """Bytes that the token adds to the text: none for special tokens where the text leaves them out."""
+        tokenizer, text = self._parts.tokenizer, one.decoded_token
+        if tokenizer is None or text is None or (skip and token_id in tokenizer.special_ids):
+            return []
+        return list(tokenizer.continuations.piece(token_id) if "\ufffd" in text else text.encode())
 
 
 class CompletionResponse:

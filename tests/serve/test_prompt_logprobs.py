@@ -45,14 +45,30 @@ def test_echo_with_logprobs_covers_prompt_and_completion(stream):
         assert "".join(tokens[1 : len(ids)]) == TEXT  # after the token that the tokenizer puts first
         assert values[0] is tops[0] is None
         assert values[1 : len(ids)] == pytest.approx(scores.logprob.tolist())
-        token_text = served.parts.assembler.token_text
+        token_text = token_text_of(served)
         for place, top in enumerate(tops[1 : len(ids)]):
             assert top[tokens[1 + place]] == values[1 + place]
             best = token_text(int(scores.top_ids[place, 0]))
             assert best == tokens[1 + place] or top[best] == pytest.approx(float(scores.top_logprobs[place, 0]))
-        assert offsets == [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        assert offsets[: len(ids)] == [0, *(sum(map(len, tokens[1:place])) for place in range(1, len(ids)))]
+        check_offsets(text, tokens, offsets, token_text_of(served)(ids[0]))
 
     run(scenario)
+
+
+def token_text_of(served: HttpServed):
+    tokenizer = served.parts.tokenizer
+    assert tokenizer is not None
+    return tokenizer.token_text
+
+
+def check_offsets(text: str, tokens: list[str], offsets: list[int], special: str | None) -> None:
+    """Tokens stand in the text where they are said to; special ones, and parts of characters, are not in it."""
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+    for before, token, offset in zip([None, *tokens], tokens, offsets, strict=False):
+        if token != special and "\ufffd" not in f"{before}{token}":
+            assert text.startswith(token, offset)
 
 
 @pytest.mark.parametrize("prompts", [TEXT, [TEXT, "more"], [[7, 8, 9], [5]]])
@@ -87,7 +103,7 @@ def test_prompt_logprobs_have_the_form_of_vllm():
             own = entry[str(ids[place + 1])]
             assert own["logprob"] == pytest.approx(float(scores.logprob[place]))
             assert own["rank"] == scores.rank[place]
-            assert own["decoded_token"] == served.parts.assembler.token_text(ids[place + 1])
+            assert own["decoded_token"] == token_text_of(served)(ids[place + 1])
             assert set(map(int, entry)) == {ids[place + 1], *scores.top_ids[place, :3].tolist()}
         (choice,) = (await served.ask(TEXT, max_tokens=0, prompt_logprobs=0))["choices"]
         assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [1] * (len(ids) - 1)

@@ -72,6 +72,7 @@ def toy_parts(
     clock: Clock | None = None,
     adapters: Sequence[str] = (),
     share_prefixes: bool = False,
+    vocab_size: int = VOCAB_SIZE,
     **scheduler: Any,
 ) -> EngineComponents:
     """An engine with both cache kinds, on the machine's clock unless another one is given."""
@@ -79,7 +80,7 @@ def toy_parts(
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         fault=fault,
     )
     executor.step_s = step_s
@@ -101,7 +102,7 @@ def toy_parts(
             CacheKindSpec(name="kv", blocks_per_group=2),
             CacheKindSpec(name="hidden", blocks_per_group=1),
         ),
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         max_model_len=max_model_len,
         tokenizer=byte_tokenizer() if tokenizer == "bytes" else tokenizer,  # type: ignore[arg-type]
         eos_token_ids=eos_token_ids,

@@ -1,6 +1,7 @@
 """The HTTP server: answers as OpenAI's, statuses, cancellation, bounds, keys, TLS, draining."""
 
 import asyncio
+import itertools
 import json
 import math
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from apt_jax.request import SamplingParams
 from apt_jax.text.chat import ChatTemplate
+from apt_jax.text.detokenizer import IncrementalDetokenizer
 from tests.support.chat_templates import CHATML, WITH_TOOLS
 from tests.support.fake_executor import Fault, FaultKind, reference_tokens
 from tests.support.http_serving import completion, post_head, run
@@ -198,8 +200,9 @@ def test_log_probabilities_of_completions(stream):
         for token, value, top in zip(tokens, values, tops, strict=True):
             assert top[token] == value == max(top.values())
             assert 1 <= len(top) <= 3  # different tokens may have the same text
-        offsets = [o for p in parts for o in p.text_offset]
-        assert offsets == [sum(map(len, tokens[:i])) for i in range(6)]
+        detokenizer = IncrementalDetokenizer(served.parts.tokenizer)
+        ends = list(itertools.accumulate(len(detokenizer.push(i)) for i in want))
+        assert [o for p in parts for o in p.text_offset] == [0, *ends[:-1]]
 
     run(scenario)
 
@@ -320,7 +323,9 @@ def test_a_chat_by_the_official_client():
         assert choice.message.content == text_of(served, want)
         assert choice.finish_reason == "length"
         entries = choice.logprobs.content
-        assert b"".join(bytes(e.bytes) for e in entries) == b"".join(map(served.parts.tokenizer.piece, want))
+        assert b"".join(bytes(e.bytes) for e in entries) == b"".join(
+            map(served.parts.tokenizer.continuations.piece, want)
+        )
         for entry in entries:
             assert len(entry.top_logprobs) == 2
             assert entry.top_logprobs[0].logprob == entry.logprob  # greedy

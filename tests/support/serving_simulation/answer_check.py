@@ -193,7 +193,12 @@ def _reference(request: EngineRequest, grammar: FakeGrammar | None) -> tuple[lis
         request.prompt_token_ids, params.max_tokens, vocab_size=VOCAB_SIZE, params=params, grammar=grammar
     )
     text = OutputText(
-        tokenizer(), stop=params.stop, min_tokens=params.min_tokens, skip_special_tokens=params.skip_special_tokens
+        tokenizer(),
+        request.prompt_token_ids,
+        stop=params.stop,
+        min_tokens=params.min_tokens,
+        skip_special_tokens=params.skip_special_tokens,
+        own_bytes_only=grammar is not None,
     )
     for count, token in enumerate(tokens, 1):
         if token in params.stop_token_ids and count >= params.min_tokens:

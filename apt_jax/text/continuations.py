@@ -1,0 +1,173 @@
+"""Bytes that each token adds to a text that has begun.
+
+An output continues its prompt, so its tokens must not be decoded as if they began a text: decoders of SentencePiece
+take the first space of a text away, those of WordPiece put none before its first word. Here every token has bytes of its
+own, and the bytes of all tokens, put together, are the text. `apt_jax.text.detokenizer`, log probabilities and
+constraints (`apt_jax.structured`) all read tokens in this way.
+
+For nearly all decoders of the `tokenizers` library these bytes depend on the token only. Two exceptions:
+
+* ``BPEDecoder`` turns the end of a word (``</w>``) into a space once another token follows: that token gets the space.
+* Other decoders (CTC, unknown steps) look at the whole text. `is_exact` is False for them, and `IncrementalDetokenizer`
+  decodes a window of tokens.
+
+Spaces that a decoder strips from the end of a text stay: an output is no end.
+"""
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+_CONTEXT = "a"
+"""A token before the one that is asked about."""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable Latin-1 as itself, the rest
+    from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    alphabet = {chr(b): b for b in printable}
+    alphabet.update({chr(0x100 + n): b for n, b in enumerate(rest)})
+    return alphabet
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary."""
+    try:
+        return bytes(BYTE_ALPHABET[c] for c in token)
+    except KeyError:  # an added token with other characters
+        return token.encode("utf-8", "replace")
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    """Error handler: U+FFFD for each byte, as the library's ``ByteFallback`` has it."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+_EACH = "apt_jax.replace_each"
+codecs.register_error(_EACH, _replace_each)
+
+
+class Continuations:
+    """The bytes that tokens add to a text that has begun.
+
+    Args:
+        backend: the library's tokenizer; its vocabulary and decoder do not change afterwards.
+
+    Attributes:
+        is_exact: the bytes of all tokens, put together, are the decoded text.
+        is_byte_level: tokens are written in the byte alphabet of GPT-2.
+        word_end: what ends words in the vocabulary, where a space follows once another token does; None: nothing.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._decoder = backend.decoder
+        steps = _steps(None if self._decoder is None else json.loads(self._decoder.__getstate__()))
+        kinds = [step["type"] for step in steps]
+        self.is_byte_level = kinds[:1] == ["ByteLevel"] and all(map(_keeps_later_text, steps[1:]))
+        self.word_end: str | None = steps[0]["suffix"] or None if kinds == ["BPEDecoder"] else None
+        self.is_exact = (
+            self.is_byte_level
+            or self.word_end is not None
+            or (_is_by_token(steps) and self._decode([_CONTEXT]) == _CONTEXT)
+        )
+        self._has_byte_tokens = self.is_exact and "ByteFallback" in kinds
+        self._after_context = self._decode([_CONTEXT] * 2).removeprefix(_CONTEXT)
+        self._pieces: dict[int, bytes] = {}
+
+    def piece(self, token_id: int, after: int | None = None) -> bytes:
+        """Bytes that a token adds; none for an id without a token. Without `is_exact`: those of the token alone.
+
+        Args:
+            token_id: the token.
+            after: the token before it; only with `word_end` it makes a difference.
+        """
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._backend.id_to_token(token_id)
+            piece = self._pieces[token_id] = b"" if token is None else self._piece(token)
+        if self.word_end is not None and self.ends_word(after) and self._backend.id_to_token(token_id) is not None:
+            return b" " + piece
+        return piece
+
+    def ends_word(self, token_id: int | None) -> bool:
+        """True if a space follows the token once another one does."""
+        token = None if token_id is None else self._backend.id_to_token(token_id)
+        return token is not None and self.word_end is not None and token.endswith(self.word_end)
+
+    def utf8_decoder(self) -> codecs.IncrementalDecoder:
+        """A decoder of the bytes, which replaces those that are not UTF-8 as the library's decoder does."""
+        return codecs.getincrementaldecoder("utf-8")(_EACH if self._has_byte_tokens else "replace")
+
+    def _piece(self, token: str) -> bytes:
+        if self.is_byte_level:
+            return byte_level_bytes(token)
+        if self.word_end is not None:
+            return token.removesuffix(self.word_end).replace(self.word_end, " ").encode()
+        if not self.is_exact:
+            return self._decode([token]).encode()
+        if self._has_byte_tokens and (byte := _byte_of(token)) is not None:
+            return bytes([byte])
+        text = self._decode([_CONTEXT, token, _CONTEXT])
+        return text.removeprefix(_CONTEXT).removesuffix(self._after_context).encode()
+
+    def _decode(self, tokens: Sequence[str]) -> str:
+        return " ".join(tokens) if self._decoder is None else self._decoder.decode(list(tokens))
+
+
+def _byte_of(token: str) -> int | None:
+    """The byte that a token such as ``<0x0A>`` stands for."""
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """A decoder as a flat list of steps; none for no decoder."""
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for inner in decoder["decoders"] for step in _steps(inner)]
+
+
+def _keeps_later_text(step: Mapping[str, Any]) -> bool:
+    """True for steps on a whole text that change its ends only, or each character by itself."""
+    return step["type"] in ("Fuse", "Strip") or _maps_characters(step)
+
+
+def _maps_characters(step: Mapping[str, Any]) -> bool:
+    if step["type"] != "Replace":
+        return False
+    pattern = step["pattern"].get("String")
+    return pattern is not None and len(pattern) == 1
+
+
+def _is_by_token(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """True if what a token adds to a text that has begun depends on the token only."""
+    kinds = [step["type"] for step in steps]
+    if not {"Replace", "Metaspace", "WordPiece", "ByteFallback", "Fuse", "Strip"}.issuperset(kinds):
+        return False
+    joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
+    bytes_ = kinds.index("ByteFallback") if "ByteFallback" in kinds else joined
+    # Until they are joined every token is by itself, and a run of byte tokens is one from ByteFallback on.
+    return (
+        bytes_ <= joined
+        and all(
+            step["type"] in ("ByteFallback", "Metaspace") or _maps_characters(step) for step in steps[bytes_:joined]
+        )
+        and all(map(_keeps_later_text, steps[joined:]))
+    )
