@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 from pathlib import Path
 
 import gguf
@@ -388,6 +389,72 @@ def test_a_byte_level_tokenizer_splits_as_its_name_says(tmp_path):
     assert split("smollm") == ["1", "2", "3", "4", "Ġ", "hell", "o"]
     assert split("qwen2") == ["1", "2", "3", "4", "Ġ", "hell", "o"]
     assert split("llama-bpe") == ["<s>", "123", "4", "Ġ", "hell", "o"]
+
+
+def _steps(*patterns: str | None):
+    """The pre-tokenizer of a published tokenizer.json: expressions, None for single digits."""
+    from tokenizers import Regex, pre_tokenizers
+
+    steps = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if pattern is None
+        else pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for pattern in patterns
+    ]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*steps, level])  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+PUBLISHED = {
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "seed-coder": (
+        _CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "kormo": (_CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    "midm-2.0": (
+        _CASELESS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, None),
+    # Its letters, of all alphabets with capitals, are those that occur in the texts of the test.
+    "deepseek-llm": (
+        r"[\r\n]", "\\s?[A-Za-zßÜéññКк\u1f59\u212b]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$", _HAN, None,
+    ),
+    "viking": (r" ?[^(\s|[.,!?…。，、।۔،])]+", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_text_is_split_as_the_published_tokenizer_splits_it(tmp_path, pre):
+    ours = gguf_tokenizer(_tokenizer_file(tmp_path / "m.gguf", _byte_level(pre))).pre_tokenizer
+    theirs = _steps(*PUBLISHED[pre])
+    rng = random.Random(0)
+    parts = [
+        *"abXY 012\n\r\t'.,!?|()/…¿éßÜñКк漢字かカ가각ʰ\u0301🚀\u00a0\u3000。“\u1f59\u212b",
+        "'s",
+        "'LL",
+        " the",
+        "  ",
+        "\n\n",
+    ]
+    for _ in range(1000):
+        text = "".join(rng.choices(parts, k=rng.randrange(14)))
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-coder", "gpt-4o", "seed-coder", "deepseek-v3", "viking"])
+def test_long_runs_are_split_in_linear_time(tmp_path, pre):
+    """At the square of their length these would take minutes."""
+    ours = gguf_tokenizer(_tokenizer_file(tmp_path / "m.gguf", _byte_level(pre))).pre_tokenizer
+    for run in (" ", "\u3000", "A", "\u0301", "!"):
+        text = run * (200_000 if run.isspace() else 20_000) + "a"
+        assert "".join(text[start:stop] for _, (start, stop) in ours.pre_tokenize_str(text)) == text
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_found_in_text(tmp_path):

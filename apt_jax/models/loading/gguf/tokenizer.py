@@ -30,23 +30,68 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2 = None
-"""Built into the library's byte-level pre-tokenizer."""
-_DIGITS = ""
-"""Pattern of GPT-2, after every digit has been split off."""
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_CODER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376"
+    "\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d"
+    "\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
+    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a"
+    "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
+    "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_SPACE_AT_END = r"(?<!\s)\s++$"
+r"""The published expression is `\s+$`. It matches the same, but looks to the end of a run of spaces from each of them."""
+_GPT2 = "gpt2"
+"""Pattern of GPT-2, built into the library's byte-level pre-tokenizer."""
+_DIGITS = "digits"
+"""Every digit by itself."""
 
-_SPLITS: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _LLAMA3.replace("{1,3}", "")),
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("bloom", "poro-chat"), r" ?[^(\s|[.,!?…。，、।۔،])]+"),
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
+    **dict.fromkeys(("a.x-4.0", "gigachat", "granite-docling", "mellum", "trillion", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b"), (_DIGITS, _GPT2)),
+    **dict.fromkeys(("exaone", "mellum2"), (_DIGITS, _GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("midm-2.0", "falcon-h1", "lfm2", "jina-v5-nano", "glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_LLAMA3.replace("{1,3}", ""),)),
+    **dict.fromkeys(("kormo", "f2llmv2", "megrez", "hunyuan", "solar-open"), (_LLAMA3.replace("{1,3}", ""),)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), (_GPT4O,)),
+    "tekken": (_TEKKEN,),
+    "minicpm5": (r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")),
+    "seed-coder": (_SEED_CODER,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, _DIGITS),
+    "deepseek-llm": (
+        r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", _SPACE_AT_END, _HAN, _DIGITS,
+    ),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
+    "viking": (_BLOOM, _DIGITS),
 }  # fmt: skip
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Steps by name: expressions, one after another on the parts of the one before; those of the published tokenizers."""
+_IGNORE_MERGES = (
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "minicpm5",
+)  # fmt: skip
 """A word that is a token is that token, whatever the merges say."""
-_NFC = ("qwen2", "deepseek-r1-qwen", "mpt", "olmo")
-_ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+_NFC = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "mpt", "olmo")
+_ADD_BOS = _IGNORE_MERGES[:-1]
 """Defaults for files that do not say whether a text begins with the bos token."""
 
 
@@ -109,6 +154,18 @@ class _Vocabulary:
         return merges
 
 
+def _pre_tokenizer(splits: tuple[str, ...], prefix: bool) -> Any:
+    steps = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if split == _DIGITS
+        else pre_tokenizers.Split(Regex(split), behavior="isolated")
+        for split in splits
+        if split != _GPT2
+    ]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=_GPT2 in splits)
+    return pre_tokenizers.Sequence([*steps, level]) if steps else level  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     pre = vocabulary.get("pre")
     if pre is None:
@@ -118,7 +175,6 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise vocabulary.refuse(
             f"pre={pre!r:.40} is not known (known: {', '.join(_SPLITS)}); give the tokenizer's directory (--tokenizer)"
         )
-    split, prefix = _SPLITS[pre], vocabulary.flag("add_space_prefix", False)
     model = models.BPE(
         vocab=vocabulary.ids,
         merges=vocabulary.merges(),
@@ -127,16 +183,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     if pre in _NFC:
         backend.normalizer = normalizers.NFC()
-    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split)
-    if split is _GPT2:
-        backend.pre_tokenizer = level
-    else:
-        first = (
-            pre_tokenizers.Split(Regex(split), behavior="isolated")
-            if split
-            else pre_tokenizers.Digits(individual_digits=True)
-        )
-        backend.pre_tokenizer = pre_tokenizers.Sequence([first, level])  # pyright: ignore[reportArgumentType, reportCallIssue]
+    backend.pre_tokenizer = _pre_tokenizer(_SPLITS[pre], vocabulary.flag("add_space_prefix", False))
     backend.decoder = decoders.ByteLevel()
     return backend
 
