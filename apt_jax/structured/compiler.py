@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams, TokenConstraint
+from apt_jax.structured.json_schema import exact_schema
 from apt_jax.utils.memory import spare_memory_bytes
 from apt_jax.utils.worker_process import (
     ChildDiedError,
@@ -120,15 +121,22 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_regex("|".join(re.escape(text) for text in wanted.choice))
     if wanted.grammar is not None:
         return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
+    return LLMatcher.grammar_from_json_schema(json_schema_of(wanted))
+
+
+def json_schema_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    """Return the schema of a checked `json` or `json_object`, as llguidance compiles it.
+
+    Raises:
+        ValueError: a keyword cannot be enforced; one line.
+    """
     schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
-    if isinstance(schema, bool):  # true: any value
-        schema = {} if schema else {"enum": []}
-    overrides: dict[str, Any] = (
+    whitespace: dict[str, Any] = (
         {"whitespace_flexible": False}
         if wanted.disable_any_whitespace
         else {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
     )
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)  # type: ignore[arg-type]  # a TypedDict
+    return exact_schema(schema, whitespace)
 
 
 def _as_lark(grammar: str) -> str:
@@ -614,6 +622,9 @@ def _line(message: str) -> str:
     """An error of llguidance as one line that says what to do about it."""
     text = " ".join(re.split("<state>|<backtrace>|<non-verbose/>", message)[0].split())
     text = text.replace("json-schema:///", "")
+    _, inline, of_schema = text.partition("failed to compile JSON schema: ")
+    if inline:  # in a grammar, of which lines with numbers follow
+        text = re.split(r" \d+ \| ", of_schema)[0]
     if text.startswith("NoExtension"):
         text = "unsatisfiable: no text matches it"
     elif "Unimplemented keys" in text:

@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from apt_jax.errors import InvalidRequestError
 from apt_jax.request import StructuredOutputsParams
-from apt_jax.structured.compiler import DEFAULT_WHITESPACE
+from apt_jax.structured.compiler import field_of, json_schema_of
+from apt_jax.structured.json_schema import exact_schema
 from apt_jax.text.tokenizer import Tokenizer
 from serve.http_api.tool_calls.definitions import Function
 from serve.http_api.tool_calls.forms import CallForm
@@ -110,15 +112,10 @@ def answer_rules(constraint: StructuredOutputsParams) -> str | None:
         return f"answer: ANSWER\nANSWER: /{regex}/"
     if constraint.choice is not None:
         return "answer: " + " | ".join(json.dumps(text) for text in constraint.choice)
-    schema = json.loads(constraint.json) if isinstance(constraint.json, str) else {"type": "object"}
-    if not isinstance(schema, dict):  # true: any value
-        schema = {} if schema else {"enum": []}
-    options: dict[str, Any] = (
-        {"whitespace_flexible": False}
-        if constraint.disable_any_whitespace
-        else {"whitespace_pattern": constraint.whitespace_pattern or DEFAULT_WHITESPACE}
-    )
-    return "answer: %json " + json.dumps({**schema, "x-guidance": options})
+    try:
+        return "answer: %json " + json.dumps(json_schema_of(constraint))
+    except ValueError as error:
+        raise InvalidRequestError(f"structured_outputs.{field_of(constraint)}", str(error)) from None
 
 
 def _start(literal: Literal, reasoning: str | None) -> str:
@@ -188,9 +185,24 @@ def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | N
 def _function_rules(form: CallForm, functions: Sequence[Function], literal: Literal) -> list[str]:
     rules = [f"function: {' | '.join(f'function_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
-        schema = {"type": "object", **closed(function.parameters), "x-guidance": _WHITESPACE}
+        schema = _arguments_schema(function)
         rules.append(f"function_{number}: {literal(function.name + form.middle)} %json {json.dumps(schema)}")
     return rules
+
+
+def _arguments_schema(function: Function) -> dict[str, Any]:
+    """The schema of arguments as llguidance compiles it: to the letter for functions that are strict, else without the
+    keywords that cannot be enforced."""
+    schema = {"type": "object", **closed(function.parameters)}
+    try:
+        exact = exact_schema(schema, _WHITESPACE)
+    except ValueError as error:
+        if function.strict:
+            raise InvalidRequestError("tools", f"parameters of {function.name!r}: {error}") from None
+        exact = {**schema, "x-guidance": _WHITESPACE}
+    if not function.strict:
+        exact["x-guidance"] = {**exact["x-guidance"], "lenient": True}
+    return exact
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from apt_jax.errors import InvalidRequestError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.structured.compiler import LIMITS
 from apt_jax.text.tokenizer import Tokenizer
@@ -224,3 +225,31 @@ def test_every_call_of_random_schemas_parses_and_validates(name):
         for start in starts:
             (arguments,) = [e.text for e in events if isinstance(e, CallArguments) and e.index == start.index]
             jsonschema.validate(json.loads(arguments), schemas[start.name])
+
+
+ODD = {
+    "type": "object",
+    "properties": {"p": {"type": "string", "format": "path"}, "q": {"oneOf": [{"type": "integer"}, {"not": {}}, {}]}},
+    "required": ["p", "q"],
+}
+
+
+def grammar_of(function: Function) -> str:
+    form = form_of("hermes", "")
+    assert form is not None
+    return calls_grammar(form, [function], literals_of(BYTES), max_calls=1, free_text=False, reasoning=None)
+
+
+def test_functions_that_are_not_strict_are_not_refused_for_what_cannot_be_enforced():
+    call = '<tool_call>\n{"name": "f", "arguments": {"p": "/tmp", "q": 1}}\n</tool_call>'
+    assert Allows(BYTES, grammar_of(Function(name="f", parameters=ODD, strict=False)))(call) is True
+    with pytest.raises(InvalidRequestError, match=r"tools: parameters of 'f': oneOf: its branches may overlap"):
+        grammar_of(Function(name="f", parameters=ODD, strict=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_formats_of_arguments(strict):
+    parameters = {"type": "object", "properties": {"p": {"type": "string", "format": "path"}, "d": {"format": "date"}}}
+    allows = Allows(BYTES, grammar_of(Function(name="f", parameters=parameters, strict=strict)))
+    assert allows('<tool_call>\n{"name": "f", "arguments": {"p": "/tmp", "d": "2024-02-29') is False
+    assert allows('<tool_call>\n{"name": "f", "arguments": {"p": "/tmp", "d": "2023-02-29') is None
