@@ -46,6 +46,7 @@ LATENCY_S = (
     40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 
+_OPENMETRICS = "application/openmetrics-text"
 _OUTPUTS = (1, 2, 5, 10, 20)
 _REASONS = ("stop", "length", "abort", "error")
 _OBJECTIVES = ("ttft", "tbt", "all")
@@ -184,8 +185,21 @@ class ServerMetrics:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(await asyncio.wrap_future(engine.call(self.read)))
         ProcessCollector(registry=registry)
-        encode, content_type = choose_encoder(accept)
+        return exposition(registry, accept)
+
+
+def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
+    """Return the metrics of a registry in a format that an Accept header allows, and its content type.
+
+    Names are the same in both formats: those with colons need no escapes in either, but from 0.23 on
+    prometheus_client writes underscores for them unless UTF-8 is allowed.
+    """
+    wanted = [[part.strip() for part in entry.split(";")] for entry in accept.lower().split(",")]
+    if not any(kind == _OPENMETRICS and "q=0" not in parameters for kind, *parameters in wanted):
+        encode, content_type = choose_encoder("")
         return encode(registry), content_type
+    encode, _ = choose_encoder(f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8")
+    return encode(registry), f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
 
 
 class _Scrape(Collector):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 import serve
@@ -87,11 +88,36 @@ def test_the_names_of_the_contract_are_there():
         assert (
             dict(facts).items() >= {"block_size": "4", "num_gpu_blocks": "256", "enable_prefix_caching": "True"}.items()
         )
-        openmetrics = await served.http.get(
-            "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
-        )
-        assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
-        assert openmetrics.text.endswith("# EOF\n")
+
+    run(scenario)
+
+
+ACCEPTED = [
+    "", "*/*", "text/plain", "text/plain;version=0.0.4;q=0.5,*/*;q=0.1", "text/plain;version=1.0.0;escaping=allow-utf-8",
+    "text/plain;version=1.0.0;escaping=underscores", "application/openmetrics-text;q=0, text/plain",
+    "application/openmetrics-text", "application/openmetrics-text; version=0.0.1", "application/openmetrics-text; version=1.0.0",
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=1.0.0;q=0.3",
+    "application/openmetrics-text;version=1.0.0;escaping=dots", "application/openmetrics-text;version=1.0.0;escaping=values",
+    "Application/OpenMetrics-Text;version=2.0.0;escaping=underscores",
+]  # fmt: skip
+
+
+def test_names_are_the_same_under_every_accept_header():
+    """Both parsers are prometheus_client's own."""
+
+    async def scenario(served):
+        names = set()
+        for accept in ACCEPTED:
+            answer = await served.http.get("/metrics", headers={"accept": accept})
+            wants_openmetrics = "openmetrics" in accept.lower() and "q=0," not in accept
+            kind = "application/openmetrics-text" if wants_openmetrics else "text/plain"
+            assert answer.headers["content-type"].startswith(kind)
+            families = list((parse_openmetrics if wants_openmetrics else parse_text)(answer.text))
+            written = {re.split("[{ ]", line)[0] for line in answer.text.splitlines() if not line.startswith("#")}
+            assert written == {sample.name for family in families for sample in family.samples}
+            names.add(frozenset(written))
+        (found,) = names
+        assert {"vllm:num_requests_running", "vllm:prompt_tokens_total", "aptjax:blocks"} <= found
 
     run(scenario)
 
