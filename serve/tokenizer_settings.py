@@ -21,7 +21,7 @@ def tokenizer_settings(parts: EngineComponents) -> dict[str, Any] | None:
     settings.pop("chat_template", None)
     if parts.chat_template is not None:
         settings |= parts.chat_template.special_tokens
-        settings["chat_template"] = parts.chat_template.source
+        settings["chat_template"] = parts.chat_template.stored
     return settings
 
 

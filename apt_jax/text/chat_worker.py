@@ -3,23 +3,37 @@
 A template is a program that somebody else wrote. Jinja's sandbox keeps it from Python's insides, not from running for
 ever or taking all memory; limits of the operating system on this process do. It reads one JSON object a line from stdin
 and answers with one a line on stdout: first `{"template": text}`, then any number of
-`{"contexts": [variables, ...], "limit": characters}`.
 
-The file imports nothing of the package, so that the process is small and quick to start.
+    {"context": variables, "written": variables, "limit": characters}
+
+where the texts in `written` count as the template's own, and so do the roles of messages. The answer is
+`{"text": text, "runs": [[start, end], ...]}`: the runs are what the template wrote (`apt_jax.text.marked_text`).
+
+The file imports little of the package, so that the process is small and quick to start.
 """
 
 import contextlib
 import datetime
+import itertools
 import json
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # -P leaves out the working directory, which may be where we are
+
+from apt_jax.text import marked_text
+from apt_jax.text.marked_text import Text
 
 _MEMORY_BYTES = 512 * 2**20
 _CPU_S = 1.0
@@ -42,6 +56,99 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
+class _Generator(jinja2.compiler.CodeGenerator):
+    """Compiles templates so that their own texts are marked."""
+
+    def _constant(self, value: Any) -> str:
+        constants = self.environment.constants  # type: ignore[attr-defined]
+        constants.append(marked_text.constant(value))
+        return f"environment.constants[{len(constants) - 1}]"
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self._constant("".join(group))
+
+    def visit_Const(self, node: jinja2.nodes.Const, frame: jinja2.compiler.Frame) -> None:
+        if isinstance(node.value, str | list | tuple | dict) and not hasattr(node.value, "__html__"):
+            self.write(self._constant(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: jinja2.nodes.TemplateData, frame: jinja2.compiler.Frame) -> None:
+        del frame
+        self.write(self._constant(node.data))
+
+    @jinja2.compiler.optimizeconst
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        self.write("concat(map(environment.finalize, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class _Formatter(SandboxedFormatter):
+    def pieces(self, text: str, args: Any, kwargs: Any) -> list[str]:
+        """The pieces of `text.format(*args, **kwargs)`; all of the text is the template's."""
+        made: list[str] = []
+        numbers = itertools.count()
+        for literal, name, spec, conversion in self.parse(text):
+            made.append(marked_text.written(literal))
+            if name is None:
+                continue
+            value, _ = self.get_field(f"{next(numbers)}{name}" if name[:1] in ("", ".", "[") else name, args, kwargs)
+            plain = not spec and conversion in (None, "s")
+            made.append(marked_text.as_text(value) if plain else self._field(value, spec or "", conversion))
+        return made
+
+    def _field(self, value: Any, spec: str, conversion: str | None) -> str:
+        return self.vformat(f"{{0{f'!{conversion}' if conversion else ''}:{spec}}}", (value,), {})
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's, whose texts know what the template wrote."""
+
+    code_generator_class = _Generator
+    concat = staticmethod(marked_text.concat)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=marked_text.as_text, **options)
+        self.constants: list[Any] = []
+        """Values in compiled templates."""
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        usual, text = super().wrap_str_format(value), getattr(value, "__self__", None)
+        if usual is None or not isinstance(text, Text) or marked_text.runs_of(text) != ((0, len(text)),):
+            return usual
+
+        def wrapper(*args: Any, **kwargs: Any) -> str:
+            whole, named = usual(*args, **kwargs), args[0] if value.__name__ == "format_map" else kwargs
+            with contextlib.suppress(ValueError, LookupError):  # fields within fields: the result is content
+                pieces = marked_text.concat(_Formatter(self).pieces(text, args, named))
+                return pieces if pieces == whole else whole
+            return whole
+
+        return wrapper
+
+
+@jinja2.pass_eval_context
+def _join(context: Any, value: Any, d: str = "", attribute: Any = None) -> Any:
+    return jinja2.filters.do_join(context, value, Text(d) if type(d) is str else d, attribute)
+
+
+def _title(s: Any) -> str:
+    return marked_text.changed(marked_text.as_text(s), jinja2.filters.do_title(s))
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    newline, indent = Text("\n"), width if isinstance(width, str) else Text(" " * width)
+    lines = (s + newline).splitlines()
+    if blank:
+        text = (newline + indent).join(lines)
+    else:
+        text = newline.join([lines[0], *(indent + line if line else line for line in lines[1:])])
+    return indent + text if first else text
+
+
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -53,27 +160,30 @@ def _raise_exception(message: Any) -> None:
 
 
 def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
+    return marked_text.changed(marked_text.as_text(format), datetime.datetime.now().strftime(format))
 
 
 def environment() -> ImmutableSandboxedEnvironment:
     """The settings and helpers that transformers gives to chat templates."""
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    env.filters["tojson"] = _tojson
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    env.filters |= {"tojson": _tojson, "join": _join, "title": _title, "indent": _indent, "string": marked_text.as_text}
     env.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
     return env
 
 
-def _render(template: jinja2.Template, context: dict[str, Any], limit: int) -> str:
+def _render(template: jinja2.Template, job: dict[str, Any]) -> Text:
+    context = marked_text.content_of(job["context"]) | {
+        name: marked_text.constant(value) for name, value in job["written"].items()
+    }
+    for message in context["messages"]:
+        message["role"] = marked_text.written(message["role"])
     parts, size = [], 0
     for part in template.generate(**context):
         size += len(part)
-        if size > limit:
-            raise ValueError(f"its output is longer than {limit} characters")
+        if size > job["limit"]:
+            raise ValueError(f"its output is longer than {job['limit']} characters")
         parts.append(part)
-    return "".join(parts)
+    return marked_text.concat(parts)
 
 
 def _limit_process() -> None:
@@ -91,10 +201,10 @@ def _answer(line: str, template: jinja2.Template | None) -> tuple[dict[str, Any]
     try:
         job = json.loads(line)
         if "template" in job:
-            return {"texts": []}, environment().from_string(job["template"])
+            return {}, environment().from_string(job["template"])
         assert template is not None
-        texts = [_render(template, context, job["limit"]) for context in job["contexts"]]
-        return {"texts": texts}, template
+        text = _render(template, job)
+        return {"text": text, "runs": marked_text.runs_of(text)}, template
     except MemoryError:
         return {"error": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory"}, template
     except RecursionError:

@@ -5,7 +5,7 @@ this one, nor ends it where memory is short, and the memory goes back to the sys
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ class LongTextTokenizer:
         """See `Tokenizer.encode_continuation`. Raises as `encode`."""
         return self._ask({"continuation": text})
 
-    def encode_template(self, text: str, plain: Mapping[str, str]) -> list[int]:
+    def encode_template(self, text: str, written: Sequence[Sequence[int]]) -> list[int]:
         """See `Tokenizer.encode_template`. Raises as `encode`."""
-        return self._ask({"template": text, "plain": dict(plain)})
+        return self._ask({"template": text, "written": written})
 
     def close(self) -> None:
         """End the child; it would be started again."""

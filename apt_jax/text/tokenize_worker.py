@@ -7,7 +7,7 @@ Protocol: JSON, a line each way. First `{"tokenizer", "memory_bytes", "cpu_s"}`,
 
 * `{"encode": text, "add_special_tokens": bool}`,
 * `{"continuation": text}`,
-* `{"template": text, "plain": {mark: text}}`,
+* `{"template": text, "written": [[start, end], ...]}`,
 
 each answered by `{"payload_bytes": n}` and n bytes of token ids, int32 of the machine's byte order.
 """
@@ -63,7 +63,7 @@ def serve() -> None:
         # Should the parent be gone, nobody kills this process: the default action of the signal does.
         signal.alarm(setup["alarm_s"])
         if "template" in job:
-            ids = tokenizer.encode_template(job["template"], job["plain"])
+            ids = tokenizer.encode_template(job["template"], job["written"])
         elif "continuation" in job:
             ids = tokenizer.encode_continuation(job["continuation"])
         else:

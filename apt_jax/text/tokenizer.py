@@ -9,12 +9,14 @@
 * `OutputText` joins both for one request.
 """
 
+import collections
 import contextlib
 import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,16 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        fields = json.loads(backend.to_str())
+        unknown = _unknown_token(fields["model"])
+        self._unknown_id = None if unknown is None else backend.token_to_id(unknown)
+        self._plain = backend
+        """Encodes text without special tokens."""
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        without = _without_pieces(fields, special)
+        if without is not None:
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps(without))
+            self._plain.encode_special_tokens = True
         self.continuations = Continuations(backend)
         self.is_byte_level = self.continuations.is_byte_level
         self._longest_token = max(
@@ -129,7 +141,7 @@ class Tokenizer:
         """
         if self._child is not None and len(text) > LONG_CHARS:
             return self._child.encode(text, add_special_tokens=add_special_tokens)
-        return _encode(self._backend, text, add_special_tokens)
+        return _encode(self._plain, text, add_special_tokens)
 
     @functools.cached_property
     def _special_tokens(self) -> dict[str, tokenizers.AddedToken]:
@@ -154,48 +166,66 @@ class Tokenizer:
 
     @functools.cached_property
     def _continuing(self) -> tokenizers.Tokenizer:
-        """A copy for text that does not begin the prompt: no space is put before it where only the first text gets
+        """As `_plain`, for text that does not begin the prompt: no space is put before it where only the first text gets
         one."""
-        fields = json.loads(self._backend.to_str())
+        fields = json.loads(self._plain.to_str())
+        changed = False
 
         def change(step: Any) -> None:
+            nonlocal changed
             if isinstance(step, dict):
                 if step.get("type") == "Metaspace" and step.get("prepend_scheme") == "first":
-                    step["prepend_scheme"] = "never"
+                    step["prepend_scheme"], changed = "never", True
                 for inner in step.get("pretokenizers", []):
                     change(inner)
 
         change(fields.get("pre_tokenizer"))
+        if not changed:
+            return self._plain
         backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
         backend.encode_special_tokens = True
         return backend
 
-    def encode_template(self, text: str, plain: Mapping[str, str]) -> list[int]:
+    def encode_template(self, text: str, written: Sequence[Sequence[int]]) -> list[int]:
         """Token ids of a prompt whose special tokens are written out; none is added.
 
+        Where all special tokens in the text are the template's, these are the ids of the text as a whole. Else it is
+        encoded in parts, which the template's special tokens end.
+
         Args:
-            text: of a source that is trusted to name special tokens.
-            plain: marks in the text, and the text that each stands for, which is encoded without special tokens. A
-                special token ends the text before it, so that the parts between them can be encoded one by one.
+            text: of the prompt.
+            written: half-open ranges of its characters, in order, that the template wrote: only there the text of a
+                special token is one.
 
         Raises InvalidRequestError as `encode`.
         """
         if self._child is not None and len(text) > LONG_CHARS:
-            return self._child.encode_template(text, plain)
-        if not plain:
-            return _encode(self._trusting, text, False)
+            return self._child.encode_template(text, written)
         pattern = self.special_pattern
-        assert pattern is not None
+        if pattern is None:
+            return _encode(self._plain, text, False)
+        found = [match for start, end in written for match in pattern.finditer(text, start, end)]
+        if [match.span() for match in found] == [match.span() for match in pattern.finditer(text)]:
+            ids = _encode(self._trusting, text, False)
+            # Normalisers may turn other text into that of special tokens.
+            surplus = self._special_counts(ids) - self._special_counts(map(self.special_id, (m[0] for m in found)))
+            if not surplus:
+                return ids
+        return self._encode_parts(text, found)
+
+    def _special_counts(self, ids: Iterable[int | None]) -> collections.Counter[int | None]:
+        """How often each special token occurs, without that for unknown text, which is plain text."""
+        return collections.Counter(i for i in ids if i in self.special_ids and i != self._unknown_id)
+
+    def _encode_parts(self, text: str, found: Iterable[re.Match[str]]) -> list[int]:
+        """The ids of a text with special tokens at the places that were found, and nowhere else."""
         ids: list[int] = []
         end = 0
-        marks = any_of(plain)
 
         def add(part: str) -> None:
-            backend = self._continuing if ids else self._backend
-            whole = marks.sub(lambda mark: plain[mark[0]], part)
-            ids.extend(_encode(backend, whole, False) if whole else [])
+            ids.extend(_encode(self._continuing if ids else self._plain, part, False) if part else [])
 
-        for match in pattern.finditer(text):
+        for match in found:
             token, start, stop = self._special_tokens[match[0]], match.start(), match.end()
             # A token may swallow the spaces beside it.
             if token.lstrip:
@@ -203,7 +233,9 @@ class Tokenizer:
             if token.rstrip:
                 stop = _end_of_space(text, stop)
             add(text[end:start])
-            ids.extend(self._trusting.encode(text[start:stop], add_special_tokens=False).ids)
+            token_id = self.special_id(match[0])
+            assert token_id is not None
+            ids.append(token_id)
             end = stop
         add(text[end:])
         return ids
@@ -220,8 +252,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _unspaced(self) -> tokenizers.Tokenizer:
-        """A copy that puts no space before any text."""
-        fields = json.loads(self._backend.to_str())
+        """As `_plain`, putting no space before any text."""
+        fields = json.loads(self._plain.to_str())
 
         def without(step: Any) -> Any:
             kind = step.get("type") if isinstance(step, dict) else None
@@ -269,6 +301,47 @@ class Tokenizer:
         to know of a prompt."""
         end = token_ids[-_NEAR_END:]
         return next((int(i) for i in reversed(end) if int(i) not in self.special_ids), None)
+
+
+def _unknown_token(model: Mapping[str, Any]) -> str | None:
+    """The token that a model has for text that it does not know."""
+    number = model.get("unk_id")
+    return model.get("unk_token") if number is None else model["vocab"][number][0]
+
+
+def _without_pieces(fields: dict[str, Any], special: set[str]) -> dict[str, Any] | None:
+    """The fields of a tokenizer.json with special tokens that are no pieces of text; `fields` may be changed.
+
+    `encode_special_tokens` keeps the library from finding special tokens in text, but not the model (Unigram, WordLevel
+    and others) from taking a piece of its vocabulary that has the same text. Here these have names that no text has.
+
+    Returns:
+        None: no text makes the model take one.
+    """
+    model = fields["model"]
+    vocab, is_bpe = model["vocab"], model["type"] == "BPE"
+    names = special.intersection(vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab))
+    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges", ())]
+    if is_bpe and not (
+        model.get("ignore_merges") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    ):
+        merged = {"".join(pair) for pair in merges}
+        names = {name for name in names if len(name) == 1 or name in merged}
+    if not names:
+        return None
+    nonce = secrets.token_hex(16)
+    renamed = {name: f"\U0010fffd{nonce}{number}" for number, name in enumerate(sorted(names))}
+    if isinstance(vocab, dict):
+        model["vocab"] = {renamed.get(piece, piece): token_id for piece, token_id in vocab.items()}
+    else:
+        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in vocab]
+    if merges:
+        model["merges"] = [pair for pair in merges if names.isdisjoint((*pair, "".join(pair)))]
+    if "unk_token" in model:
+        model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
+    for token in fields["added_tokens"]:
+        token["content"] = renamed.get(token["content"], token["content"])
+    return fields
 
 
 def _end_of_space(text: str, at: int) -> int:

@@ -537,8 +537,17 @@ def _response_format() -> Schema:
 
 
 def _message() -> Schema:
-    """One message: its content, or what it calls."""
-    part = _object({"type": {"const": "text"}, "text": _STRING}, required=("type", "text"))
+    """One message: its content, or what it calls. Further fields are ignored."""
+    part = {
+        "anyOf": [
+            _STRING,
+            _object(
+                {"type": {"enum": ["text", "input_text", "output_text"]}, "text": _STRING}, required=("type", "text")
+            ),
+            _object({"type": {"const": "refusal"}, "refusal": _STRING}, required=("type", "refusal")),
+            _object({"type": {"enum": ["thinking", "reasoning", "redacted_thinking"]}}, required=("type",)),
+        ]
+    }
     content = {"anyOf": [_STRING, {"type": "array", "items": part}]}
     name = {"type": ["string", "null"], "maxLength": chat.MAX_NAME_CHARS}
     called = _object({"name": _STRING, "arguments": {"type": ["string", "object", "null"]}}, required=("name",))
@@ -555,12 +564,18 @@ def _message() -> Schema:
     says = {**fields, "content": content, "tool_calls": _or_null(calls)}
     does = {**fields, "content": _or_null(content), "tool_calls": calls | {"minItems": 1}}
     did = {**fields, "content": _or_null(content), "tool_calls": {"enum": [[], None]}, "function_call": called}
-    surplus = {"additionalProperties": _NULL}  # clients send back what was absent
+    silent = {
+        **fields,
+        "role": {"enum": ["assistant", "tool", "function"]},
+        "content": _or_null(content),
+        "tool_calls": _or_null(calls),
+    }
     return {
         "anyOf": [
-            _object(says, required=("role", "content")) | surplus,
-            _object(does, required=("role", "tool_calls")) | surplus,
-            _object(did, required=("role", "function_call")) | surplus,
+            _object(says, required=("role", "content")),
+            _object(does, required=("role", "tool_calls")),
+            _object(did, required=("role", "function_call")),
+            _object(silent, required=("role",)),
         ]
     }
 

@@ -73,8 +73,8 @@ def _use(tokenizer: Tokenizer) -> None:
         detokenizer = IncrementalDetokenizer(tokenizer, ids)
         assert len("".join(map(detokenizer.push, ids)) + detokenizer.flush()) >= len(tokenizer.decode(ids))
     tokenizer.min_tokens(_TEXT)
-    if tokenizer.special_pattern is not None:
-        tokenizer.encode_template(_TEXT, {})
+    for end in (0, len(_TEXT)):
+        tokenizer.encode_template(_TEXT, [(0, end)])
 
 
 def _load_model(path: Path) -> None:

@@ -460,10 +460,10 @@ def test_long_and_short_texts_have_the_same_tokens():
     assert len(text) > LONG_CHARS
     for special in (True, False):
         assert apart.encode(text, add_special_tokens=special) == plain.encode(text, add_special_tokens=special)
-    marks = {"\ue0001\ue001": "</s>"}
-    marked = text.replace("</s>", "\ue0001\ue001") + "</s>"
-    ids = plain.encode_template(marked, marks)
-    assert apart.encode_template(marked, marks) == ids
+    text += "</s>"
+    written = [(len(text) - 4, len(text))]
+    ids = plain.encode_template(text, written)
+    assert apart.encode_template(text, written) == ids
     assert apart.decode(ids, skip_special_tokens=False) == plain.backend.decode(ids, skip_special_tokens=False)
     assert apart._child is not None
     apart._child.close()

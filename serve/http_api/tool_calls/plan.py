@@ -65,7 +65,7 @@ def plan_output(
     """
     template, tokenizer = parts.chat_template, parts.tokenizer
     assert tokenizer is not None  # there is a prompt
-    source = "" if template is None else template.source
+    source = "" if template is None else template.source_for(tools.definitions is not None)
     reasoning = _reasoning(parts, source, prompt_token_ids, continues)
     form = form_of(parts.config.tool_call_parser, source) if tools.functions else None
     if tools.mode == "required":

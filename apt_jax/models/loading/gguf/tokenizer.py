@@ -282,16 +282,21 @@ def _add_template(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_de
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=list(dict(ends).items()))
 
 
-def gguf_chat_template(file: GgufFile) -> str | None:
-    """The default chat template in the metadata.
+def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
+    """The chat templates in the metadata by name, `default` among them if there is one.
 
     Raises:
-        ModelLoadError: it is not a string.
+        ModelLoadError: one is not a string.
     """
-    template = file.metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ModelLoadError(f"{file.path}: metadata tokenizer.chat_template is not a string")
-    return template
+    key = "tokenizer.chat_template"
+    named = {"default": file.metadata[key]} if key in file.metadata else {}
+    named |= {k.removeprefix(f"{key}."): value for k, value in file.metadata.items() if k.startswith(f"{key}.")}
+    for name, template in named.items():
+        if not isinstance(template, str):
+            raise ModelLoadError(
+                f"{file.path}: metadata {key}{'' if name == 'default' else f'.{name}'} is not a string"
+            )
+    return named
 
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
@@ -305,13 +310,15 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
 def gguf_tokenizer_files(file: GgufFile) -> dict[str, str]:
     """The tokenizer as the files of a model directory: contents by name."""
     config: dict[str, Any] = dict(gguf_special_tokens(file))
-    template = gguf_chat_template(file)
-    if template is not None:
-        config["chat_template"] = template
+    templates = gguf_chat_templates(file)
+    if list(templates) == ["default"]:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
     return {
         "tokenizer.json": gguf_tokenizer(file).to_str(),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
     }
 
 
-__all__ = ["gguf_chat_template", "gguf_special_tokens", "gguf_tokenizer", "gguf_tokenizer_files"]
+__all__ = ["gguf_chat_templates", "gguf_special_tokens", "gguf_tokenizer", "gguf_tokenizer_files"]
