@@ -49,8 +49,10 @@ from serve.http_api.calls import (
 from serve.http_api.endpoints import ENDPOINTS, Endpoint, request_id_of
 from serve.http_api.errors import DROPPED_REASON_KEYS, BadCallError, HttpError, error_body, to_http_error
 from serve.http_api.messages.request import count_tokens
+from serve.http_api.ollama import models as ollama
 from serve.http_api.openai_request import Body, parse_json
 from serve.http_api.openai_response import adapter_cards, model_card
+from serve.http_api.other_paths import ELSEWHERE
 from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
@@ -110,6 +112,10 @@ class HttpApp:
                 Route("/detokenize", _safely(self._detokenize), methods=["POST"]),
                 Route("/tokenizer_info", _safely(self._tokenizer_info), methods=["GET"]),
                 Route("/", _safely(self._index), methods=["GET"]),
+                Route("/api/tags", _safely(self._ollama_tags), methods=["GET"]),
+                Route("/api/ps", _safely(self._ollama_ps), methods=["GET"]),
+                Route("/api/version", _safely(self._ollama_version), methods=["GET"]),
+                Route("/api/show", _safely(self._ollama_show), methods=["POST"]),
                 Route("/health", _safely(self._health), methods=["GET"]),
                 Route("/ping", _safely(self._health), methods=["GET", "POST"]),
                 Route("/version", _safely(self._version), methods=["GET"]),
@@ -272,6 +278,18 @@ class HttpApp:
     async def _count_tokens(self, request: Request) -> Response:
         return await self._with_body(request, count_tokens)
 
+    async def _ollama_tags(self, request: Request) -> Response:
+        return _json_of(ollama.tags(self._service.engine().parts, self._created_s))
+
+    async def _ollama_ps(self, request: Request) -> Response:
+        return _json_of(ollama.running(self._service.engine().parts, self._created_s))
+
+    async def _ollama_version(self, request: Request) -> Response:
+        return _json_of(ollama.version())
+
+    async def _ollama_show(self, request: Request) -> Response:
+        return await self._with_body(request, ollama.show)
+
     async def _tokenizer_info(self, request: Request) -> Response:
         body = await asyncio.to_thread(tokenizer_info, self._service.engine().parts)  # it reads files
         return Response(body, media_type="application/json")
@@ -393,6 +411,8 @@ class HttpApp:
 
     def _hint(self, path: str) -> str:
         """Name the path that a client with a wrong base URL means; empty: not known."""
+        if path in ELSEWHERE:
+            return f"; {ELSEWHERE[path]}"
         known = {known for _, known in self.paths}
         meant = [other for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if other in known]
         if not meant and len(path) <= _LONGEST_HINT:
@@ -457,7 +477,11 @@ def _safely(
 
 
 def _json(value: Any) -> Response:
-    return Response(json_bytes(value), media_type="application/json")
+    return _json_of(json_bytes(value))
+
+
+def _json_of(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
 
 
 def _error_response(error: HttpError, request: Request) -> Response:

@@ -248,7 +248,8 @@ class HttpCall:
             else:  # they may be large
                 events = await asyncio.to_thread(self._response.events, index, delta)
             if not self._writer.status:
-                await self._writer.start(200, {**STREAM_HEADERS, **self._headers()})
+                headers = {**STREAM_HEADERS, "content-type": self._endpoint.stream_type, **self._headers()}
+                await self._writer.start(200, headers)
             if events:
                 await self._writer.body(events, more=True)
         elif index in self._collected and not self._endpoint.piecewise:

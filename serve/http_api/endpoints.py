@@ -16,6 +16,10 @@ from serve.http_api.errors import HttpError
 from serve.http_api.messages.request import ID_PREFIX as MESSAGES_ID_PREFIX
 from serve.http_api.messages.request import read_call as read_messages
 from serve.http_api.messages.response import MessagesResponse
+from serve.http_api.ollama import request as ollama
+from serve.http_api.ollama.request import OllamaCall
+from serve.http_api.ollama.response import STREAM_TYPE as OLLAMA_STREAM_TYPE
+from serve.http_api.ollama.response import EmbedResponse, OldEmbedResponse, OllamaResponse
 from serve.http_api.openai_request import Body, CompletionCall, Kind
 from serve.http_api.openai_response import CompletionResponse
 from serve.http_api.responses.request import ID_PREFIX as RESPONSES_ID_PREFIX
@@ -102,6 +106,8 @@ class Endpoint:
     """Makes the builder of the answer to a call that `read` returned."""
     piecewise: bool = False
     """A whole answer is made of the pieces in which its one output came."""
+    stream_type: str = "text/event-stream; charset=utf-8"
+    """Media type of an answer that is streamed."""
 
 
 def _completions(kind: Kind, path: str, id_prefix: str) -> Endpoint:
@@ -116,6 +122,17 @@ def _completions(kind: Kind, path: str, id_prefix: str) -> Endpoint:
         read=read,
         is_slow=lambda body: openai_request.is_slow(kind, body),
         respond=CompletionResponse,
+    )
+
+
+def _of_ollama(path: str, id_prefix: str, read: Callable[..., OllamaCall]) -> Endpoint:
+    return Endpoint(
+        path=path,
+        id_prefix=id_prefix,
+        read=read,
+        is_slow=ollama.is_slow,
+        respond=OllamaResponse,
+        stream_type=OLLAMA_STREAM_TYPE,
     )
 
 
@@ -156,6 +173,18 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         read=scores.read_call,
         is_slow=scores.is_slow,
         respond=scores.ScoreResponse,
+    ),
+    _of_ollama("/api/chat", "chatcmpl-", ollama.read_chat_call),
+    _of_ollama("/api/generate", "cmpl-", ollama.read_generate),
+    *(
+        Endpoint(
+            path=path,
+            id_prefix=embeddings.ID_PREFIX,
+            read=ollama.read_embed,
+            is_slow=ollama.is_slow_embedding,
+            respond=respond,
+        )
+        for path, respond in (("/api/embed", EmbedResponse), ("/api/embeddings", OldEmbedResponse))
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The only mapping from errors to HTTP responses, in OpenAI's format and Anthropic's; `serve.grpc_api.errors` is its
+"""The only mapping from errors to HTTP responses, in the formats of OpenAI, Anthropic and Ollama; `serve.grpc_api.errors` is its
 twin for gRPC.
 
 Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to
@@ -98,8 +98,15 @@ def anthropic_body(error: HttpError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def ollama_body(error: HttpError) -> dict[str, Any]:
+    """The body of an error in Ollama's format."""
+    return {"error": error.message}
+
+
 def error_body(error: HttpError, path: str) -> dict[str, Any]:
     """The body of an error in the format that clients of this path expect."""
+    if path.startswith("/api/"):
+        return ollama_body(error)
     return anthropic_body(error) if path.startswith("/v1/messages") else error.body()
 
 

@@ -34,6 +34,7 @@ from serve.http_api.json_schemas import object_of as _object
 from serve.http_api.json_schemas import or_null as _or_null
 from serve.http_api.json_schemas import ref as _ref
 from serve.http_api.messages import schemas as messages_schemas
+from serve.http_api.ollama import schemas as ollama_schemas
 from serve.http_api.openai_request import Kind
 from serve.http_api.responses import schemas as responses_schemas
 from serve.http_api.tool_calls.definitions import NAME_PATTERN
@@ -103,7 +104,11 @@ def document(
             "schemas": {**_requests(limits, names), **_answers(), **_of_batches(batches)},
             "responses": {
                 prefix + name: _error(status, schema)
-                for prefix, schema in (("", "Error"), (messages_schemas.PREFIX, messages_schemas.ERROR))
+                for prefix, schema in (
+                    ("", "Error"),
+                    (messages_schemas.PREFIX, messages_schemas.ERROR),
+                    (ollama_schemas.PREFIX, ollama_schemas.ERROR),
+                )
                 for status, (name, _) in _ERRORS.items()
             },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "Or `x-api-key: KEY`."}},
@@ -177,6 +182,8 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
         "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
         "/tokenizer_info": get("TokenizerInfo", "Settings of the tokenizer.", _good("TokenizerInfo"), 404, 503),
+        **_ollama_paths(get, post, decisions),
+        "/": _with_redirect(get("Index", "Names of pages and APIs; for browsers the chat.", _good("Index"), open_=True)),
         "/health": get("Health", "Liveness: 200 also while loading and draining.", {"description": "Alive."}, 503, open_=True),
         "/ping": {
             **get("Ping", "The same as /health, as SageMaker asks for it.", {"description": "Alive."}, 503, open_=True),
@@ -194,6 +201,31 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
     }  # fmt: skip
 
 
+def _with_redirect(path: Schema) -> Schema:
+    for operation in path.values():
+        operation["responses"]["307"] = {"description": "To the chat, for those who accept HTML."}
+    return path
+
+
+def _ollama_paths(get: Any, post: Any, decisions: Schema) -> Schema:
+    def streamed(name: str) -> Schema:
+        good = _generated(name, decisions)
+        del good["content"]["text/event-stream"]
+        good["content"]["application/x-ndjson"] = {"x-line-schema": {"anyOf": [_ref(name), _ref(ollama_schemas.ERROR)]}}
+        return {**good, "description": "The answer; unless `stream` is false a line for each piece of it."}
+
+    return {
+        "/api/chat": post("OllamaChat", "Answer a conversation (Ollama's API).", streamed("OllamaChat"), 429, parameters=_slo_headers()),
+        "/api/generate": post("OllamaGenerate", "Answer or continue a text (Ollama's API).", streamed("OllamaGenerate"), 429, parameters=_slo_headers()),
+        "/api/embed": post("OllamaEmbed", "Embed texts (Ollama's API).", _good("OllamaEmbed"), 429, parameters=_slo_headers()),
+        "/api/embeddings": post("OllamaEmbeddings", "Embed a text (Ollama's older API).", _good("OllamaEmbeddings"), 429, parameters=_slo_headers()),
+        "/api/show": post("OllamaShow", "The model (Ollama's API).", _good("OllamaShow")),
+        "/api/tags": get("OllamaTags", "The names of the model, and its adapters (Ollama's API).", _good("OllamaTags"), 503),
+        "/api/ps": get("OllamaPs", "What is loaded (Ollama's API).", _good("OllamaPs"), 503),
+        "/api/version": get("OllamaVersion", "The version of Ollama whose API this is.", _good("OllamaVersion")),
+    }  # fmt: skip
+
+
 def _of_batches(batches: "BatchConfig | None") -> Schema:
     if batches is None:
         return {}
@@ -205,6 +237,8 @@ def _of_batches(batches: "BatchConfig | None") -> Schema:
 def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool) -> Schema:
     statuses = sorted({*_ALWAYS, *more, *((401,) if needs_key else ())})
     prefix = messages_schemas.PREFIX if name in messages_schemas.OPERATIONS else ""
+    if name.startswith(ollama_schemas.PREFIX):
+        prefix = ollama_schemas.PREFIX
     bad = {str(s): {"$ref": f"#/components/responses/{prefix}{_ERRORS[s][0]}"} for s in statuses}
     if name.removesuffix("Head") in ("Health", "Ping", "PingPost", "Ready"):
         bad["503"] = {"description": "No; without a body."}
@@ -309,6 +343,7 @@ _EXAMPLES: dict[str, Schema] = {
     "Embedding": {"texts": {"value": {"input": ["One text.", "Another one."]}}},
     "Score": {"texts": {"value": {"text_1": "One text.", "text_2": ["Another one.", "A third."]}}},
     "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
+    **ollama_schemas.EXAMPLES,
     "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
 }  # fmt: skip
 
@@ -386,6 +421,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "ChatCompletionRequest": _object(answer, required=("messages",)),
         **responses_schemas.requests(answer),
         **messages_schemas.requests(answer),
+        **ollama_schemas.requests(answer, embedding),
         "EmbeddingRequest": _object(embedding, required=("input",)),
         "ScoreRequest": _object(score, required=("text_1", "text_2")),
         "TokenizeRequest": {
@@ -746,6 +782,7 @@ def _answers() -> Schema:
         **made,
         **responses_schemas.answers(served, _many(_all({**named, "top_logprobs": _many(_all(named))}))),
         **messages_schemas.answers(served),
+        **ollama_schemas.answers(),
         "Model": model,
         "Models": _all({"object": {"const": "list"}, "data": _many(_ref("Model"))}),
         "Decisions": _all({
@@ -771,6 +808,7 @@ def _answers() -> Schema:
             "service_tier": tier,
         }),
         "Version": _all({"version": _STRING}),
+        "Index": _all({"name": _STRING, "links": {"type": "object", "additionalProperties": _STRING}}),
         "TokenizerInfo": _object({"tokenizer_class": _STRING, "model_max_length": _COUNT}),
         "StartProfile": _all({"directory": _STRING, "ends_after_s": _NUMBER}),
         "StopProfile": _all({"directory": _STRING}),

@@ -1,6 +1,6 @@
 """Try other people's clients on a server, each in an environment of its own: `make clients`, `python -m tests.clients NAME ...`.
 
-Not part of the main tests: it installs sixteen packages with all that they need. The matrix goes to docs/clients.md.
+Not part of the main tests: it installs eighteen packages with all that they need. The matrix goes to docs/clients.md.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -40,6 +41,10 @@ class Client:
     packages: Sequence[str]
     script: str
 
+    @property
+    def is_javascript(self) -> bool:
+        return self.script.endswith(".mjs")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -56,8 +61,13 @@ def read_clients() -> list[Client]:
 
 
 def environment(client: Client, folder: Path) -> Path:
-    """The interpreter of a client's environment, which is made if need be."""
+    """The interpreter of a client's environment, which is made if need be; for JavaScript the folder of its packages."""
     made = folder / client.name
+    if client.is_javascript:
+        if not (made / "node_modules").is_dir():
+            made.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["npm", "install", "--silent", "--prefix", made, *client.packages], check=True)
+        return made
     python, stamp = made / "bin" / "python", made / ".packages"
     if stamp.exists() and stamp.read_text() == json.dumps(client.packages):
         return python
@@ -109,9 +119,12 @@ def tokenizer_directory(model: str, folder: Path) -> Path:
 
 def try_client(client: Client, python: Path, variables: Mapping[str, str]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:  # clients keep caches where they run
+        command = [python, HERE / "cases" / client.script]
+        if client.is_javascript:  # packages are looked for beside the script
+            command = ["node", shutil.copy(HERE / "cases" / client.script, python)]
         try:
             done = subprocess.run(
-                [python, HERE / "cases" / client.script],
+                command,
                 env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(variables),
                 cwd=folder,
                 capture_output=True,
@@ -131,8 +144,11 @@ def try_client(client: Client, python: Path, variables: Mapping[str, str]) -> Ou
     if not features or any(features.values()):
         print(f"{client.name}:\n{errors[-4000:]}", file=sys.stderr)
     package = client.packages[0].split("[")[0].split("<")[0]
-    code = f"from importlib.metadata import version; print(version({package!r}))"
-    version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
+    if client.is_javascript:
+        version = json.loads((python / "node_modules" / package / "package.json").read_text())["version"]
+    else:
+        code = f"from importlib.metadata import version; print(version({package!r}))"
+        version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
     return Outcome(version=version, features=features or {"starts": errors[-200:] or "it printed nothing"})
 
 

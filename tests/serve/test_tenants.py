@@ -216,12 +216,21 @@ async def events_by_tenant(world: World, http_method: str, path: str) -> None:
 
 
 HTTP: dict[tuple[str, str], Check] = {
+    ("GET", "/dashboard/events"): events_by_tenant,  # first, as it shows the last requests alone
     ("POST", "/v1/completions"): completes_by_tenant_and_id,
     ("POST", "/v1/chat/completions"): completes_by_tenant_and_id,
     ("POST", "/v1/responses"): completes_by_tenant_and_id,
     ("POST", "/v1/messages"): completes_by_tenant_and_id,
     ("POST", "/v1/embeddings"): completes_by_tenant_and_id,
     ("POST", "/v1/score"): shows_nothing({"text_1": "hi", "text_2": "you"}),
+    ("POST", "/api/chat"): shows_nothing({"messages": HELLO, "options": {"num_predict": 2}}),
+    ("POST", "/api/generate"): shows_nothing({"prompt": "hi", "options": {"num_predict": 2}}),
+    ("POST", "/api/embed"): shows_nothing({"input": "hi"}),
+    ("POST", "/api/embeddings"): shows_nothing({"prompt": "hi"}),
+    ("POST", "/api/show"): shows_nothing({}),
+    ("GET", "/api/tags"): shows_nothing(),
+    ("GET", "/api/ps"): shows_nothing(),
+    ("GET", "/api/version"): shows_nothing(),
     ("POST", "/v1/messages/count_tokens"): shows_nothing({"messages": HELLO}),
     ("GET", "/v1/models"): shows_nothing(),
     ("GET", "/v1/models/{name:path}"): shows_nothing(path="/v1/models/toy"),
@@ -248,7 +257,6 @@ HTTP: dict[tuple[str, str], Check] = {
     ("GET", "/chat/chat.css"): shows_nothing(),
     ("GET", "/chat/chat.js"): shows_nothing(),
     ("GET", "/chat/timeline.js"): shows_nothing(),
-    ("GET", "/dashboard/events"): events_by_tenant,
 }
 
 

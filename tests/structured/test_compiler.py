@@ -49,8 +49,9 @@ def tokenizer() -> Tokenizer:
 
 def compiler_of(tokenizer: Tokenizer, **options: Any) -> GrammarCompiler:
     options.setdefault("vocab_size", tokenizer.vocab_size)
+    options.setdefault("num_tokens", tokenizer.vocab_size)
     options.setdefault("eos_token_ids", (2,))
-    return GrammarCompiler(tokenizer, **options)
+    return GrammarCompiler(tokenizer.backend.to_str, **options)
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ class MessagesResponse:
         block = self._blocks[-1]
         match block["type"]:
             case "tool_use":
-                block["input"] = _object_of(text)
+                block["input"] = object_of_arguments(text)
             case "thinking":
                 block["thinking"] = text
                 self._delta({"type": "signature_delta", "signature": ""})
@@ -178,7 +178,7 @@ def _event(event: str, value: Json) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (event.encode(), json_bytes(value))
 
 
-def _object_of(arguments: str) -> Json:
+def object_of_arguments(arguments: str) -> Json:
     """The arguments of a call as an object; they are cut off where the answer has reached its longest."""
     try:
         value = json.loads(arguments)

@@ -25,6 +25,7 @@ from serve.http_api.calls import require_json
 from serve.http_api.endpoints import ENDPOINTS
 from serve.http_api.errors import BadCallError
 from serve.http_api.messages.request import count_tokens
+from serve.http_api.ollama.models import show
 from serve.http_api.tokenization import detokenize, tokenize
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.events import OutputParser
@@ -45,6 +46,7 @@ PATHS = (
     "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
+    "/api/show",
     "/v1/batches",
 )
 NAMES = frozenset({"f", "g"})
@@ -55,6 +57,7 @@ READ: dict[str, Read] = {
     "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
+    "/api/show": show,
     "/v1/batches": lambda parts, body: _batch_of(body, ""),
 }
 
@@ -169,6 +172,13 @@ FIELDS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
     ]}),
     "counted": lambda t: ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": t}]}),
     "embedded": lambda t: ("/v1/embeddings", {"input": t}),
+    "Ollama's messages": lambda t: ("/api/chat", {"messages": [
+        {"role": "assistant", "content": t, "thinking": t, "tool_calls": [{"function": {"name": t, "arguments": {t: t}}}]},
+        {"role": "tool", "tool_name": t, "content": t}], "model": t}),
+    "Ollama's options": lambda t: ("/api/chat", {"messages": [MESSAGE], "format": t, "think": t, "options": {t: 1, "stop": t}}),
+    "Ollama's prompt": lambda t: ("/api/generate", {"prompt": t, "system": t, "raw": True}),
+    "Ollama's name": lambda t: ("/api/show", {"model": t}),
+    "Ollama's input": lambda t: ("/api/embed", {"input": [t]}),
     "encoding": lambda t: ("/v1/embeddings", {"input": "a", "encoding_format": t}),
     "scored": lambda t: ("/v1/score", {"text_1": t, "text_2": t}),
     "tokenized": lambda t: ("/tokenize", {"prompt": t}),
@@ -226,6 +236,10 @@ MANY: dict[str, Callable[[int, str], tuple[str, dict[str, Any]]]] = {
     "token ids": lambda n, big: ("/v1/completions", {"prompt": [5] * n * 8}),
     "prompts": lambda n, big: ("/v1/completions", {"prompt": ["a"] * n}),
     "allowed ids": lambda n, big: ("/v1/completions", {"prompt": "a", "allowed_token_ids": [5] * n}),
+    "Ollama's turns": lambda n, big: ("/api/chat", {"messages": [{"role": "user", "content": t} for t in (big, *"y" * n)]}),
+    "Ollama's calls": lambda n, big: ("/api/chat", {"messages": [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}] * n},
+        *({"role": "tool", "content": "y"} for _ in range(n))]}),
     "embedded": lambda n, big: ("/v1/embeddings", {"input": [[5] * (n // 20)] * 100}),
     "detokenized": lambda n, big: ("/detokenize", {"tokens": [5] * n * 4}),
 }  # fmt: skip

@@ -35,6 +35,11 @@ EXAMPLES = {
     "UploadFile": cases(num_cases(1, 4), 300, 2_000),
     "CreateBatch": cases(num_cases(2, 4), 300, 2_000),
     "CountTokens": cases(num_cases(2, 4), 400, 3_000),
+    "OllamaChat": cases(num_cases(2, 4), 400, 3_000),
+    "OllamaGenerate": cases(num_cases(2, 4), 400, 3_000),
+    "OllamaEmbed": cases(num_cases(1, 2), 200, 1_000),
+    "OllamaEmbeddings": cases(num_cases(1, 2), 200, 1_000),
+    "OllamaShow": cases(num_cases(1, 2), 200, 1_000),
     "Tokenize": cases(num_cases(3, 6), 900, 7_000),
     "Detokenize": cases(num_cases(3, 6), 900, 7_000),
 }
@@ -206,11 +211,18 @@ NO_JSON = st.binary(max_size=200) | st.sampled_from(
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
+OLLAMA_PATHS = ("/api/embed", "/api/embeddings")  # others take any object
+
+
 def check_no_json(client: httpx2.Client, data: bytes) -> None:
-    for path in (*PATHS, "/v1/messages", "/v1/messages/count_tokens"):
+    for path in (*PATHS, "/v1/messages", "/v1/messages/count_tokens", *OLLAMA_PATHS):
         response = client.post(path, content=data, headers={"content-type": "application/json"})
         assert response.status_code == 400
         error = response.json()["error"]
+        if path in OLLAMA_PATHS:
+            assert isinstance(error, str)
+            assert "\n" not in error
+            continue
         assert list(error) == (["message", "type", "param", "code"] if path in PATHS else ["type", "message"])
         assert "\n" not in error["message"]
 

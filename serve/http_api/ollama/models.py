@@ -1,0 +1,110 @@
+"""The model that is served, in the words of Ollama's API: ``/api/tags``, ``/api/ps``, ``/api/show`` and ``/api/version``."""
+
+import datetime
+import hashlib
+from typing import Any
+
+from apt_jax.frontend.components import EngineComponents
+from apt_jax.text.fill_in_middle import fills_in_middle
+from serve.compact_json import json_bytes
+from serve.generate_call import require_served_model
+from serve.http_api.ollama.request import served_name
+from serve.http_api.openai_request import Body
+from serve.http_api.tool_calls.reasoning import reasoning_parser_of
+
+API_VERSION = "0.13.0"
+"""The version of Ollama whose API this is: clients ask whether it is new enough for them."""
+
+Json = dict[str, Any]
+
+
+def version() -> bytes:
+    """The body of ``/api/version``."""
+    return json_bytes({"version": API_VERSION})
+
+
+def tags(parts: EngineComponents, created_s: int) -> bytes:
+    """The body of ``/api/tags``: each name of the model, and its adapters."""
+    return json_bytes({"models": [_entry(parts, created_s, name) for name in _names(parts)]})
+
+
+def running(parts: EngineComponents, created_s: int) -> bytes:
+    """The body of ``/api/ps``: what is served is loaded, for ever."""
+    more = {
+        "expires_at": "9999-12-31T23:59:59Z",
+        "size_vram": 0,
+        "context_length": parts.limits.max_model_len,
+    }
+    return json_bytes({"models": [_entry(parts, created_s, name) | more for name in _names(parts)]})
+
+
+def show(parts: EngineComponents, body: Body) -> bytes:
+    """The body of ``/api/show``.
+
+    Raises:
+        InvalidRequestError, UnknownModelError: the body names no model of this server.
+    """
+    name = served_name(parts, body)
+    if isinstance(name, str) and name:
+        require_served_model(parts, name)
+    family, config = _family(parts), parts.model_config
+    info: Json = {"general.architecture": family, f"{family}.context_length": parts.limits.max_model_len}
+    if config is not None:
+        info |= {
+            f"{family}.embedding_length": config.embedding_size or config.hidden_size,
+            f"{family}.block_count": config.num_layers,
+            f"{family}.attention.head_count": config.num_heads,
+            f"{family}.attention.head_count_kv": config.num_kv_heads,
+            f"{family}.vocab_size": config.vocab_size,
+        }
+    template = parts.chat_template
+    return json_bytes(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": "" if template is None else template.source,
+            "details": _details(parts),
+            "model_info": info,
+            "capabilities": capabilities(parts),
+        }
+    )
+
+
+def capabilities(parts: EngineComponents) -> list[str]:
+    """Abilities of the model, in Ollama's words."""
+    source = "" if parts.chat_template is None else parts.chat_template.source
+    found = {
+        "completion": True,
+        "tools": parts.chat_template is not None,
+        "insert": fills_in_middle(parts.tokenizer),
+        "thinking": reasoning_parser_of(parts.config.reasoning_parser, source) is not None,
+        "embedding": True,
+    }
+    return [name for name, is_there in found.items() if is_there]
+
+
+def _names(parts: EngineComponents) -> list[str]:
+    return [*parts.model_names, *parts.limits.adapters]
+
+
+def _entry(parts: EngineComponents, created_s: int, name: str) -> Json:
+    at = datetime.datetime.fromtimestamp(created_s, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    digest = hashlib.sha256(f"{parts.config.model}\n{name}".encode()).hexdigest()
+    return {"name": name, "model": name, "modified_at": at, "size": 0, "digest": digest, "details": _details(parts)}
+
+
+def _family(parts: EngineComponents) -> str:
+    return "unknown" if parts.model_config is None else parts.model_config.family
+
+
+def _details(parts: EngineComponents) -> Json:
+    stored, weights = parts.stored
+    family = _family(parts)
+    return {
+        "parent_model": "",
+        "format": stored,
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": weights,
+    }
