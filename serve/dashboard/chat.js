@@ -1,7 +1,9 @@
 // A chat with the models of this server, by the API that other clients use (`POST /v1/chat/completions`). What models and servers
-// say reaches the page by textContent alone. The API key is kept in memory, and the conversation as well.
+// say reaches the page as texts in elements that `markdown.js` names. The API key is kept in memory, conversations in the browser.
 
 import { html } from "../dashboard/charts.js";
+import { Chats } from "./chats.js";
+import { MarkdownView, copy } from "./markdown.js";
 import { Timeline } from "./timeline.js";
 
 const THEME = "apt-jax-theme"; // shared with the dashboard
@@ -9,7 +11,8 @@ const RETRY_MS = 1500;
 const $ = (id) => document.getElementById(id);
 
 let apiKey = null;
-let messages = []; // of this conversation, without the system prompt
+const chats = new Chats();
+let chat = chats.begin(); // this conversation
 let answering = null; // the AbortController of the answer that is being written
 let usable = false; // the chosen model has a chat template
 
@@ -93,7 +96,7 @@ async function listModels() {
       await chooseModel();
       return;
     } catch (error) {
-      show("connecting", error.status === 503 ? "The server is loading its model." : "The server does not answer. Trying again.");
+      show("connecting", error.status === 503 ? sentence(error.message) : "The server does not answer. Trying again.");
       await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     }
   }
@@ -115,6 +118,8 @@ async function chooseModel() {
   }
 }
 
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+
 function show(state, text) {
   document.body.dataset.state = state;
   $("banner").hidden = !text;
@@ -126,27 +131,91 @@ function show(state, text) {
 
 const numberOf = (id) => ($(id).value === "" ? undefined : Number($(id).value));
 
-function bodyOf(question) {
+// The request for an answer to these turns.
+function bodyOf(turns) {
   const system = $("system").value.trim();
-  const slo = { ttft_ms: numberOf("ttft"), tbt_ms: numberOf("tbt") };
+  const messages = turns.map(({ role, content }) => ({ role, content }));
   return {
     model: $("model").value,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages, { role: "user", content: question }],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     temperature: numberOf("temperature"),
+    top_p: numberOf("top-p"),
     max_completion_tokens: numberOf("max-tokens"),
-    slo,
+    slo: { ttft_ms: numberOf("ttft"), tbt_ms: numberOf("tbt") },
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     aptjax_timings: true,
   };
 }
 
-function addTurn(role, text) {
-  const turn = html("article", `turn ${role}`), body = html("div", "text", text);
-  turn.append(html("div", "who", role === "user" ? "You" : $("model").value), body);
-  $("hello")?.remove();
-  $("log").append(turn);
-  return { turn, body };
+// The node of a turn: who, the reasoning if there is any, the text, and what can be done with it.
+class TurnView {
+  constructor(turn, at) {
+    this.node = html("article", `turn ${turn.role}`);
+    this.node.dataset.at = at;
+    this.text = html("div", "text");
+    this.actions = html("div", "actions");
+    this.reasoning = null;
+    this.node.append(html("div", "who", turn.role === "user" ? "You" : turn.model ?? "Assistant"), this.text, this.actions);
+    this.markdown = turn.role === "user" ? null : new MarkdownView(this.text);
+    this.show(turn);
+    this.action("Copy", (button) => copy(turn.content, button));
+    if (turn.role === "user") this.action("Edit", () => edit(this, turn, at));
+    else this.action("Regenerate", () => { if (!answering) answer(at); });
+  }
+
+  action(label, act) {
+    const button = html("button", "", label);
+    button.type = "button";
+    button.addEventListener("click", () => act(button));
+    this.actions.append(button);
+  }
+
+  show(turn) {
+    if (turn.reasoning) this.think(turn);
+    if (this.markdown) this.markdown.set(turn.content);
+    else this.text.textContent = turn.content;
+  }
+
+  think(turn) {
+    if (!this.reasoning) {
+      this.reasoning = html("details", "reasoning");
+      this.thoughts = document.createTextNode("");
+      const box = html("div", "thoughts");
+      box.append(this.thoughts);
+      this.reasoning.append(html("summary"), box);
+      this.text.before(this.reasoning);
+    }
+    this.thoughts.appendData(turn.reasoning.slice(this.thoughts.length));
+    this.reasoning.querySelector("summary").textContent = turn.content || this.node.getAttribute("aria-busy") !== "true" ? "Reasoning" : "Reasoning …";
+  }
+}
+
+function addTurn(turn, at) {
+  const view = new TurnView(turn, at);
+  $("log").append(view.node);
+  return view;
+}
+
+// Puts a field in the place of a question; what comes of it takes the place of all that followed.
+function edit(view, turn, at) {
+  if (answering) return;
+  const form = html("form", "edit"), area = html("textarea"), send = html("button", "", "Send"), cancel = html("button", "", "Cancel");
+  area.value = turn.content;
+  area.rows = Math.min(12, turn.content.split("\n").length + 1);
+  area.setAttribute("aria-label", "Question");
+  cancel.type = "button";
+  form.append(area, send, cancel);
+  const close = () => { form.replaceWith(view.text, view.actions); };
+  cancel.addEventListener("click", close);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const question = area.value.trim();
+    if (question && !$("send").disabled) ask(question, at);
+  });
+  view.actions.remove();
+  view.text.replaceWith(form);
+  area.focus();
 }
 
 // Keeps the end in sight, unless the reader has gone up.
@@ -156,19 +225,53 @@ function following(change) {
   if (atEnd) log.scrollTop = log.scrollHeight;
 }
 
-async function answer(question) {
-  const conversation = messages; // "New chat" begins another one meanwhile
-  const body = bodyOf(question), controller = answering = new AbortController();
-  const asked = addTurn("user", question), { turn, body: text } = addTurn("assistant", "");
-  const timeline = new Timeline(body.slo);
-  turn.setAttribute("aria-busy", "true");
-  turn.append(timeline.node);
+// Shows the turns of this conversation before `end`.
+function showTurns(end = chat.turns.length) {
+  $("log").replaceChildren();
+  chat.turns.slice(0, end).forEach(addTurn);
+  if (!end) {
+    $("log").append($("hello").content.cloneNode(true));
+    for (const button of $("log").querySelectorAll(".examples button")) {
+      button.addEventListener("click", () => {
+        $("question").value = button.textContent;
+        $("ask").requestSubmit();
+      });
+    }
+  }
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+// Takes turn `at` and all that follow out of the page.
+function cut(at) {
+  for (const node of [...$("log").children]) if (!node.dataset.at || Number(node.dataset.at) >= at) node.remove();
+}
+
+// Asks a question in the place of turn `at` and of all that follow.
+function ask(question, at = chat.turns.length) {
+  const asked = { role: "user", content: question };
+  cut(at);
+  addTurn(asked, at);
+  return answer(at + 1, [...chat.turns.slice(0, at), asked]);
+}
+
+// Writes turn `at`, the answer to `turns`, in the place of what was there.
+async function answer(at, turns = chat.turns.slice(0, at)) {
+  const ours = chat; // another conversation may begin meanwhile
+  const body = bodyOf(turns), controller = answering = new AbortController();
+  const turn = { role: "assistant", content: "", model: body.model };
+  cut(at);
+  const view = addTurn(turn, at), timeline = new Timeline(body.slo);
+  view.node.setAttribute("aria-busy", "true");
+  view.actions.before(timeline.node);
   $("log").scrollTop = $("log").scrollHeight;
   $("stop").hidden = false;
   $("send").hidden = true;
   show("answering", "");
-  let id = null, tokens = 0, written = "", problem = null;
-  const frames = setInterval(() => following(() => timeline.draw()), 100);
+  let id = null, tokens = 0, problem = null;
+  const frames = setInterval(() => following(() => {
+    timeline.draw();
+    view.show(turn);
+  }), 100);
   try {
     const response = await call("v1/chat/completions", body, controller.signal);
     for await (const event of eventsOf(response.body)) {
@@ -178,31 +281,43 @@ async function answer(question) {
       if (now > tokens) timeline.tokens(now - tokens);
       tokens = now;
       if (!choice) continue;
-      if (choice.delta.content) {
-        written += choice.delta.content;
-        following(() => { text.textContent = written; });
-      }
+      turn.content += choice.delta.content ?? "";
+      if (choice.delta.reasoning_content) turn.reasoning = (turn.reasoning ?? "") + choice.delta.reasoning_content;
       if (choice.finish_reason) timeline.finish(choice.finish_reason, choice.aptjax);
     }
   } catch (error) {
     problem = error;
   }
   clearInterval(frames);
+  view.node.setAttribute("aria-busy", "false");
+  view.show(turn);
   if (controller.signal.aborted) timeline.finish("stopped");
   else if (problem) {
     timeline.finish("failed");
-    turn.append(html("p", "problem", problem instanceof TypeError ? "The server does not answer." : problem.message));
+    view.node.append(html("p", "problem", problem instanceof TypeError ? "The server does not answer." : problem.message));
   }
-  answering = null;
-  turn.setAttribute("aria-busy", "false");
-  $("stop").hidden = true;
-  $("send").hidden = false;
-  show(document.body.dataset.state === "answering" ? "ready" : document.body.dataset.state, "");
-  if (id === null && problem) { // nothing of it was answered: the question can be asked again
-    asked.turn.classList.add("unanswered");
-    if (!$("question").value) $("question").value = question;
+  if (answering === controller) {
+    answering = null;
+    $("stop").hidden = true;
+    $("send").hidden = false;
+    show(document.body.dataset.state === "answering" ? "ready" : document.body.dataset.state, "");
+  }
+  if (id === null && problem) { // nothing of it was answered: what was there stays, and the question can be asked again
+    view.actions.remove();
     if (!tokens) timeline.node.remove();
-  } else conversation.push({ role: "user", content: question }, { role: "assistant", content: written });
+    if (ours === chat && ours.turns.length >= turns.length) {
+      showTurns();
+      $("log").append(view.node);
+      view.node.dataset.at = Infinity;
+    } else if (ours === chat) {
+      view.node.previousElementSibling?.classList.add("unanswered");
+      if (!$("question").value) $("question").value = turns.at(-1).content;
+    }
+  } else {
+    ours.turns = [...turns, turn];
+    chats.keep(ours);
+    listChats();
+  }
   following(() => timeline.draw());
   if (id !== null) await explain(id, timeline);
 }
@@ -227,7 +342,7 @@ $("ask").addEventListener("submit", (event) => {
     return;
   }
   $("question").value = "";
-  answer(question);
+  ask(question);
 });
 $("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -238,16 +353,55 @@ $("stop").addEventListener("click", () => answering?.abort());
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("model").addEventListener("change", chooseModel);
 $("key").addEventListener("cancel", (event) => event.preventDefault()); // there is nothing to ask without one
-$("reset").addEventListener("click", () => {
+$("reset").addEventListener("click", () => open(chats.begin()));
+
+// --- conversations -------------------------------------------------------------------------------------------------------------
+
+function open(next) {
   answering?.abort();
-  messages = [];
-  $("log").replaceChildren();
+  chat = next;
+  showTurns();
+  listChats();
   $("question").focus();
+}
+
+function listChats() {
+  $("chats").querySelector("ul").replaceChildren(...chats.all.map((one) => {
+    const item = html("li"), title = html("button", "title", one.title), remove = html("button", "remove", "×");
+    title.type = remove.type = "button";
+    title.title = one.title;
+    if (one.id === chat.id) title.setAttribute("aria-current", "true");
+    remove.setAttribute("aria-label", `Delete ${one.title}`);
+    title.addEventListener("click", () => {
+      openChats(false);
+      open(one);
+    });
+    remove.addEventListener("click", () => {
+      chats.remove(one.id);
+      if (one.id === chat.id) open(chats.begin());
+      else listChats();
+    });
+    item.append(title, remove);
+    return item;
+  }));
+  $("clear").disabled = !chats.all.length;
+  $("history").textContent = chats.all.length ? `Chats (${chats.all.length})` : "Chats";
+}
+
+function openChats(isOpen) {
+  $("chats").hidden = !isOpen;
+  $("history").setAttribute("aria-expanded", String(isOpen));
+}
+$("history").addEventListener("click", () => openChats($("chats").hidden));
+$("clear").addEventListener("click", () => {
+  chats.clear();
+  open(chats.begin());
+  openChats(false);
 });
 
-function openSettings(open) {
-  $("settings").hidden = !open;
-  $("options").setAttribute("aria-expanded", String(open));
+function openSettings(isOpen) {
+  $("settings").hidden = !isOpen;
+  $("options").setAttribute("aria-expanded", String(isOpen));
 }
 $("options").addEventListener("click", () => openSettings($("settings").hidden));
 
@@ -269,5 +423,6 @@ $("theme").addEventListener("click", () => {
 });
 
 showTheme(stored());
-if (matchMedia("(max-width: 640px)").matches) openSettings(false);
+showTurns();
+listChats();
 listModels();

@@ -1,4 +1,5 @@
-"""The static pages of the dashboard and the chat: no data, no build step, nothing from other servers."""
+"""The static pages of the dashboard and the chat: no data, no build step, nothing from other servers. `vendor/` holds a
+library as its authors publish it, with its licence."""
 
 import functools
 from pathlib import Path
@@ -15,6 +16,9 @@ FILES = {
     "/chat/chat.css": ("chat.css", "text/css"),
     "/chat/chat.js": ("chat.js", "text/javascript"),
     "/chat/timeline.js": ("timeline.js", "text/javascript"),
+    "/chat/chats.js": ("chats.js", "text/javascript"),
+    "/chat/markdown.js": ("markdown.js", "text/javascript"),
+    "/chat/marked.js": ("vendor/marked.esm.js", "text/javascript"),
 }
 """File and media type by path."""
 
@@ -34,4 +38,4 @@ def file(path: str) -> Response:
 
 @functools.cache
 def _read(name: str) -> bytes:
-    return Path(__file__).with_name(name).read_bytes()
+    return (Path(__file__).parent / name).read_bytes()

@@ -11,11 +11,14 @@ const MOST_TICKS = 2000;
 export class Timeline {
   // slo: the objectives that were asked for, milliseconds: ttft_ms, tbt_ms; undefined: the server's.
   constructor(slo) {
-    this.node = html("div", "timeline");
+    this.node = html("details", "timeline"); // closed it is one line
+    this.node.open = slo.ttft_ms !== undefined || slo.tbt_ms !== undefined;
+    this.node.addEventListener("toggle", () => this.draw());
+    this.brief = html("summary");
     this.verdict = html("p", "verdict");
     this.legend = html("ul", "legend");
     this.svg = svg("svg", { role: "img" });
-    this.node.append(this.svg, this.legend, this.verdict);
+    this.node.append(this.brief, this.svg, this.legend, this.verdict);
     this.ttft = slo.ttft_ms ?? null;
     this.tbt = slo.tbt_ms ?? null;
     this.begun = performance.now();
@@ -25,6 +28,7 @@ export class Timeline {
     this.facts = null; // the server's timings
     this.reason = "";
     this.draw();
+    new ResizeObserver(() => this.draw()).observe(this.svg); // its letters keep their size
   }
 
   now() { return performance.now() - this.begun; }
@@ -46,6 +50,12 @@ export class Timeline {
     const shift = this.facts?.timings.ttft_ms && this.arrivals.length ? Math.max(0, this.arrivals[0][0] - this.facts.timings.ttft_ms) : 0;
     this.marks = events.filter(({ event }) => MARKS[event]).map(({ event, at_ms: at }) => [event, at + shift]);
     this.draw();
+  }
+
+  // Tokens a second after the first ones; null: too few.
+  pace(count) {
+    const [first, last] = [this.arrivals[0], this.arrivals.at(-1)];
+    return this.arrivals.length > 1 && last[0] > first[0] ? `${+((1e3 * (count - first[1])) / (last[0] - first[0])).toPrecision(3)}` : null;
   }
 
   // Times between tokens, milliseconds; tokens that came together count as one arrival.
@@ -99,7 +109,14 @@ export class Timeline {
       say("P99", seconds(at(0.99) / 1e3), this.tbt, slo?.tbt_attained ?? at(0.99) <= this.tbt);
       say("longest", seconds(sorted.at(-1) / 1e3), null);
     }
+    const pace = this.pace(count);
     say("tokens", `${count}`, null);
+    if (pace) say("tokens/s", pace, null);
+    this.brief.textContent = [
+      this.arrivals.length ? `first token after ${seconds(this.arrivals[0][0] / 1e3)}` : `${this.ended === null ? "waiting" : "waited"} ${seconds((this.ended ?? this.now()) / 1e3)}`,
+      ...(pace ? [`${pace} tokens/s`] : []), ...(count ? [count === 1 ? "1 token" : `${count} tokens`] : []),
+      ...(slo && slo.attained === false ? ["objective missed"] : []),
+    ].join(", ");
     const rest = [];
     const facts = this.facts;
     if (facts) {
