@@ -100,6 +100,16 @@ class Continuations:
             return b" " + piece
         return piece
 
+    def first_piece(self, token_id: int) -> bytes:
+        """Bytes of a token that begins a text."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        by_itself = self.is_byte_level or self.word_end is not None or not self.is_exact
+        if by_itself or (self._has_byte_tokens and _byte_of(token) is not None):
+            return self._piece(token)
+        return self._decode([token, _CONTEXT]).removesuffix(self._after_context).encode()
+
     def ends_word(self, token_id: int | None) -> bool:
         """True if a space follows the token once another one does."""
         token = None if token_id is None else self._backend.id_to_token(token_id)

@@ -11,7 +11,7 @@ _MAX_UNREAD = 8
 
 
 class IncrementalDetokenizer:
-    """Tokens to text, a token at a time, as the continuation of a prompt.
+    """Tokens to text, a token at a time, as the continuation of a prompt, or as a text of their own.
 
     The texts that `push` and `flush` return, joined, are what the tokens add to the text of the prompt. Every character
     comes with its last byte. Bytes that are not UTF-8 become U+FFFD; a character that the prompt has begun belongs to the
@@ -22,7 +22,7 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: of the model.
-        prompt_token_ids: the prompt, or its end.
+        prompt_token_ids: the prompt, or its end; None: the tokens begin a text.
         skip_special_tokens: leave special tokens out.
         own_bytes_only: leave out a character that the prompt has begun.
     """
@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt_token_ids: TokenIds = (),
+        prompt_token_ids: TokenIds | None = None,
         *,
         skip_special_tokens: bool = True,
         own_bytes_only: bool = False,
@@ -42,7 +42,8 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         """The tokens that are read again: the last one, or without `is_exact` the last few."""
         self._window_read = 0
-        for token_id in prompt_token_ids[-_PROMPT_TAIL:]:
+        self._begins = prompt_token_ids is None
+        for token_id in () if prompt_token_ids is None else prompt_token_ids[-_PROMPT_TAIL:]:
             self.push(int(token_id))
         if own_bytes_only:
             self._utf8.reset()
@@ -54,7 +55,12 @@ class IncrementalDetokenizer:
         if not self._continuations.is_exact:
             self._ids.append(token_id)
             return self._advance(final=False)
-        text = self._utf8.decode(self._continuations.piece(token_id, self._ids[0] if self._ids else None))
+        if self._begins:
+            self._begins = self._tokenizer.backend.id_to_token(token_id) is None
+            piece = self._continuations.first_piece(token_id)
+        else:
+            piece = self._continuations.piece(token_id, self._ids[0] if self._ids else None)
+        text = self._utf8.decode(piece)
         if self._continuations.word_end is not None:
             self._ids = [token_id]
         return text
@@ -159,7 +165,7 @@ class OutputText:
 
     Args:
         tokenizer: of the model.
-        prompt_token_ids: what the output continues, or its end.
+        prompt_token_ids: what the output continues, or its end; None: it begins a text.
         stop: stop strings, none empty.
         min_tokens: a stop string does not count before so many tokens.
         include_stop_str_in_output: keep the matched string at the end of the text.
@@ -173,7 +179,7 @@ class OutputText:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompt_token_ids: TokenIds = (),
+        prompt_token_ids: TokenIds | None = None,
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,

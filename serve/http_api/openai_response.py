@@ -254,7 +254,7 @@ class CompletionResponseBuilder:
         ]
         # Special tokens are in the echo of token ids, and not in the text that a client has sent.
         shows_special = self._call.requests[index].prompt is None
-        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=not shows_special)
+        detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=not shows_special)
         pieces = [detokenizer.push(token_id) for token_id in prompt]
         first = next((i for i, piece in enumerate(pieces) if piece), None)
         if first is not None and not echo.startswith(pieces[first]):

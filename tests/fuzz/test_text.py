@@ -275,7 +275,7 @@ def check_output(name: str, ids: list[int], start: int, length: int, other: list
     whole = "".join(pieces_of(tokenizer, [], ids, True))
     start = start % (len(whole) + 1)
     stop = [s for s in (whole[start : start + length], *other) if s]
-    output = OutputText(tokenizer, stop=stop, include_stop_str_in_output=include)
+    output = OutputText(tokenizer, [], stop=stop, include_stop_str_in_output=include)
     shown = ""
     for token_id in ids:
         found = output.push(token_id)

@@ -71,6 +71,19 @@ def test_every_token_adds_what_the_librarys_stream_gives_after_the_prompt(name):
             assert backend.decode(prompt, skip_special_tokens=skip) + "".join(pieces) == whole
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_without_a_prompt_the_tokens_begin_a_text(name):
+    backend, tokenizer = made(name)
+    rng = random.Random(3)
+    for turn in range(60):
+        ids = encode(backend, " ".join(rng.choice(WORDS) for _ in range(4)))
+        ids = ids if turn % 2 else rng.choices(plain_ids(backend), k=5)
+        for skip in (True, False):
+            detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+            text = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+            assert text == backend.decode(ids, skip_special_tokens=skip)
+
+
 @pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"whole_texts"}))
 def test_the_bytes_of_all_tokens_put_together_are_the_text(name):
     backend, tokenizer = made(name)
