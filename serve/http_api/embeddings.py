@@ -5,6 +5,7 @@ A body becomes completions of one token that is not shown: its tokens are read, 
 
 import base64
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
@@ -25,11 +26,22 @@ PATH = "/v1/embeddings"
 ID_PREFIX = "embd-"
 POOLINGS = ("last", "mean")
 ENCODINGS = ("float", "base64")
+REFUSED: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "padding": ("do_not_pad",),
+    "truncation_side": ("left",),
+    "use_activation": (True,),
+}
+"""Fields of vLLM that are refused, with the values that ask for nothing."""
 # Fields that mean the same as in a completion.
 CARRIED = (
     "model",
     "request_id",
     "cache_salt",
+    "priority",
     "truncate_prompt_tokens",
     "slo",
     "slo_ttft_ms",
@@ -79,6 +91,10 @@ def read_call(
     """
     if body.get("input") is None:
         raise InvalidRequestError("input", "missing; give a text, texts, token ids or lists of them")
+    for name, neutral in REFUSED.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            allowed = " or ".join(json.dumps(value) for value in neutral)
+            raise InvalidRequestError(name, f"can only be {allowed} here" if neutral else "is not supported; use input")
     pooling = _choice(body, "pooling", POOLINGS)
     encoding = _choice(body, "encoding_format", ENCODINGS)
     dimensions = body.get("dimensions")

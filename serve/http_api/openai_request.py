@@ -50,6 +50,7 @@ MAX_NAMES = 3 * 2**15
 """Names in all objects of one body, for the same reason: more than the longest conversation has."""
 MAX_VALUES = 2**19
 """Values of one body, for the same reason: more than there are token ids in a prompt."""
+MAX_PRIORITY = 2**63 - 1
 _MAX_EFFORT_CHARS = 32
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
@@ -302,7 +303,7 @@ def _reject_unsupported(kind: Kind, body: Body) -> None:
 def _check_best_of(parts: EngineComponents, body: Body, n: int) -> None:
     best_of = body.get("best_of")
     if best_of is not None and check_integer("best_of", best_of, 1, parts.limits.max_sequences) != n:
-        raise InvalidRequestError("best_of", "is not supported beyond n; leave it out")
+        raise InvalidRequestError("best_of", "is not supported beyond n; ask for n and choose by logprobs")
 
 
 def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
@@ -368,12 +369,20 @@ def _slo_fields(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
     """SLOs and class: those of the body, else of headers, else the server's default."""
     ttft, tbt = _slo_value(body, "ttft_ms", "slo_ttft_ms"), _slo_value(body, "tbt_ms", "slo_tbt_ms")
     slo_class = _slo_value(body, "class", "slo_class")
-    of_tier = class_of_tier(_tier(body, headers))
+    of_tier = _class_of_priority(body.get("priority")) or class_of_tier(_tier(body, headers))
     return {
         "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
         "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
         "slo_class": of_tier if slo_class is None else slo_class,
     }
+
+
+def _class_of_priority(value: object) -> str | None:
+    """The class that vLLM's `priority` asks for, of which lower ones come first; None: none."""
+    if value is None:
+        return None
+    number = check_integer("priority", value, -MAX_PRIORITY, MAX_PRIORITY)
+    return None if number == 0 else "be" if number > 0 else "rt"
 
 
 def _tier(body: Body, headers: Mapping[str, str]) -> object:

@@ -409,12 +409,19 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "normalize": _or_null(_FLAG) | {"default": True, "description": "Scale to length 1."},
         "dimensions": _or_null(_integer(1, MAX_INTEGER)) | {"description": "Keep the first ones."},
         "encoding_format": {"enum": [*embeddings.ENCODINGS, None], "default": embeddings.ENCODINGS[0]},
+        **{name: {"enum": [*neutral, None]} for name, neutral in embeddings.REFUSED.items()},
     }
-    score = {name: embedding[name] for name in embedding if name in (*embeddings.CARRIED, "pooling")}
+    score = {
+        name: embedding[name] for name in embedding if name in (*embeddings.CARRIED, *embeddings.REFUSED, "pooling")
+    }
     sides = {"anyOf": [_TEXT, _list(_TEXT, 1, sequences - 1)]}
     score |= {"text_1": {**sides, "description": "One text, or as many as in `text_2`."}, "text_2": sides}
     shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
     text = {**shared, "prompt": _STRING, "messages": _NULL, "add_special_tokens": _or_null(_FLAG)}
+    not_in_chats = {
+        **{name: {"enum": [*values, None]} for name, values in UNSUPPORTED.items()},
+        "add_special_tokens": {"enum": [False, None]},
+    }
     ids_of_text = {"type": "array", "items": token, "maxItems": MAX_INTEGER if limits is None else limits.max_model_len}
     return {
         "CompletionRequest": _object(completion, required=("prompt",)),
@@ -427,7 +434,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "TokenizeRequest": {
             "anyOf": [
                 _object(text, required=("prompt",)),
-                _object({**shared, **conversation}, required=("messages",)),
+                _object({**shared, **conversation, **not_in_chats}, required=("messages",)),
             ]
         },
         "DetokenizeRequest": _object({"model": _model(models), "tokens": ids_of_text}, required=("tokens",)),
@@ -472,6 +479,8 @@ def _common(kind: Kind, models: list[str], token: Schema, most: int, limits: Req
         "slo_class": slo_class,
         "deadline_ms": deadline,
         "service_tier": {"enum": [*tier, None]},
+        "priority": _or_null(_integer(-openai_api.MAX_PRIORITY, openai_api.MAX_PRIORITY))
+        | {"description": "vLLM's: above 0 best effort, below 0 real time, where no class is named."},
         "add_special_tokens": {"enum": [special, None]},
         **{
             name: {"enum": [*values, None], "description": "Not supported; these values ask for nothing."}

@@ -12,7 +12,7 @@ from apt_jax.frontend.embedding import embedding
 from apt_jax.frontend.outputs import OutputDelta
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
-from serve.http_api.embeddings import CARRIED, EmbeddingsCall, EmbeddingsResponse
+from serve.http_api.embeddings import CARRIED, REFUSED, EmbeddingsCall, EmbeddingsResponse
 from serve.http_api.embeddings import is_slow as embeddings_is_slow
 from serve.http_api.embeddings import read_call as read_embeddings
 from serve.http_api.openai_request import Body, with_field
@@ -52,7 +52,7 @@ def read_call(
     first, second = (_texts(body, side) for side in SIDES)
     if len(first) not in (1, len(second)):
         raise InvalidRequestError("text_1", f"has {len(first)} texts and text_2 {len(second)}; give one, or as many")
-    fields = {name: body[name] for name in (*CARRIED, "pooling", "stream") if name in body}
+    fields = {name: body[name] for name in (*CARRIED, *REFUSED, "pooling", "stream") if name in body}
     try:
         call = read_embeddings(parts, fields | {"input": [*first, *second]}, headers, arrival_s, tenant)
     except InvalidRequestError as error:

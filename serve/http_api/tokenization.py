@@ -17,6 +17,7 @@ from serve.http_api.openai_request import (
     tools_of,
 )
 from serve.http_api.tool_calls.other_forms import with_tools
+from serve.http_api.unsupported_fields import reject_unsupported
 from serve.tokenizer_settings import tokenizer_settings
 
 _SLICE = 4096
@@ -34,6 +35,11 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
     if tokenizer is None:
         raise InvalidRequestError("prompt", "this model has no tokenizer")
     if body.get("messages") is not None:
+        reject_unsupported(body)
+        if flag(body, "add_special_tokens"):
+            raise InvalidRequestError(
+                "add_special_tokens", "can only be false for messages: the chat template adds them"
+            )
         body = with_tools(body)
         ids = parts.chat_prompt(body["messages"], tools=tools_of(body), **template_options(body))
     else:

@@ -1,6 +1,7 @@
 """Fields of other servers that would change the output and are not supported: each is rejected by its name.
 
 Fields that change nothing (`cache_prompt`, `id_slot`, `user`, ...) are ignored, as everything that nobody knows.
+docs/serving/request_fields.md has each field of vLLM and OpenAI (tests/support/request_fields.py).
 """
 
 from collections.abc import Mapping
@@ -12,21 +13,24 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
     "modalities": (["text"],),
+    "moderation": (),
     "web_search_options": (),
     # vLLM
     "chat_template": (),
     "documents": ([],),
+    "ec_transfer_params": ({},),
+    "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
     "logprob_token_ids": (),
-    "mm_processor_kwargs": ({},),
-    "priority": (0,),
     "prompt_embeds": (),
     "repetition_detection": (),
+    "return_prompt_text": (False,),
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (-1,),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
-    "vllm_xargs": ({},),
+    "watermarking": (False,),
     # SGLang
     "custom_logit_processor": (),
     "custom_params": ({},),
@@ -80,6 +84,22 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """The fields, with the values that change nothing; null never does."""
 
 _HINTS = {
+    "chat_template": "operators choose it (--chat-template)",
+    "documents": "put them into a message",
+    "ec_transfer_params": "the server has no encoder apart",
+    "include_reasoning": "leave out reasoning_content when reading the answer",
+    "kv_transfer_params": "caches are not moved between servers",
+    "logits_processors": "code of requests is not run; use logit_bias, bad_words or a constraint",
+    "logprob_token_ids": "use top_logprobs, or logprobs of completions",
+    "moderation": "no model here moderates",
+    "prompt_embeds": "send text or token ids",
+    "repetition_detection": "use repetition_penalty or max_tokens",
+    "return_prompt_text": "use return_token_ids and /detokenize",
+    "spaces_between_special_tokens": "use return_token_ids",
+    "thinking_token_budget": "use max_tokens, or enable_thinking in chat_template_kwargs",
+    "truncation_side": "truncate_prompt_tokens keeps the last tokens",
+    "use_beam_search": "use n with a temperature, or a temperature of 0",
+    "watermarking": "outputs are not marked",
     **dict.fromkeys(("max_length", "max_new_tokens", "n_predict"), "use max_tokens"),
     **dict.fromkeys(("repeat_penalty", "rep_pen"), "use repetition_penalty"),
     **dict.fromkeys(("banned_strings", "custom_token_bans"), "use bad_words or logit_bias"),

@@ -46,6 +46,11 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "conversation": ((), "no conversation is stored here; send all of it as input"),
     "background": ((False,), "is not supported; leave it out, or send a batch"),
     "prompt": ((), "prompts are not stored here; use instructions and input"),
+    "previous_response": ((), "send the whole conversation as input"),
+    "previous_input_messages": (([],), "send the whole conversation as input"),
+    "enable_response_messages": ((False,), "is not supported; /tokenize shows what a conversation becomes"),
+    "access_programs": (([],), "is not supported; only functions and custom tools are called"),
+    "image": ((), "is not supported; no model here makes images"),
     "context_management": (([],), "is not supported; shorten the input"),
 }
 """Fields that are refused, with the values that ask for nothing, and what the message says."""
