@@ -3,8 +3,8 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 20;
-const TICKS_S = [15, 30, 60, 120, 300];
-const GAP_S = 3.5; // points further apart are not joined: nobody watched between them
+const TICKS_S = [15, 30, 60, 120, 300, 600, 900, 1800, 3600];
+const GAP_S = 25; // points further apart are not joined: the server did not answer between them
 
 export function svg(name, attributes = {}, text = "") {
   const node = document.createElementNS(SVG, name);
@@ -100,9 +100,10 @@ class Chart {
 
 export class TimeChart extends Chart {
   // series: [{ key, label, color, dashed }], drawn in this order; stacked ones from the bottom.
-  constructor(box, label, series, { stacked = false } = {}) {
+  // most: the least that the scale reaches; gapS: points further apart are not joined.
+  constructor(box, label, series, { stacked = false, most = 1, gapS = GAP_S } = {}) {
     super(box, label);
-    Object.assign(this, { series, stacked, points: [] });
+    Object.assign(this, { series, stacked, most, gapS, points: [] });
   }
 
   draw(points) {
@@ -131,11 +132,11 @@ export class TimeChart extends Chart {
     this.drawLegend(this.series.map((s) => [s.color, this.stacked ? "" : s.dashed ? "dashed" : "line", s.label, last ? short(last[s.key]) : "–"]));
     if (!last) return;
     const sums = this.points.map((p) => this.series.map((s) => p[s.key]));
-    const most = Math.max(1, ...sums.map((values) => (this.stacked ? values.reduce((a, b) => a + b, 0) : Math.max(...values))));
+    const most = Math.max(this.most, ...sums.map((values) => (this.stacked ? values.reduce((a, b) => a + b, 0) : Math.max(...values))));
     const step = Math.max(stepOf(most, 4), this.stacked ? 1 : 0);
     const top = this.stacked ? most : Math.ceil(most / step) * step;
     const y = this.drawScale(top, step);
-    const { spanS } = this, every = TICKS_S.find((s) => (s / spanS) * this.width > 62);
+    const { spanS } = this, every = TICKS_S.find((s) => (s / spanS) * this.width > 62) ?? spanS;
     for (let ago = 0; ago < spanS * 0.97; ago += every) {
       const text = ago % 60 ? `−${ago} s` : ago ? `−${ago / 60} min` : "now";
       this.svg.append(svg("text", { x: this.x(this.endS - ago), y: this.height - 4, "text-anchor": ago ? "middle" : "end" }, text));
@@ -155,7 +156,7 @@ export class TimeChart extends Chart {
     const runs = [];
     for (const point of this.points) {
       const run = runs.at(-1);
-      if (run && point.at_s - run.at(-1).at_s < GAP_S) run.push(point);
+      if (run && point.at_s - run.at(-1).at_s < this.gapS) run.push(point);
       else runs.push([point]);
     }
     return runs;
@@ -194,7 +195,7 @@ export class Histogram extends Chart {
     first = Math.max(0, Math.min(first, last - 8));
     this.bars = bars.slice(first, last);
     const quantile = (q) => (this.total ? seconds(+quantileOf(bars, q * this.total).toPrecision(2)) : "–");
-    this.facts = [["Count", `${this.total.toLocaleString("en")}`], ["mean", this.total ? seconds(sum / this.total) : "–"], ["p50 ≈", quantile(0.5)], ["p99 ≈", quantile(0.99)]];
+    this.facts = [["Count", `${this.total.toLocaleString("en")}`], ...(sum === null ? [] : [["mean", this.total ? seconds(sum / this.total) : "–"]]), ["p50 ≈", quantile(0.5)], ["p99 ≈", quantile(0.99)]];
     this.redraw();
   }
 
@@ -226,6 +227,13 @@ export class Histogram extends Chart {
       this.placeTip(LEFT + (this.at + 0.5) * this.slot, `${range}\n${bar.count.toLocaleString("en")} of ${this.total.toLocaleString("en")}`);
     }
   }
+}
+
+// The value below which a share lies, seconds, of cumulative counts [[upper bound, values up to it]]; null: there are none.
+export function quantile(buckets, share) {
+  const total = buckets.length ? buckets.at(-1)[1] : 0;
+  if (!total) return null;
+  return quantileOf(buckets.map(([bound, count], i) => ({ from: i ? buckets[i - 1][0] : 0, to: bound, count: count - (i ? buckets[i - 1][1] : 0) })), share * total);
 }
 
 // Linear within the bucket, as Prometheus' histogram_quantile; within the last one its lower bound.

@@ -1,10 +1,17 @@
 // The page: reads snapshots of the server (`serve/dashboard_feed.py`) as they come and shows them. What others have named, such as
 // ids of requests, reaches the page by textContent alone.
 
-import { Histogram, TimeChart, html, seconds, svg } from "./charts.js";
+import { Histogram, TimeChart, html, quantile, seconds, svg } from "./charts.js";
 
 const KEY = "apt-jax-key", THEME = "apt-jax-theme";
-const HISTORY_S = 300;
+const HISTORY_S = 300, LONG_HISTORY_S = 3600; // of all points, and of those with distributions
+const SUMS_S = 10;
+const DISTRIBUTIONS = {
+  ttft: ["Time to first token", "vllm:time_to_first_token_seconds"],
+  tbt: ["Time between tokens", "vllm:inter_token_latency_seconds"],
+  e2e: ["Whole request", "vllm:e2e_request_latency_seconds"],
+  queue: ["Queue", "vllm:request_queue_time_seconds"],
+};
 const SILENCE_MS = 12000; // a server that says nothing for so long is taken for lost; it speaks every second
 const RETRY_MS = [1000, 2000, 4000, 8000, 10000];
 const STATES = {
@@ -22,25 +29,30 @@ const $ = (id) => document.getElementById(id);
 const count = (value) => Math.round(value).toLocaleString("en");
 
 const charts = {
-  blocks: new TimeChart($("blocks"), "Blocks of the pool by kind, last five minutes", [
+  blocks: new TimeChart($("blocks"), "Blocks of the pool by kind", [
     { key: "kv", label: "KV", color: "kv" },
     { key: "hidden", label: "Hidden", color: "hidden" },
     { key: "cached", label: "Cached", color: "cached" },
     { key: "free", label: "Free", color: "free" },
   ], { stacked: true }),
-  queues: new TimeChart($("queues"), "Requests, last five minutes", [
+  queues: new TimeChart($("queues"), "Requests", [
     { key: "running", label: "Running", color: "work" },
     { key: "waiting", label: "Waiting", color: "queue", dashed: true },
   ]),
-  tokens: new TimeChart($("tokens"), "Tokens per second, last five minutes", [
+  tokens: new TimeChart($("tokens"), "Tokens per second", [
     { key: "output", label: "Output", color: "work" },
     { key: "prompt", label: "Prompt", color: "queue", dashed: true },
   ]),
+  percentiles: new TimeChart($("percentiles"), "Percentiles over time", [
+    { key: "p50", label: "p50", color: "kv" },
+    { key: "p90", label: "p90", color: "hidden" },
+    { key: "p99", label: "p99", color: "queue", dashed: true },
+  ], { most: 0.001, gapS: 200 }),
   ttft: new Histogram($("ttft"), "Time to first token"),
   tbt: new Histogram($("tbt"), "Time between tokens"),
 };
 
-let points = []; // of the last five minutes
+let points = []; // of the last hour; of the last five minutes all, else those with distributions
 let server = null; // which one they are of
 let snapshot = null; // the last one with numbers
 let paused = false;
@@ -163,12 +175,14 @@ function take(next) {
     server = next.server;
   }
   showState(next.state);
-  showBanner(next.state === "serving" || next.state === "connecting" ? "" : `${STATES[next.state]}.`);
+  showBanner(next.state === "serving" || next.state === "connecting" ? "" : next.start ? `Starting: ${next.start}.` : `${STATES[next.state]}.`);
   document.body.dataset.live = String(next.state !== "stalled" && next.metrics !== undefined);
   if (!next.metrics) return;
   snapshot = next;
   if (!points.length || points.at(-1).at_s < next.point.at_s) points.push(next.point);
-  points = points.filter((point) => point.at_s > next.at_s - HISTORY_S);
+  const last = points.findLast((point) => point.sums);
+  if (!last || next.point.at_s - last.at_s >= SUMS_S) points.at(-1).sums = sumsNow();
+  points = points.filter((point) => point.at_s > next.at_s - (point.sums ? LONG_HISTORY_S : HISTORY_S));
   if (!paused) show();
 }
 
@@ -186,13 +200,11 @@ function show() {
     node.textContent = count(metric(node.dataset.metric, labels));
   }
   showTiles();
-  charts.blocks.draw(points);
-  charts.queues.draw(points);
-  charts.tokens.draw(rates());
-  for (const [chart, name] of [[charts.ttft, "vllm:time_to_first_token_seconds"], [charts.tbt, "vllm:inter_token_latency_seconds"]]) {
-    const buckets = Object.entries(snapshot.metrics[`${name}_bucket`]).map(([bound, n]) => [bound === "+Inf" ? Infinity : Number(bound), n]);
-    chart.draw(buckets, metric(`${name}_sum`));
-  }
+  const shown = windowS === null ? points : points.filter((point) => point.at_s > snapshot.at_s - windowS);
+  charts.blocks.draw(shown);
+  charts.queues.draw(shown);
+  charts.tokens.draw(rates(shown));
+  showLatencies();
   showObjectives();
   showClasses();
   showTiers();
@@ -200,10 +212,70 @@ function show() {
   refreshRequest();
 }
 
+// --- distributions in the chosen window ----------------------------------------------------------------------------------------
+
+let windowS = HISTORY_S; // null: since the start
+
+const boundsOf = (name) => Object.keys(snapshot.metrics[`${DISTRIBUTIONS[name][1]}_bucket`] ?? {}).map((bound) => (bound === "+Inf" ? Infinity : Number(bound)));
+
+// What the last snapshot has, as points of the history have it.
+function sumsNow() {
+  const sums = { finished: snapshot.metrics["vllm:request_success_total"] ?? {} };
+  for (const [name, [, metric]] of Object.entries(DISTRIBUTIONS)) sums[name] = Object.values(snapshot.metrics[`${metric}_bucket`] ?? {});
+  return sums;
+}
+
+// The sums at the beginning of the window; null: all is in it.
+function sumsBefore() {
+  return windowS === null ? null : points.findLast((point) => point.sums && point.at_s <= snapshot.at_s - windowS)?.sums ?? null;
+}
+
+const between = (name, before, after) => boundsOf(name).map((bound, i) => [bound, (after[name][i] ?? 0) - (before?.[name][i] ?? 0)]);
+
+function showLatencies() {
+  const before = sumsBefore(), now = sumsNow();
+  $("latency").tBodies[0].replaceChildren(...Object.entries(DISTRIBUTIONS).map(([name, [label]]) => {
+    const buckets = between(name, before, now);
+    const shown = [0.5, 0.9, 0.99].map((share) => quantile(buckets, share)).map((value) => (
+      value === null ? "–" : value < buckets[0][0] ? `< ${seconds(buckets[0][0])}` : seconds(+value.toPrecision(2)))); // nothing is known within the first bucket
+    return numbersRow(label, name, [count(buckets.at(-1)?.[1] ?? 0), ...shown]);
+  }));
+  const ended = Object.entries(now.finished).map(([why, n]) => [why, n - (before?.finished[why] ?? 0)]).filter(([, n]) => n);
+  $("finished").textContent = `Requests ended by: ${ended.map(([why, n]) => `${why} ${count(n)}`).join(", ") || "none has ended"}.`;
+  for (const name of ["ttft", "tbt"]) {
+    const sum = `${DISTRIBUTIONS[name][1]}_sum`;
+    charts[name].draw(between(name, before, now), before ? null : metric(sum));
+  }
+  showPercentiles(now);
+}
+
+// The quantiles of what came between points that are apart by a sixtieth of the window.
+function showPercentiles(now) {
+  const name = $("percentiles-of").value, spanS = Math.max(SUMS_S, (windowS ?? LONG_HISTORY_S) / 60);
+  const from = windowS === null ? -Infinity : snapshot.at_s - windowS, drawn = [];
+  let last = null;
+  for (const point of [...points.filter((one) => one.sums), { at_s: snapshot.at_s, sums: now }]) {
+    if (last && point.at_s - last.at_s < spanS * 0.9) continue;
+    if (last && point.at_s > from) {
+      const buckets = between(name, last.sums, point.sums);
+      const [p50, p90, p99] = [0.5, 0.9, 0.99].map((share) => quantile(buckets, share));
+      if (p50 !== null) drawn.push({ at_s: point.at_s, p50, p90, p99 });
+    }
+    last = point;
+  }
+  charts.percentiles.draw(drawn);
+}
+
+$("window").addEventListener("change", () => {
+  windowS = $("window").value ? Number($("window").value) : null;
+  if (snapshot) show();
+});
+$("percentiles-of").addEventListener("change", () => { if (snapshot) show(); });
+
 // Tokens a second between each point and the one before it.
-function rates() {
-  return points.slice(1).map((point, i) => {
-    const before = points[i], s = Math.max(0.001, point.at_s - before.at_s);
+function rates(shown) {
+  return shown.slice(1).map((point, i) => {
+    const before = shown[i], s = Math.max(0.001, point.at_s - before.at_s);
     return {
       at_s: point.at_s,
       output: Math.max(0, point.generation_tokens - before.generation_tokens) / s,

@@ -1,6 +1,7 @@
 """The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
 
-1. The first `Viewer` starts the feed and the last one ends it. Without viewers nothing runs and nothing is recorded.
+1. The first `Viewer` starts the feed and the last one ends it. Without viewers a point is recorded every five seconds, so
+   that charts have no holes, and nothing else runs.
 2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the
    current values of `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of
    the last requests.
@@ -16,6 +17,7 @@ import dataclasses
 import functools
 import logging
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client.registry import Collector
@@ -34,7 +36,16 @@ PERIOD_S = 1.0
 
 _READ_TIMEOUT_S = 5.0
 """An engine that does not respond for this long is shown as stalled."""
-_HISTORY_S = 300.0
+_HISTORY_S, _LONG_HISTORY_S = 300.0, 3600.0
+"""Points that are kept: all, and those with distributions."""
+_RECORD_S, _SUMS_S = 5.0, 10.0
+"""Between two points without viewers, and between two with distributions."""
+_DISTRIBUTIONS = {
+    "ttft": "vllm:time_to_first_token_seconds",
+    "tbt": "vllm:inter_token_latency_seconds",
+    "e2e": "vllm:e2e_request_latency_seconds",
+    "queue": "vllm:request_queue_time_seconds",
+}
 _WATCH_CAPACITY = 1024
 _MOST_ROWS = 256
 _MOST_REQUESTS = 40
@@ -44,7 +55,7 @@ _SHOWN = frozenset(
     (
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:num_preemptions",
         "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
-        "vllm:request_success", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "aptjax:blocks",
+        "vllm:request_success", "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds", "aptjax:blocks",
         "aptjax:host_blocks", "aptjax:host_moved_blocks", "aptjax:host_moved_slots", "aptjax:restores", "aptjax:host_lost_groups",
         "aptjax:cache_hit_tokens", "aptjax:class_requests", "aptjax:class_generation_tokens", "aptjax:class_queue_time_seconds",
         "aptjax:class_time_to_first_token_seconds", "aptjax:class_inter_token_latency_seconds",
@@ -124,7 +135,7 @@ class Viewer:
     async def __anext__(self) -> bytes:
         if not self._begun:
             self._begun = True
-            return _event("history", list(self._feed._history))
+            return _event("history", self._feed.history())
         while not self._over:
             await self._news.wait()
             self._news.clear()
@@ -162,7 +173,12 @@ class DashboardFeed:
         self._iteration: dict[str, Any] | None = None
         self._batch: Rows = []
         self._changes: collections.deque[dict[str, Any]] = collections.deque(maxlen=_MOST_CHANGES)
-        self._history: collections.deque[dict[str, float]] = collections.deque()
+        self._history: collections.deque[dict[str, Any]] = collections.deque()
+        self._long_history: collections.deque[dict[str, Any]] = collections.deque()
+        self._sums_at_s = -_SUMS_S
+        self._recording: asyncio.Task[None] | None = None
+        self.starting: Callable[[], object] = lambda: None
+        """Tells how far the start is."""
 
     @property
     def num_viewers(self) -> int:
@@ -171,6 +187,8 @@ class DashboardFeed:
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
         """Show a warm engine."""
         self._engine, self._metrics = engine, metrics
+        if metrics is not None:
+            self._recording = asyncio.create_task(self._record())
 
     def drain(self) -> None:
         """Show that the server is about to stop."""
@@ -196,8 +214,9 @@ class DashboardFeed:
         if self._closed:
             return
         self._closed = True
-        if self._running is not None:
-            self._running.cancel()
+        for task in (self._running, self._recording):
+            if task is not None:
+                task.cancel()
         self._iteration, self._batch = None, []
         await self._refresh(None, last=True)
 
@@ -223,6 +242,40 @@ class DashboardFeed:
         finally:
             if watch is not None:
                 watch.close()
+
+    async def _record(self) -> None:
+        """Keep points while nobody watches."""
+        while True:
+            engine, metrics = self._engine, self._metrics
+            if not self._viewers and engine is not None and metrics is not None and self._state() == "serving":
+                try:
+                    async with asyncio.timeout(_READ_TIMEOUT_S):
+                        read = functools.partial(_read, engine, metrics, None, set())
+                        reading = await asyncio.wrap_future(engine.call(read))
+                    self._keep(reading.at_s, _numbers(reading.metrics))
+                except Exception as error:
+                    logger.debug("no point for the dashboard: %s", type(error).__name__)
+            await asyncio.sleep(_RECORD_S)
+
+    def _keep(self, at_s: float, numbers: Numbers) -> dict[str, Any]:
+        """Add a point to the history, and drop what is too old."""
+        point = _point(at_s, numbers)
+        kept = point
+        if at_s - self._sums_at_s >= _SUMS_S:
+            self._sums_at_s = at_s
+            kept = point | {"sums": _sums(numbers)}
+        self._history.append(kept)
+        while self._history[0]["at_s"] < at_s - _HISTORY_S:
+            old = self._history.popleft()
+            if "sums" in old:
+                self._long_history.append(old)
+        while self._long_history and self._long_history[0]["at_s"] < at_s - _LONG_HISTORY_S:
+            self._long_history.popleft()
+        return point
+
+    def history(self) -> Rows:
+        """Points of the last hour: those of the last five minutes, and before them those with distributions."""
+        return [*self._long_history, *self._history]
 
     async def _refresh(self, watch: IterationSubscription | None, *, last: bool = False) -> None:
         try:
@@ -250,10 +303,7 @@ class DashboardFeed:
             return _Snapshot(common, {}, [], [], last=last)
         self._note(reading)
         numbers = _numbers(reading.metrics)
-        point = _point(reading.at_s, numbers)
-        self._history.append(point)
-        while self._history[0]["at_s"] < reading.at_s - _HISTORY_S:
-            self._history.popleft()
+        point = self._keep(reading.at_s, numbers)
         common |= {
             "model": engine.parts.model_name,
             "at_s": reading.at_s,
@@ -264,7 +314,8 @@ class DashboardFeed:
         return _Snapshot(common, reading.requests, self._batch, list(self._changes), last=last)
 
     def _common(self, state: str) -> dict[str, Any]:
-        return {"server": self._server, "state": state}
+        start = self.starting() if state == "starting" else None
+        return {"server": self._server, "state": state, **({} if start is None else {"start": str(start)})}
 
     def _state(self) -> str:
         engine = self._engine
@@ -353,6 +404,16 @@ def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
         "prompt_tokens": numbers["vllm:prompt_tokens_total"][""],
         "generation_tokens": numbers["vllm:generation_tokens_total"][""],
     }
+
+
+def _sums(numbers: Numbers) -> dict[str, Any]:
+    """Distributions since the start: cumulative counts by bucket, in the order of /metrics, and requests by how they
+    ended."""
+    sums: dict[str, Any] = {
+        name: [int(count) for count in numbers.get(f"{metric}_bucket", {}).values()]
+        for name, metric in _DISTRIBUTIONS.items()
+    }
+    return sums | {"finished": {why: int(n) for why, n in numbers.get("vllm:request_success_total", {}).items()}}
 
 
 def _scope(caller: Caller) -> str | None:

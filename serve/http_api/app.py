@@ -97,6 +97,7 @@ class HttpApp:
             self._batches = BatchRunner(config.batches, self._batch_service)
             batches = BatchEndpoints(config, self._service, self._batches).routes(_safely)
         self._dashboard = DashboardFeed()
+        self._dashboard.starting = config.starting
         dashboard = [
             *(Route(path, _safely(self._page), methods=["GET"]) for path in page.FILES),
             Route("/dashboard/events", self._events, methods=["GET"]),

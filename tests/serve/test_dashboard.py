@@ -114,7 +114,9 @@ def test_events_say_what_metrics_says():
     async def scenario(served):
         feed_of(served)
         async with viewing(served) as view:
-            assert await view.event() == ("history", [])
+            name, points = await view.event()
+            assert name == "history"
+            assert len(points) <= 1  # of the start
             task = asyncio.create_task(load(served))
             tokens = sum(10 + i for i in range(12))
             seen = await view.snapshot(  # meanwhile it reads: who does not is cut off
@@ -235,7 +237,74 @@ def test_so_many_viewers_and_no_more():
     run(scenario)
 
 
-def test_without_viewers_nothing_is_read_or_noted():
+def test_without_viewers_points_are_kept_and_nothing_else(monkeypatch):
+    """So that charts have no holes."""
+    monkeypatch.setattr("serve.dashboard.feed._RECORD_S", 0.01)
+    monkeypatch.setattr("serve.dashboard.feed._SUMS_S", 0.02)
+
+    async def scenario(served):
+        feed = served.server.app._dashboard
+        await load(served, 4)
+        await served.until(lambda: len(feed.history()) > 5)
+        assert served.engine.num_watches == 0
+        assert feed._latest is None
+        tokens = sum(10 + i for i in range(4))
+        await served.until(lambda: feed.history()[-1]["generation_tokens"] == tokens)
+        async with viewing(served) as view:
+            name, points = await view.event()
+            assert name == "history"
+            seen = await view.snapshot(lambda s: s.get("metrics"))
+        assert len(points) > 5
+        assert [p["at_s"] for p in points] == sorted(p["at_s"] for p in points)
+        await served.until(lambda: "sums" in feed.history()[-1])
+        sums = feed.history()[-1]["sums"]
+        assert sums["finished"] == seen["metrics"]["vllm:request_success_total"]
+        for name, metric in (
+            ("ttft", "time_to_first_token"),
+            ("tbt", "inter_token_latency"),
+            ("e2e", "e2e_request_latency"),
+            ("queue", "request_queue_time"),
+        ):
+            assert sums[name] == list(seen["metrics"][f"vllm:{metric}_seconds_bucket"].values())
+            assert sums[name][-1] == (tokens - 4 if name == "tbt" else 4)
+
+    run(scenario)
+
+
+def test_points_are_kept_for_five_minutes_and_those_with_distributions_for_an_hour():
+    async def scenario(served):
+        feed = feed_of(served)
+        assert feed._recording is not None
+        feed._recording.cancel()
+        numbers = {
+            "aptjax:blocks": {},
+            **{
+                f"vllm:{name}": {"": 0.0}
+                for name in (
+                    "num_requests_running",
+                    "num_requests_waiting",
+                    "prompt_tokens_total",
+                    "generation_tokens_total",
+                )
+            },
+        }
+        feed._history.clear()
+        for second in range(5000):
+            feed._keep(1e6 + second, numbers)
+        points = feed.history()
+        times = [point["at_s"] for point in points]
+        assert times == sorted(set(times))
+        fine = [at_s for at_s in times if at_s >= 1e6 + 4999 - 300]
+        assert len(fine) == 301
+        assert len(points) - len(fine) == pytest.approx(330, abs=2)
+        assert all("sums" in point for point in points[: len(points) - len(fine)])
+
+    run(scenario)
+
+
+def test_without_viewers_nothing_is_noted(monkeypatch):
+    monkeypatch.setattr("serve.dashboard.feed._RECORD_S", 3600.0)
+
     async def scenario(served):
         feed, reads = feed_of(served), []
         read = served.server.app._metrics.read
@@ -243,7 +312,7 @@ def test_without_viewers_nothing_is_read_or_noted():
         before = asyncio.all_tasks()
         await load(served, 4)
         assert served.engine.num_watches == 0
-        assert not reads
+        assert len(reads) <= 1  # the first point
         async with viewing(served) as view:
             await view.snapshot()
             assert served.engine.num_watches == 1
@@ -496,6 +565,23 @@ def test_the_page_shows_what_metrics_says(browser, size, theme):
             facts = await page.js(f"return {TEXT}", f"#{chart} .legend")
             assert facts.startswith(f"Count {with_commas(numbers[f'vllm:{name}_seconds_count'][''])}")
             assert await page.js(f"return document.querySelectorAll('#{chart} rect').length") >= 8
+        rows = await page.js(
+            "return [...document.querySelectorAll('#latency tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        )
+        assert [row[0] for row in rows] == ["Time to first token", "Time between tokens", "Whole request", "Queue"]
+        assert rows[2][1] == "16"
+        assert all("–" not in row for row in rows)
+        assert await page.js(f"return {TEXT}", "#finished") == "Requests ended by: length 16."
+        await page.until("document.querySelectorAll('#percentiles path.line').length === 3")
+        for window in ("3600", "", "300"):
+            await page.js(
+                "const w = document.querySelector('#window'); w.value = arguments[0];"
+                " w.dispatchEvent(new Event('change'))",
+                window,
+            )
+            assert await page.js(f"return {TEXT}", "#latency tbody tr td") == "16"
+        links = "return [...document.querySelectorAll('header a')].map((a) => a.getAttribute('href'))"
+        assert await page.js(links) == ["chat"]
         legend = await page.js(f"return {TEXT}", "#blocks .legend")
         blocks = numbers["aptjax:blocks"]
         parts = [f"{kind} {blocks[kind.lower()]:.0f}" for kind in ("KV", "Hidden", "Cached", "Free")]
