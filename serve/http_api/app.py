@@ -119,6 +119,8 @@ class HttpApp:
                 Route("/api/show", _safely(self._ollama_show), methods=["POST"]),
                 Route("/health", _safely(self._health), methods=["GET"]),
                 Route("/ping", _safely(self._health), methods=["GET", "POST"]),
+                Route("/load", _safely(self._load), methods=["GET"]),
+                Route("/server_info", _safely(self._server_info), methods=["GET"]),
                 Route("/version", _safely(self._version), methods=["GET"]),
                 Route("/ready", _safely(self._ready), methods=["GET"]),
                 Route("/metrics", _safely(self._scrape), methods=["GET"]),
@@ -374,6 +376,15 @@ class HttpApp:
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
+
+    async def _load(self, request: Request) -> Response:
+        """Tell how many calls are being served, as vLLM does."""
+        return _json({"server_load": self._service.num_open})
+
+    async def _server_info(self, request: Request) -> Response:
+        parts = self._service.engine().parts
+        facts = {"model": parts.model_name, "dtype": parts.config.dtype, "max_model_len": parts.limits.max_model_len}
+        return _json({"version": __version__, **facts, "scheduling_policy": parts.config.scheduler.policy})
 
     async def _openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")

@@ -11,7 +11,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest
-from serve.http_api import embeddings, openai_request, scores
+from serve.http_api import embeddings, openai_request, rerank, scores
 from serve.http_api.errors import HttpError
 from serve.http_api.messages.request import ID_PREFIX as MESSAGES_ID_PREFIX
 from serve.http_api.messages.request import read_call as read_messages
@@ -173,6 +173,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         read=scores.read_call,
         is_slow=scores.is_slow,
         respond=scores.ScoreResponse,
+    ),
+    *(
+        Endpoint(
+            path=path,
+            id_prefix=rerank.ID_PREFIX,
+            read=rerank.read_call,
+            is_slow=rerank.is_slow,
+            respond=rerank.RerankResponse,
+        )
+        for path in rerank.PATHS
     ),
     _of_ollama("/api/chat", "chatcmpl-", ollama.read_chat_call),
     _of_ollama("/api/generate", "cmpl-", ollama.read_generate),

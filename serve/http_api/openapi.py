@@ -17,7 +17,7 @@ from apt_jax.request import SamplingParams
 from apt_jax.text import chat, template_kwargs
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, FieldSpec, RequestLimits
 from serve import slo_headers as objectives
-from serve.http_api import constraint_fields, embeddings
+from serve.http_api import constraint_fields, embeddings, rerank
 from serve.http_api import openai_request as openai_api
 from serve.http_api.errors import DROPPED_REASON_KEYS
 from serve.http_api.json_schemas import COUNT as _COUNT
@@ -132,11 +132,14 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         }
         return {"get": operation, "head": {**head, "parameters": list(parameters)}}
 
-    def post(name: str, summary: str, good: Schema, *more: int, parameters: Any = ()) -> Schema:
+    def post(
+        name: str, summary: str, good: Schema, *more: int, parameters: Any = (), body: str | None = None
+    ) -> Schema:
         operation = _operation(name, summary, good, (*_OF_BODIES, 503, *more), has_keys)
-        content = {"schema": _ref(f"{name}Request"), "examples": {**_EXAMPLES, **examples}[name]}
-        body = {"required": True, "content": {_JSON: content}}
-        return {"post": {**operation, "parameters": list(parameters), "requestBody": body}}
+        asks = body or name
+        content = {"schema": _ref(f"{asks}Request"), "examples": {**_EXAMPLES, **examples}[asks]}
+        given = {"required": True, "content": {_JSON: content}}
+        return {"post": {**operation, "parameters": list(parameters), "requestBody": given}}
 
     def profile(name: str, summary: str) -> Schema:  # without a body
         return {"post": _operation(name, summary, _good(name), (415,), has_keys)}
@@ -173,6 +176,12 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         "/v1/messages/count_tokens": post("CountTokens", "Length of the prompt that a conversation makes.", _good("CountTokens")),
         "/v1/embeddings": post("Embedding", "Embed texts: their pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         "/v1/score": post("Score", "Similarity of texts: the cosine of their embeddings.", {**_good("Score"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
+        **{
+            path: post(name, "Documents by their similarity to a query.", {**_good("Rerank"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers(), body="Rerank")
+            for path, name in zip(rerank.PATHS, ("Rerank", "RerankBare", "RerankV2"), strict=True)
+        },
+        "/load": get("Load", "Number of calls that are being served.", _good("Load")),
+        "/server_info": get("ServerInfo", "Facts about the server.", _good("ServerInfo"), 503),
         "/v1/models": get("Models", "The model that is served, once for each of its names, and its LoRA adapters, whose `parent` it is.", {**_good("Models"), "links": {"model": model}}, 503),
         "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
@@ -342,6 +351,7 @@ _EXAMPLES: dict[str, Schema] = {
     "CountTokens": messages_schemas.COUNT_EXAMPLES,
     "Embedding": {"texts": {"value": {"input": ["One text.", "Another one."]}}},
     "Score": {"texts": {"value": {"text_1": "One text.", "text_2": ["Another one.", "A third."]}}},
+    "Rerank": {"texts": {"value": {"query": "One text.", "documents": ["Another one.", "A third."], "top_n": 1}}},
     "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
     **ollama_schemas.EXAMPLES,
     "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
@@ -416,6 +426,14 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
     }
     sides = {"anyOf": [_TEXT, _list(_TEXT, 1, sequences - 1)]}
     score |= {"text_1": {**sides, "description": "One text, or as many as in `text_2`."}, "text_2": sides}
+    document = {"anyOf": [_TEXT, _object({"text": _TEXT}, required=("text",))]}
+    reranking = {
+        **{name: score[name] for name in score if name not in ("text_1", "text_2")},
+        "query": _TEXT,
+        "documents": _list(document, 1, sequences - 1),
+        "top_n": _or_null(_integer(0, MAX_INTEGER)) | {"description": "Results in the answer; 0: all."},
+        "return_documents": _or_null(_FLAG) | {"default": True},
+    }
     shared = {"model": _model(models), "return_token_strs": _or_null(_FLAG)}
     text = {**shared, "prompt": _STRING, "messages": _NULL, "add_special_tokens": _or_null(_FLAG)}
     not_in_chats = {
@@ -431,6 +449,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         **ollama_schemas.requests(answer, embedding),
         "EmbeddingRequest": _object(embedding, required=("input",)),
         "ScoreRequest": _object(score, required=("text_1", "text_2")),
+        "RerankRequest": _object(reranking, required=("query", "documents")),
         "TokenizeRequest": {
             "anyOf": [
                 _object(text, required=("prompt",)),
@@ -815,6 +834,18 @@ def _answers() -> Schema:
             "data": _many(_all({"object": {"const": "score"}, "index": _COUNT, "score": _NUMBER})),
             "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
             "service_tier": tier,
+        }),
+        "Rerank": _all({
+            "id": _STRING, "model": _STRING,
+            "results": _many(_all({
+                "index": _COUNT, "document": _all({"text": _STRING}), "relevance_score": _NUMBER,
+            }, optional=("document",))),
+            "usage": _all({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+            "service_tier": tier,
+        }),
+        "Load": _all({"server_load": _COUNT}),
+        "ServerInfo": _all({
+            **dict.fromkeys(("version", "model", "dtype", "scheduling_policy"), _STRING), "max_model_len": _COUNT,
         }),
         "Version": _all({"version": _STRING}),
         "Index": _all({"name": _STRING, "links": {"type": "object", "additionalProperties": _STRING}}),

@@ -97,13 +97,7 @@ class ScoreResponse(EmbeddingsResponse):
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
         """See `serve.http_api.endpoints.ResponseBuilder`."""
-        call, units = self._call, []
-        for delta in deltas:
-            if delta.pooled is None:
-                raise RequestFailedError(delta.error or "the request was aborted")
-            units.append(embedding(delta.pooled, dimensions=None, normalize=True))
-        first, second = units[: self._num_first], units[self._num_first :]
-        scores = [float(np.dot(first[n % len(first)], unit)) for n, unit in enumerate(second)]
+        call, scores = self._call, self.scores(deltas)
         num_tokens = sum(request.prompt_token_ids.size for request in call.requests)
         return json_bytes(
             {
@@ -116,3 +110,17 @@ class ScoreResponse(EmbeddingsResponse):
                 "service_tier": call.service_tier,
             }
         )
+
+    def scores(self, deltas: Sequence[OutputDelta]) -> list[float]:
+        """Cosines of the second texts, each to its first one.
+
+        Raises:
+            RequestFailedError: a text has no embedding.
+        """
+        units = []
+        for delta in deltas:
+            if delta.pooled is None:
+                raise RequestFailedError(delta.error or "the request was aborted")
+            units.append(embedding(delta.pooled, dimensions=None, normalize=True))
+        first, second = units[: self._num_first], units[self._num_first :]
+        return [float(np.dot(first[n % len(first)], unit)) for n, unit in enumerate(second)]

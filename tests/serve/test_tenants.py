@@ -223,6 +223,12 @@ HTTP: dict[tuple[str, str], Check] = {
     ("POST", "/v1/messages"): completes_by_tenant_and_id,
     ("POST", "/v1/embeddings"): completes_by_tenant_and_id,
     ("POST", "/v1/score"): shows_nothing({"text_1": "hi", "text_2": "you"}),
+    **{
+        ("POST", path): shows_nothing({"query": "hi", "documents": ["you"]})
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    },
+    ("GET", "/load"): shows_nothing(),
+    ("GET", "/server_info"): shows_nothing(),
     ("POST", "/api/chat"): shows_nothing({"messages": HELLO, "options": {"num_predict": 2}}),
     ("POST", "/api/generate"): shows_nothing({"prompt": "hi", "options": {"num_predict": 2}}),
     ("POST", "/api/embed"): shows_nothing({"input": "hi"}),

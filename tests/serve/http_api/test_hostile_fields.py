@@ -181,6 +181,7 @@ FIELDS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
     "Ollama's input": lambda t: ("/api/embed", {"input": [t]}),
     "encoding": lambda t: ("/v1/embeddings", {"input": "a", "encoding_format": t}),
     "scored": lambda t: ("/v1/score", {"text_1": t, "text_2": t}),
+    "ranked": lambda t: ("/v1/rerank", {"query": t, "documents": [t, {"text": t}]}),
     "tokenized": lambda t: ("/tokenize", {"prompt": t}),
     "detokenized": lambda t: ("/detokenize", {"tokens": t}),
     "file": lambda t: ("/v1/batches", {"input_file_id": t, "endpoint": t}),

@@ -147,6 +147,10 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/messages": ("MessagesRequest", {"messages": HELLO, "max_tokens": 4}),
     "/v1/embeddings": ("EmbeddingRequest", {"input": "hi"}),
     "/v1/score": ("ScoreRequest", {"text_1": "hi", "text_2": ["you", "there"]}),
+    **{
+        path: ("RerankRequest", {"query": "hi", "documents": ["you"]})
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    },
     "/api/chat": ("OllamaChatRequest", {"messages": HELLO, "options": {"num_predict": 4}}),
     "/api/generate": ("OllamaGenerateRequest", {"prompt": "hi", "options": {"num_predict": 4}}),
     "/api/embed": ("OllamaEmbedRequest", {"input": "hi"}),
@@ -177,7 +181,7 @@ def test_every_bound_of_a_field_is_the_servers(parts, document, endpoint: Endpoi
                 assert problem is None or field in NOT_ALONE, (field, value, problem)
             else:
                 assert problem is not None, (field, value)
-    assert min(seen.values()) > (60 if "max_tokens" in schema["properties"] or "/v1/r" in endpoint.path else 25)
+    assert min(seen.values()) > (60 if "max_tokens" in schema["properties"] or "/v1/responses" in endpoint.path else 25)
 
 
 @pytest.mark.parametrize(
