@@ -40,7 +40,12 @@ class CompletionResponseBuilder:
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
         self._messages = [
-            OpenAIMessage(call.output.parser(), call.output.custom_tools, old_form=call.functions)
+            OpenAIMessage(
+                call.output.parser(),
+                call.output.custom_tools,
+                only_calls=call.output.only_calls,
+                old_form=call.functions,
+            )
             for _ in range(count if self._is_chat else 0)
         ]
         """Message of each choice of a chat."""
@@ -82,7 +87,11 @@ class CompletionResponseBuilder:
             changes = message.push(text, delta.finished)
             if self._call.output.is_plain:
                 changes = {"content": text}
-            choice["delta"] = {"role": "assistant", "content": "", **changes} if first else changes
+            choice["delta"] = (
+                {"role": "assistant", "content": None if self._call.output.only_calls else "", **changes}
+                if first
+                else changes
+            )
             finish_reason = message.finish_reason(finish_reason)
         else:
             choice["text"] = self._echo(index) + text if first else text

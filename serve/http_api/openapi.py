@@ -718,7 +718,7 @@ def _delta() -> Schema:
     custom = _all({**head, "type": {"const": "custom"}, "custom": text}, optional=("id", "type"))
     fields = {
         "role": {"const": "assistant"},
-        "content": _STRING,
+        "content": _or_null(_STRING),
         "reasoning_content": _STRING,
         "tool_calls": _many({"anyOf": [call, custom]}),
         "function_call": function,

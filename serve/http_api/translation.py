@@ -6,6 +6,7 @@ ignored that would change the answer.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -16,6 +17,11 @@ from apt_jax.text.chat import MAX_MESSAGES
 from serve.http_api import openai_request
 from serve.http_api.json_schemas import NULL, Schema
 from serve.http_api.openai_request import Body, CompletionCall, with_field
+
+_logger = logging.getLogger(__name__)
+_MAX_LEFT_OUT = 64
+_left_out: set[str] = set()
+"""Kinds of tools that the log has named."""
 
 _OF_CHAT_ALONE: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -133,6 +139,26 @@ def field_renamer(
         return error if name is None else with_field(error, name)
 
     return rename
+
+
+def leave_out_tools(field: str, kinds: Collection[str], are_others: bool) -> None:
+    """Leave out tools that the server would have to run, and say so in the log, once for each kind. Coding agents list
+    them beside their own tools whatever the server is.
+
+    Args:
+        field: of the first one.
+        kinds: of these tools.
+        are_others: there are tools that the client runs.
+
+    Raises:
+        InvalidRequestError: there are none, so that the request asks for these.
+    """
+    for kind in kinds:
+        if not are_others:
+            raise InvalidRequestError(field, f"the tool {quoted(kind)} is not supported; only tools of the client are")
+        if kind not in _left_out and len(_left_out) < _MAX_LEFT_OUT:
+            _left_out.add(kind)
+            _logger.warning("requests list the tool %s, which this server does not run: it is left out", quoted(kind))
 
 
 def set_thinking(chat: dict[str, Any], wanted: bool) -> None:

@@ -5,6 +5,8 @@ Consecutive messages of one role are one turn, as Anthropic says. Thinking block
 templates show or leave out as their model was trained.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +17,15 @@ ROLES = ("user", "assistant", "system")
 _UNSUPPORTED = {"image": "images", "document": "documents", "search_result": "search results"}
 BLOCKS = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use"),
     "system": ("text",),
 }
-"""Types of blocks by role."""
+"""Types of blocks by role. Those of the assistant may also be results of tools that another server has run."""
+_RESULT = "_tool_result"
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a line of Claude Code's that differs in every request, so that no cached prefix would be found."""
+_BILLING_FIELD = re.compile(r" ?[a-z_]{1,32}=[^;\s]{0,256}")
+_MAX_BILLING_FIELDS = 16
 BETWEEN_TURNS = "\n\n"
 """Between texts of consecutive messages of one role."""
 
@@ -37,7 +44,7 @@ def messages_of(system: object, given: object) -> list[Message]:
     """
     made: list[Message] = []
     if system is not None:
-        made.append({"role": "system", "content": _texts("system", system)})
+        made.append({"role": "system", "content": _without_billing(_texts("system", system))})
     if given is None:
         raise InvalidRequestError("messages", "missing; give a list of messages")
     for number, message in enumerate(check_items("messages", given)):
@@ -78,25 +85,30 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
     kind = block.get("type")
     if isinstance(kind, str) and kind in _UNSUPPORTED:
         raise InvalidRequestError(field, f"{_UNSUPPORTED[kind]} are not supported; send text")
-    if kind not in BLOCKS[role]:
+    is_result = role == "assistant" and isinstance(kind, str) and kind.endswith(_RESULT)
+    if kind not in BLOCKS[role] and not is_result:
         allowed = ", ".join(BLOCKS[role])
         raise InvalidRequestError(
             field, f"type {quoted(kind)} is not supported in messages of this role; only {allowed} are"
         )
+    if turn["role"] == "tool" and (kind == "text" or (role == "assistant" and not is_result)):
+        turn = {"role": role, "content": []}
+        made.append(turn)
     if kind == "text":
-        if turn["role"] == "tool":
-            turn = {"role": role, "content": []}
-            made.append(turn)
         turn["content"].append({"type": "text", "text": _text(field, block.get("text"))})
     elif kind == "thinking":
         thought = _text(field, block.get("thinking"))
         turn.setdefault("reasoning_content", []).append(thought)  # joined once all are there
-    elif kind == "tool_use":
+    elif kind in ("tool_use", "server_tool_use", "mcp_tool_use"):
         name, call_id, arguments = _text(field, block.get("name")), _text(field, block.get("id")), block.get("input")
         if not isinstance(arguments, Mapping):
             raise InvalidRequestError(field, "input is not an object")
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         turn.setdefault("tool_calls", []).append(call)
+    elif is_result:
+        call_id, content = _text(field, block.get("tool_use_id")), block.get("content")
+        turn = {"role": "tool", "tool_call_id": call_id, "content": _shown(content)}
+        made.append(turn)
     elif kind == "tool_result":
         if turn["role"] != "tool" and not turn["content"]:
             made.pop()  # no text of the user comes before
@@ -108,6 +120,36 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
         }
         made.append(turn)
     return turn
+
+
+def _without_billing(content: Any) -> Any:
+    """The system's content without what Claude Code puts before it for its own server; what follows on the line stays."""
+    if isinstance(content, str):
+        if not content.startswith(_BILLING):
+            return content
+        rest = content.removeprefix(_BILLING)
+        for _ in range(_MAX_BILLING_FIELDS):
+            field, found, after = rest.partition(";")
+            if not found or not _BILLING_FIELD.fullmatch(field):
+                break
+            rest = after
+        return rest.removeprefix("\n")
+    parts = [{**part, "text": _without_billing(part["text"])} for part in content[:1]] + content[1:]
+    return parts if not parts or parts[0]["text"] else parts[1:]
+
+
+def _shown(content: object) -> str:
+    """The result of a tool that another server has run: its texts, or what it holds without what is encrypted."""
+    items = content if isinstance(content, list) else [content]
+    texts = []
+    for item in items:
+        if isinstance(item, Mapping):
+            text = item.get("text")
+            kept = {key: value for key, value in item.items() if not key.startswith("encrypted_") and value is not None}
+            texts.append(text if isinstance(text, str) else json.dumps(kept, ensure_ascii=False))
+        elif item is not None:
+            texts.append(item if isinstance(item, str) else json.dumps(item, ensure_ascii=False))
+    return "\n".join(texts)
 
 
 def _texts(field: str, content: object) -> object:

@@ -35,12 +35,11 @@ MAX_USER_ID_CHARS = 512
 
 REFUSED: dict[str, tuple[object, ...]] = {
     "container": (),
-    "context_management": (),
     "mcp_servers": ([],),
 }
 """Fields that are refused, with the values that ask for nothing."""
 
-_TAKEN = ("cache_control", "max_tokens", "messages", "metadata", "output_config", "output_format", "service_tier",
+_TAKEN = ("cache_control", "context_management", "max_tokens", "messages", "metadata", "output_config", "output_format", "service_tier",
           "stop_sequences", "system", "temperature", "thinking", "tool_choice", "tools")  # fmt: skip
 _OWN = (*_TAKEN, *REFUSED, "add_generation_prompt", "continue_final_message")
 _OF_CHAT = {

@@ -18,7 +18,7 @@ from serve.http_api.json_schemas import (
     or_null,
     ref,
 )
-from serve.http_api.messages import content, request
+from serve.http_api.messages import content, request, tools
 
 EVENT = "MessagesEvent"
 ERROR = "MessagesError"
@@ -94,10 +94,19 @@ def _message() -> Schema:
         "tool_use": _block("tool_use", id=STRING, name=STRING, input={"type": "object"}),
         "thinking": _block("thinking", thinking=STRING),
         "redacted_thinking": _block("redacted_thinking"),
+        **{
+            name: _block(name, id=STRING, name=STRING, input={"type": "object"})
+            for name in ("server_tool_use", "mcp_tool_use")
+        },
     }
+    elsewhere = object_of(
+        {"type": {"type": "string", "pattern": "_tool_result$"}, "tool_use_id": STRING},
+        required=("type", "tool_use_id"),
+    )
     of_roles = []
     for role in content.ROLES:
-        allowed = many({"anyOf": [blocks[name] for name in content.BLOCKS[role]]})
+        more = [elsewhere] if role == "assistant" else []
+        allowed = many({"anyOf": [*(blocks[name] for name in content.BLOCKS[role]), *more]})
         fields = {"role": {"const": role}, "content": {"anyOf": [STRING, allowed]}}
         of_roles.append(object_of(fields, required=("role", "content")))
     return {"anyOf": of_roles}
@@ -110,7 +119,9 @@ def _tool() -> Schema:
         "input_schema": {"type": "object"},
         "strict": or_null(FLAG),
     }
-    return object_of(fields, required=("name", "input_schema"))
+    described = object_of(fields, required=("name", "input_schema"))
+    other = object_of({"type": {"type": "string", "pattern": f"^{tools.OTHER_PATTERN}$"}}, required=("type",))
+    return {"anyOf": [described, other | {"description": "Left out, as the server does not run it."}]}
 
 
 def _choice() -> Schema:

@@ -1,23 +1,29 @@
 """Tools of Anthropic's API to those of a chat completion: those of the client, none that the server would have to run."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import MAX_TOOLS
 from apt_jax.validation import check_flag
-from serve.http_api.translation import quoted
+from serve.http_api.translation import leave_out_tools, quoted
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+OTHER_PATTERN = r"[a-z_]{1,64}_[0-9]{8}"
+"""Types of Anthropic's own tools, which have no schema in the request."""
+_OTHER = re.compile(OTHER_PATTERN)
 
 Tool = dict[str, Any]
 
 
 def chat_tools(tools: object) -> list[Tool]:
-    """The tools as chat completions have them.
+    """The tools as chat completions have them. Tools that the server would have to run or to describe are left out beside
+    others.
 
     Raises:
-        InvalidRequestError: they are malformed, or one is run by the server.
+        InvalidRequestError: they are malformed, or none is described by the client.
     """
     if tools is None:
         return []
@@ -26,13 +32,19 @@ def chat_tools(tools: object) -> list[Tool]:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
     made = []
+    others: dict[str, str] = {}
     for number, tool in enumerate(tools):
         field = f"tools[{number}]"
         if not isinstance(tool, Mapping):
             raise InvalidRequestError(field, 'must be {"name": ..., "input_schema": ...}')
         if tool.get("type") not in (None, "custom"):
-            kind = quoted(tool["type"])
-            raise InvalidRequestError(field, f"the tool {kind} is not supported; only those with an input_schema are")
+            if not isinstance(tool["type"], str) or not _OTHER.fullmatch(tool["type"]):
+                kind = quoted(tool["type"])
+                raise InvalidRequestError(
+                    field, f"the type {kind} is not supported; leave it out, and give an input_schema"
+                )
+            others.setdefault(tool["type"], field)
+            continue
         name, schema, strict = tool.get("name"), tool.get("input_schema"), tool.get("strict")
         if not isinstance(name, str) or not isinstance(schema, Mapping):
             raise InvalidRequestError(field, "must have a name and an input_schema, which is an object")
@@ -40,6 +52,7 @@ def chat_tools(tools: object) -> list[Tool]:
         if strict is not None:
             facts["strict"] = check_flag(f"{field}.strict", strict)
         made.append({"type": "function", "function": {k: v for k, v in facts.items() if v is not None}})
+    leave_out_tools(next(iter(others.values()), "tools"), others, bool(made))
     return made
 
 

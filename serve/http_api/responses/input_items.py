@@ -5,6 +5,7 @@ Function calls become calls of the assistant's message before them, or of one wi
 trained.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,16 @@ ITEMS = (
     "custom_tool_call_output",
     "reasoning",
 )
+LEFT_OUT = (
+    "code_interpreter_call",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_list_tools",
+    "web_search_call",
+)
+"""Items of tools that another server has run: what the model made of them stands in its messages."""
 
 Message = dict[str, Any]
 
@@ -72,7 +83,20 @@ def _add(messages: list[Message], field: str, item: object) -> None:
             names = ("call_id", "name", "input")
             call_id, name, text = (_text(f"{field}.{key}", item.get(key)) for key in names)
             _add_call(messages, {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}})
-        case "function_call_output" | "custom_tool_call_output":
+        case "local_shell_call":
+            call_id, action = _text(f"{field}.call_id", item.get("call_id")), item.get("action")
+            function = {"name": "local_shell", "arguments": action if isinstance(action, Mapping) else {}}
+            _add_call(messages, {"id": call_id, "type": "function", "function": function})
+        case "mcp_call":
+            call_id, name = (_text(f"{field}.{key}", item.get(key)) for key in ("id", "name"))
+            function = {"name": name, "arguments": item.get("arguments")}
+            _add_call(messages, {"id": call_id, "type": "function", "function": function})
+            output = item.get("output") or item.get("error") or ""
+            output = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        case str() if kind in LEFT_OUT:
+            pass
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             call_id = _text(f"{field}.call_id", item.get("call_id"))
             content = _content(f"{field}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})

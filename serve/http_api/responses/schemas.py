@@ -98,6 +98,7 @@ def _item() -> Schema:
             object_of(call, required=tuple(call)),
             object_of(custom, required=tuple(custom)),
             object_of(output, required=tuple(output)),
+            object_of({"type": {"enum": list(input_items.LEFT_OUT)}}, required=("type",)),
             object_of({"type": {"const": "reasoning"}, "content": thoughts, "summary": thoughts}, required=("type",)),
         ]
     }
@@ -119,13 +120,15 @@ def _tool() -> Schema:
             NULL,
             object_of({"type": {"const": "text"}}, required=("type",)),
             object_of(
-                {"type": {"const": "grammar"}, "syntax": {"const": "regex"}, "definition": STRING},
+                {"type": {"const": "grammar"}, "syntax": {"enum": ["regex", "lark"]}, "definition": STRING},
                 required=("type", "syntax", "definition"),
             ),
         ]
     }
     custom = object_of({**named, "format": forms}, required=("type", "name"))
-    return {"anyOf": [object_of(fields, required=("type", "name")), custom]}
+    other = object_of({"type": {"type": "string", "not": {"enum": list(tools.KINDS)}}}, required=("type",))
+    other["description"] = "Left out, as the server does not run it."
+    return {"anyOf": [object_of(fields, required=("type", "name")), custom, other]}
 
 
 def _choice() -> Schema:

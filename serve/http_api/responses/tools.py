@@ -7,7 +7,7 @@ from typing import Any
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import MAX_TOOLS
 from apt_jax.validation import check_flag
-from serve.http_api.translation import quoted
+from serve.http_api.translation import leave_out_tools, quoted
 
 CHOICES = ("auto", "none", "required")
 KINDS = ("function", "custom")
@@ -16,10 +16,11 @@ Tool = dict[str, Any]
 
 
 def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
-    """Return the tools as chat completions have them, and as the answer shows them.
+    """Return the tools as chat completions have them, and as the answer shows them. Tools that the server would have to
+    run are left out beside others.
 
     Raises:
-        InvalidRequestError: they are malformed, or one is no function.
+        InvalidRequestError: they are malformed, or all are to be run by the server.
     """
     if tools is None:
         return [], []
@@ -28,20 +29,23 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
     made, shown = [], []
+    others: dict[str, str] = {}
     for number, tool in enumerate(tools):
         field = f"tools[{number}]"
         kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if not isinstance(tool, Mapping) or kind is None:
+        if not isinstance(tool, Mapping) or not isinstance(kind, str):
             raise InvalidRequestError(field, 'must be {"type": "function", "name": ..., "parameters": ...}')
         if kind == "custom":
             facts = {key: tool[key] for key in ("name", "description", "format") if tool.get(key) is not None}
+            grammar = facts.get("format")
+            if isinstance(grammar, Mapping) and grammar.get("syntax") == "lark":  # Codex's: it checks the text itself
+                facts["format"] = {"type": "text"}
             made.append({"type": "custom", "custom": facts})
             shown.append({"type": "custom", **facts})
             continue
         if kind != "function":
-            raise InvalidRequestError(
-                field, f"the tool {quoted(kind)} is not supported; only functions and custom tools are"
-            )
+            others.setdefault(kind, field)
+            continue
         name, strict = tool.get("name"), tool.get("strict")
         if not isinstance(name, str):
             raise InvalidRequestError(field, "has no name")
@@ -52,6 +56,7 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
         shown.append(
             {"type": "function", "name": name, "description": None, "parameters": None, "strict": None, **facts}
         )
+    leave_out_tools(next(iter(others.values()), "tools"), others, bool(made))
     return made, shown
 
 

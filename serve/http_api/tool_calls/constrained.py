@@ -16,9 +16,13 @@ class ConstrainedCalls:
         names: of the functions.
         single: there is one call at most, without the form's prefix and suffix.
         free_text: there may be content; where the form has no mark, content or calls.
+        only_calls: there is no content: what a cut has left of a call is left out.
     """
 
-    def __init__(self, form: CallForm, names: frozenset[str], *, single: bool, free_text: bool) -> None:
+    def __init__(
+        self, form: CallForm, names: frozenset[str], *, single: bool, free_text: bool, only_calls: bool = False
+    ) -> None:
+        self._only_calls = only_calls
         self._form, self._names = form, sorted(names)
         self._prefix, self._suffix = ("", "") if single else (form.prefix, form.suffix)
         self._has_text = free_text and bool(form.mark)
@@ -78,8 +82,11 @@ class ConstrainedCalls:
             if text == self._suffix or finished:
                 self._text = ""
             return False
-        if not finished and any(head.startswith(text) for head in heads.values()):
-            return False
+        if any(head.startswith(text) for head in heads.values()):
+            if finished and (self._num_calls or self._has_text):  # a call that was cut off before its name
+                self._text = self._space = ""
+            if not finished or not self._text:
+                return False
         self._state = "over"
         return True
 
@@ -116,6 +123,8 @@ class ConstrainedCalls:
     def _over(self, events: list[OutputEvent], finished: bool) -> bool:
         """Text that is no call, and all that follows it."""
         del finished
+        if self._only_calls:
+            self._text = self._space = ""
         self._text, self._space = self._space + self._text, ""
         self._content(events, len(self._text))
         return False

@@ -15,11 +15,20 @@ class OpenAIMessage:
     Args:
         parser: of the output.
         custom_tools: names of functions that stand for custom tools. The input of a call of one comes when it is whole.
+        only_calls: there is no content, also where there is no call because the output was cut off.
         old_form: the call is `function_call`, as it was before there were `tool_calls`.
     """
 
-    def __init__(self, parser: OutputParser, custom_tools: Collection[str] = (), *, old_form: bool = False) -> None:
+    def __init__(
+        self,
+        parser: OutputParser,
+        custom_tools: Collection[str] = (),
+        *,
+        only_calls: bool = False,
+        old_form: bool = False,
+    ) -> None:
         self._parser = parser
+        self._only_calls = only_calls
         self._custom, self._old_form = custom_tools, old_form
         self._num_inputs_said = 0
         """Calls whose input has been sent, if they are of custom tools."""
@@ -78,7 +87,7 @@ class OpenAIMessage:
     def whole(self) -> Json:
         """The whole message, after the last text."""
         content = "".join(self._content)
-        shown = content or None if self._calls or self._reasoning else content
+        shown = content or None if self._calls or self._reasoning or self._only_calls else content
         message: Json = {"role": "assistant", "content": shown, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)

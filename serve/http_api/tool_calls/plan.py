@@ -11,6 +11,7 @@ from apt_jax.validation.structured import checked_structured_outputs
 from serve.http_api.constraint_fields import RESPONSE_FORMAT, Constraint
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import ToolSet
+from serve.http_api.tool_calls.distinct import DistinctCalls
 from serve.http_api.tool_calls.events import OutputParser, PlainText
 from serve.http_api.tool_calls.forms import JSON_FORM, CallForm, form_of
 from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, literals_of
@@ -36,6 +37,8 @@ class OutputPlan:
     """Makes the parser of one output."""
     is_plain: bool = True
     """The text is content alone."""
+    only_calls: bool = False
+    """There is no content."""
     constrains_calls: bool = False
     """The constraint is that of calls, from the schemas in `tools`."""
     custom_tools: frozenset[str] = frozenset()
@@ -98,7 +101,13 @@ def plan_output(
                 reasoning=reasoning,
             )
             fields["structured_outputs"] = {"grammar": grammar}
-            make_inner = _constrained(form, names, single=tools.max_calls == 1, free_text=free_text and answer is None)
+            make_inner = _constrained(
+                form,
+                names,
+                single=tools.max_calls == 1,
+                free_text=free_text and answer is None,
+                only_calls=tools.mode == "required",
+            )
     if reasoning is not None and constraint is not None and not constrains:
         if answer is None:
             raise InvalidRequestError(
@@ -115,6 +124,7 @@ def plan_output(
         fields=fields,
         parser=parser,
         is_plain=False,
+        only_calls=tools.mode == "required",
         constrains_calls=constrains,
         custom_tools=frozenset(function.name for function in tools.functions if function.is_custom),
     )
@@ -141,8 +151,12 @@ def _checked(constraint: object) -> StructuredOutputsParams:
     return checked
 
 
-def _constrained(form: CallForm, names: frozenset[str], *, single: bool, free_text: bool) -> Callable[[], OutputParser]:
-    return lambda: ConstrainedCalls(form, names, single=single, free_text=free_text)
+def _constrained(
+    form: CallForm, names: frozenset[str], *, single: bool, free_text: bool, only_calls: bool
+) -> Callable[[], OutputParser]:
+    return lambda: DistinctCalls(
+        ConstrainedCalls(form, names, single=single, free_text=free_text, only_calls=only_calls)
+    )
 
 
 def _free(form: CallForm, names: frozenset[str], max_calls: int) -> Callable[[], OutputParser]:

@@ -149,3 +149,27 @@ def test_results_go_back_as_in_a_chat_completion():
         assert counted["input_tokens"] == want
 
     run(scenario, parts=toy_parts(chat_template=ChatTemplate(CHATML), max_model_len=2048, num_blocks=2048))
+
+
+@pytest.mark.parametrize("max_tokens", [2, 8, 30])
+def test_a_required_call_that_is_cut_off_leaves_no_content(max_tokens):
+    """All three APIs, and a stream."""
+
+    async def scenario(served):
+        body = {**chat_body("required"), "max_tokens": max_tokens}
+        (choice,) = (await answer(served, "/v1/chat/completions", body))["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+        response = await served.post("/v1/chat/completions", {**body, "stream": True})
+        chunks = [
+            json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: {")
+        ]
+        assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+        body = {**responses_body("required"), "max_output_tokens": max_tokens}
+        items = (await answer(served, "/v1/responses", body))["output"]
+        texts = [part["text"] for item in items if item["type"] == "message" for part in item["content"]]
+        assert not any(texts)
+        body = {**messages_body({"type": "any"}), "max_tokens": max_tokens}
+        blocks = (await answer(served, "/v1/messages", body))["content"]
+        assert {block["type"] for block in blocks} <= {"tool_use"}
+
+    run(scenario, parts=toy_parts(chat_template=ChatTemplate(CHATML), max_model_len=2048, num_blocks=2048))
