@@ -53,4 +53,4 @@ def tools_as_text(
 
 def _result(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
     name = message.get("name") or names.get(message.get("tool_call_id", ""))
-    return f"Result{f' of {name}' if name else ''}: {message['content']}"
+    return f"{f'Tool {name}' if name else 'The tool'} answered: {message['content']}"

@@ -487,7 +487,7 @@ def test_a_template_without_a_place_for_tools_gets_them_as_text(templates):
     assert prompt.index(definition) < prompt.index("<|im_start|>user")
     call = CALLED[1]["tool_calls"][0]["function"]
     assert f'{{"name": "{call["name"]}", "arguments": ' in prompt
-    assert f"<|im_start|>user\nResult of {call['name']}: {CALLED[2]['content']}<|im_end|>" in prompt
+    assert f"<|im_start|>user\nTool {call['name']} answered: {CALLED[2]['content']}<|im_end|>" in prompt
     system = [{"role": "system", "content": "Be brief."}, *CALLED[:1]]
     prompt = tokenizer.decode(template.encode(tokenizer, system, tools=[WEATHER]))
     assert prompt.index("Be brief.\n\nYou can call functions.") < prompt.index(definition)
