@@ -1,7 +1,6 @@
 """An engine and what front ends need beside it: tokenizer, limits of requests, output assembler."""
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -213,12 +212,7 @@ def build_components(
     )
     grammars = None
     if tokenizer is not None:
-        grammars = GrammarCompiler(
-            functools.partial(tokenizer.json_below, vocab_size),
-            vocab_size=vocab_size,
-            num_tokens=num_tokens,
-            eos_token_ids=eos_token_ids,
-        )
+        grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
     return EngineComponents(
         config=config,
         tokenizer=tokenizer,

@@ -4,9 +4,9 @@ A grammar can take minutes and gigabytes to compile, and a long chain of referen
 which ends the process. So each is tried here first, where the worst case costs one child; `apt_jax.structured.compiler`
 starts it, waits for so long, and kills it.
 
-Protocol: JSON, a line each way. First {"tokenizer", "vocab_size", "eos", "limits", "memory_bytes", "alarm_s"}, answered
-by {"error": null or text}; then any number of {"grammar"}, answered by {"error": null or text, "bytes"}. Run as a file,
-so that nothing but llguidance is imported.
+Protocol: JSON, a line each way. First {"tokens", "special", "eos", "limits", "memory_bytes", "alarm_s"}, the tokens in
+hexadecimal digits, answered by {"error": null or text}; then any number of {"grammar"}, answered by {"error": null or
+text, "bytes"}. Run as a file, so that nothing but llguidance is imported.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 STACK_BYTES = 4 << 20
@@ -24,12 +25,108 @@ STACK_BYTES = 4 << 20
 TRIAL_TOKENS = 24
 """Steps of a trial output: grammars too ambiguous to follow show it early."""
 NUM_TRIALS = 2
+_BYTES_OF_TEXT = [bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+"""All that UTF-8 has."""
+_MAX_FORCED_CHARS = 256
+"""Length of what is split into tokens at each step, of a text that must come next."""
 
 
-def first_allowed(mask: bytes, rng: random.Random, eos: set[int]) -> int | None:
-    """Return an allowed token other than `eos`."""
+class TokenTable:
+    """The vocabulary for `llguidance.LLTokenizer`, in the place of its ``TokenizerWrapper``.
+
+    llguidance takes it for granted that tokens can make every text. Where they cannot, as in a vocabulary of words, there
+    are further ids for single bytes behind all others, which are never sampled.
+
+    Args:
+        tokens: bytes that each token adds to a text; none: it is never allowed.
+        special: ids that grammars name, and no text; their bytes are their names.
+        eos: ids that end an output.
+        encoder: the usual tokens of a text, if they make it; None: long tokens are preferred.
+
+    Attributes:
+        unsampled: the further ids.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special: Collection[int],
+        eos: Sequence[int],
+        encoder: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        self.special_token_ids, self.eos_token_id = sorted(special), eos[0]
+        self._encoder = encoder
+        self._not_text = {*special, *eos}
+        self._ids = {data: i for i, data in enumerate(tokens) if data and i not in self._not_text}
+        lengths: dict[int, set[int]] = {}
+        for data in self._ids:
+            lengths.setdefault(data[0], set()).add(len(data))
+        self._lengths = {first: sorted(values, reverse=True) for first, values in lengths.items()}
+        self.tokens, self.unsampled = list(tokens), range(0)
+        self._begun: set[bytes] | None = None
+        """Beginnings of tokens, where a text may have no tokens before it goes on."""
+        if not all(byte in self._ids for byte in _BYTES_OF_TEXT):
+            self._begun = {data[:end] for data in self._ids for end in range(1, len(data))}
+            self.tokens += [b""] * (-len(tokens) % 32)  # whole words of a mask
+            self.unsampled = range(len(self.tokens), len(self.tokens) + 256)
+            self.tokens += [bytes([byte]) for byte in range(256)]
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens of a text that must come next, or of its beginning; none: no tokens make it.
+
+        llguidance asks at each step, and uses the first of them.
+        """
+        if not isinstance(text, str):
+            return []  # a trial of the type
+        text = text[:_MAX_FORCED_CHARS]
+        data = text.encode()
+        if self._encoder is not None:
+            try:
+                ids = list(self._encoder(text))
+            except Exception:  # a character without a token, and no <unk>
+                ids = [len(self.tokens)]
+            known = self._not_text.isdisjoint(ids) and max(ids, default=0) < len(self.tokens)
+            if known and b"".join(self.tokens[i] for i in ids) == data:
+                return ids
+        return self._split(data)
+
+    def _split(self, data: bytes) -> list[int]:
+        """Tokens that make the bytes, at each place the longest with which the rest can be made. At the end single
+        bytes may stand, with which a token begins."""
+        ids: list[int] = []
+        ends, tried = [0], [self._candidates(data, 0)]
+        dead: set[int] = set()
+        while ends[-1] < len(data):
+            length = next(tried[-1], None)
+            if length is not None:
+                end = ends[-1] + length
+                if end not in dead:
+                    ids.append(self._ids[data[ends[-1] : end]])
+                    ends.append(end)
+                    tried.append(self._candidates(data, end))
+                continue
+            if self._begun is not None and data[ends[-1] :] in self._begun:
+                return [*ids, *(self.unsampled[byte] for byte in data[ends[-1] :])]
+            dead.add(ends.pop())
+            tried.pop()
+            if not ids:
+                return []
+            ids.pop()
+        return ids
+
+    def _candidates(self, data: bytes, at: int) -> Iterator[int]:
+        """Lengths of the tokens that stand at this place, the longest first."""
+        lengths = self._lengths.get(data[at], ()) if at < len(data) else ()
+        return (length for length in lengths if data[at : at + length] in self._ids)
+
+
+def first_allowed(mask: bytes, rng: random.Random, without: set[int]) -> int | None:
+    """Return an allowed token other than those of `without`."""
     bits = int.from_bytes(mask, "little")
-    for token in eos:
+    for token in without:
         bits &= ~(1 << token)
     if not bits:
         return None
@@ -40,31 +137,30 @@ def first_allowed(mask: bytes, rng: random.Random, eos: set[int]) -> int | None:
     return (bits & -bits).bit_length() - 1
 
 
-def attempt(tokenizer: Any, grammar: str, limits: Any) -> tuple[str | None, int]:
+def attempt(tokenizer: Any, unsampled: Collection[int], grammar: str, limits: Any) -> tuple[str | None, int]:
     """Compile and begin outputs. Returns what is wrong, and by how much this process has grown."""
     from llguidance import LLMatcher
 
     give_back_memory()
     before = resident_bytes()
     root = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    error = begin_outputs(root, tokenizer)
+    error = begin_outputs(root, {*tokenizer.eos_tokens, *unsampled})
     return error, max(0, resident_bytes() - before)  # while the root is there
 
 
-def begin_outputs(root: Any, tokenizer: Any) -> str | None:
-    """Take the first steps of a few outputs. Returns what is wrong."""
+def begin_outputs(root: Any, without: set[int]) -> str | None:
+    """Take the first steps of a few outputs, without the given tokens. Returns what is wrong."""
     if root.is_error():
         return root.get_error()
-    eos = set(tokenizer.eos_tokens)
     mask = root.compute_bitmask()
     if root.is_error():
         return root.get_error()
-    if root.is_stopped() or first_allowed(mask, random.Random(0), eos) is None:
+    if root.is_stopped() or first_allowed(mask, random.Random(0), without) is None:
         return "unsatisfiable: it allows no text, or the empty one alone"
     for seed in range(NUM_TRIALS):
         matcher, rng = root.deep_copy(), random.Random(seed)
         for _ in range(TRIAL_TOKENS):
-            token = first_allowed(matcher.compute_bitmask(), rng, eos)
+            token = first_allowed(matcher.compute_bitmask(), rng, without)
             if matcher.is_error():
                 return matcher.get_error()
             if token is None:
@@ -118,7 +214,8 @@ def serve() -> None:
         from llguidance import LLParserLimits, LLTokenizer
 
         limits = LLParserLimits(**setup["limits"])
-        tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos"])
+        table = TokenTable([bytes.fromhex(token) for token in setup["tokens"]], setup["special"], setup["eos"])
+        tokenizer = LLTokenizer(table, eos_token=setup["eos"])  # pyright: ignore[reportArgumentType]
     except Exception as error:
         answer(error=str(error) or type(error).__name__)
         return
@@ -128,7 +225,7 @@ def serve() -> None:
         # Should the parent be gone, nobody kills this process: the default action of the signal does.
         signal.alarm(setup["alarm_s"])
         try:
-            error, num_bytes = attempt(tokenizer, json.loads(line)["grammar"], limits)
+            error, num_bytes = attempt(tokenizer, table.unsampled, json.loads(line)["grammar"], limits)
         except Exception as caught:
             error, num_bytes = str(caught) or type(caught).__name__, 0
         signal.alarm(0)

@@ -28,7 +28,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ from numpy.typing import NDArray
 
 from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams, TokenConstraint
+from apt_jax.structured.compile_worker import TokenTable
 from apt_jax.structured.json_schema import exact_schema
+from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.memory import spare_memory_bytes
 from apt_jax.utils.worker_process import (
     ChildDiedError,
@@ -191,10 +193,14 @@ class _Vocabulary:
 
     tokenizer: Any
     """`llguidance.LLTokenizer`."""
+    tokens: Sequence[bytes]
+    """Bytes that each token adds to a text, or the name of a special one."""
     their_eos: tuple[int, ...]
     """Ids that it takes for such ends."""
     our_eos: tuple[int, ...]
     """Ids that end an output, of the model's vocabulary."""
+    num_words: int
+    """Words of a mask of llguidance; those after the words of the model's vocabulary are not sampled."""
 
 
 class _Source:
@@ -265,14 +271,14 @@ class LLConstraint:
         self._tokens.append(token_id)
 
     def fill_mask(self, row: NDArray[np.int32]) -> bool:
-        self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._compute(row)
         return self.check_mask(row)
 
     def check_mask(self, row: NDArray[np.int32]) -> bool:
         """Finish a row after llguidance has written the row; see `fill_mask`."""
         while self.matcher.is_error():
             self._go_on_or_raise()
-            self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._compute(row)
         self._source.num_masks += 1
         words = row.view(np.uint32)
         may_end = self.matcher.is_accepting()
@@ -286,6 +292,17 @@ class LLConstraint:
             for token in self._vocabulary.our_eos:
                 words[token >> 5] |= np.uint32(1 << (token & 31))
         return True
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask of llguidance, of which a row has the first ones."""
+        return self._vocabulary.num_words
+
+    def _compute(self, row: NDArray[np.int32]) -> None:
+        mask = row if self.num_words <= row.size else np.zeros(self.num_words, np.int32)
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if mask is not row:
+            row[:] = mask[: row.size]
 
     def _go_on_or_raise(self) -> None:
         """After an error: go on with a lexer of one's own where the one that all outputs of the grammar share is full.
@@ -324,7 +341,11 @@ class MaskFiller:
             self._executor = LLExecutor(num_threads=self._num_threads)
         ours = [c for c in constraints if isinstance(c, LLConstraint)]
         pairs = [(c.matcher, row) for c, row in zip(ours, rows, strict=True)]
-        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], masks.shape[0])
+        num_words = max(c.num_words for c in ours)
+        wide = masks if num_words <= masks.shape[1] else np.zeros((masks.shape[0], num_words), np.int32)
+        self._executor.unsafe_compute_mask_ptr(pairs, wide.ctypes.data, wide.strides[0], wide.shape[0])
+        if wide is not masks:
+            masks[list(rows)] = wide[list(rows), : masks.shape[1]]
         return [_outcome(c.check_mask, masks[row]) for c, row in zip(ours, rows, strict=True)]
 
 
@@ -397,9 +418,8 @@ class GrammarCompiler:
     """Compiles what users ask for; from any thread, one new grammar at a time.
 
     Args:
-        tokenizer_json: gives the text of tokenizer.json, when the first grammar comes.
+        tokenizer: its tokens are read when the first grammar comes, as they go on with a text.
         vocab_size: V of the model; ids that the tokenizer does not have are never allowed.
-        num_tokens: ids that the tokenizer has, [0, num_tokens).
         eos_token_ids: end an output.
         limit_s: for the trial of one grammar.
         keep_lost_s: time for which a grammar is rejected without another trial, if its trial had to be ended.
@@ -408,10 +428,9 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokenizer_json: Callable[[], str],
+        tokenizer: Tokenizer,
         *,
         vocab_size: int,
-        num_tokens: int,
         eos_token_ids: Sequence[int],
         limit_s: float = COMPILE_LIMIT_S,
         keep_lost_s: float = KEEP_LOST_S,
@@ -421,9 +440,10 @@ class GrammarCompiler:
         self.num_trials = 0
         """Grammars that were not in the cache."""
         self.cached_bytes = 0
-        self._tokenizer_json, self._vocab_size = tokenizer_json, vocab_size
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._our_eos = tuple(t for t in eos_token_ids if t < vocab_size)
         # llguidance wants one that the tokenizer has; without any, a text token serves and can then not be sampled.
+        num_tokens = min(vocab_size, tokenizer.vocab_size)
         self._their_eos = tuple(t for t in self._our_eos if t < num_tokens) or (num_tokens - 1,)
         self._limit_s, self._keep_lost_s = limit_s, keep_lost_s
         self._max_entries, self._max_bytes = max_entries, max_bytes
@@ -532,8 +552,8 @@ class GrammarCompiler:
             self._worker = None
         if self._worker is None:
             setup = {
-                "tokenizer": self._tokenizer_json(),
-                "vocab_size": self._vocab_size,
+                "tokens": [token.hex() for token in vocabulary.tokens],
+                "special": sorted(self._special_ids),
                 "eos": list(self._their_eos),
                 "limits": dict(LIMITS),
                 "memory_bytes": CHILD_MEMORY_BYTES,
@@ -564,13 +584,35 @@ class GrammarCompiler:
     def _make_vocabulary(self) -> _Vocabulary:
         from llguidance import LLTokenizer
 
+        continuations = self._tokenizer.continuations
+        if not continuations.is_exact or continuations.word_end is not None:
+            raise InvalidRequestError(
+                FIELD,
+                "this model's tokenizer cannot be used for it: what a token adds to a text is not settled by the token",
+            )
+        size, special = self._vocab_size, self._special_ids
+        tokens = continuations.pieces(min(size, self._tokenizer.vocab_size))
+        tokens += [b""] * (size - len(tokens))
+        for token_id in special:
+            tokens[token_id] = (self._tokenizer.backend.id_to_token(token_id) or "").encode()
         try:
-            tokenizer = LLTokenizer(self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=list(self._their_eos))
+            table = TokenTable(tokens, special, self._their_eos, continuations.encoder())
+            tokenizer = LLTokenizer(table, eos_token=list(self._their_eos))  # pyright: ignore[reportArgumentType]
         except Exception as error:
             logger.warning("structured outputs: llguidance cannot use this tokenizer: %s", error)
             raise InvalidRequestError(FIELD, "this model's tokenizer cannot be used for it") from None
-        self._vocabulary = _Vocabulary(tokenizer=tokenizer, their_eos=self._their_eos, our_eos=self._our_eos)
+        self._vocabulary = _Vocabulary(
+            tokenizer=tokenizer,
+            tokens=tokens,
+            their_eos=self._their_eos,
+            our_eos=self._our_eos,
+            num_words=-(-len(table.tokens) // 32),
+        )
         return self._vocabulary
+
+    @property
+    def _special_ids(self) -> list[int]:
+        return [i for i in self._tokenizer.special_ids if i < self._vocab_size]
 
 
 class PendingGrammars:

@@ -16,7 +16,7 @@ Spaces that a decoder strips from the end of a text stay: an output is no end.
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -115,6 +115,21 @@ class Continuations:
         token = None if token_id is None else self._backend.id_to_token(token_id)
         return token is not None and self.word_end is not None and token.endswith(self.word_end)
 
+    def pieces(self, num_ids: int) -> list[bytes]:
+        """`piece` of every id in [0, num_ids), without a word that ends before."""
+        tokens = map(self._backend.id_to_token, range(num_ids))
+        return [b"" if token is None else self._piece(token) for token in tokens]
+
+    def encoder(self) -> Callable[[str], list[int]]:
+        """A function from a text that goes on with another one to its tokens, as the library splits it: no space is put
+        before it. Their pieces may be another text, where the tokenizer knows none but whole words."""
+        fields = json.loads(self._backend.to_str())
+        fields |= {"normalizer": _without_prefix(fields["normalizer"]), "post_processor": None}
+        fields["pre_tokenizer"] = _without_prefix(fields["pre_tokenizer"])
+        backend = tokenizers.Tokenizer.from_str(json.dumps(fields))
+        backend.encode_special_tokens = True
+        return lambda text: backend.encode(text, add_special_tokens=False).ids
+
     def utf8_decoder(self) -> codecs.IncrementalDecoder:
         """A decoder of the bytes, which replaces those that are not UTF-8 as the library's decoder does."""
         return codecs.getincrementaldecoder("utf-8")(_EACH if self._has_byte_tokens else "replace")
@@ -143,6 +158,21 @@ def _byte_of(token: str) -> int | None:
         return int(token[3:5], 16)
     except ValueError:
         return None
+
+
+def _without_prefix(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A normaliser or pre-tokenizer that puts no space before a text."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    changed = dict(step)
+    for name in ("normalizers", "pretokenizers"):
+        if name in step:
+            changed[name] = [kept for inner in step[name] if (kept := _without_prefix(inner)) is not None]
+    if step["type"] == "Metaspace":
+        changed["prepend_scheme"] = "never"
+    if step["type"] == "ByteLevel" and "add_prefix_space" in step:
+        changed["add_prefix_space"] = False
+    return changed
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

@@ -105,35 +105,6 @@ class Tokenizer:
         """The library's object."""
         return self._backend
 
-    def json_below(self, num_ids: int) -> str:
-        """The text of a tokenizer.json without the tokens whose ids are `num_ids` or more.
-
-        Raises:
-            ValueError: the tokens that are left would have other ids.
-        """
-        if self.vocab_size <= num_ids:
-            return self._backend.to_str()
-        fields = json.loads(self._backend.to_str())
-        fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < num_ids]
-        fields["post_processor"] = None  # may name tokens that are gone
-        model = fields["model"]
-        if isinstance(model["vocab"], list):  # Unigram
-            model["vocab"] = model["vocab"][:num_ids]
-        else:
-            known = model["vocab"] = {token: i for token, i in model["vocab"].items() if i < num_ids}
-            skip = len(model.get("continuing_subword_prefix") or "")
-            if "merges" in model:
-                model["merges"] = [
-                    [left, right]
-                    for left, right in model["merges"]
-                    if left in known and right in known and left + right[skip:] in known
-                ]
-        text = json.dumps(fields, ensure_ascii=False)
-        left = {token: i for token, i in self._backend.get_vocab(with_added_tokens=True).items() if i < num_ids}
-        if tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True) != left:
-            raise ValueError(f"the ids below {num_ids} depend on the others")
-        return text
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first).
 

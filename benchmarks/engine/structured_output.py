@@ -91,9 +91,8 @@ def compiler_of(llm: LLM) -> GrammarCompiler:
     assert llm.tokenizer is not None
     limits = llm.parts.limits
     return GrammarCompiler(
-        llm.tokenizer.backend.to_str,
+        llm.tokenizer,
         vocab_size=limits.vocab_size,
-        num_tokens=llm.tokenizer.vocab_size,
         eos_token_ids=limits.eos_token_ids,
     )
 

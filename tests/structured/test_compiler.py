@@ -49,9 +49,8 @@ def tokenizer() -> Tokenizer:
 
 def compiler_of(tokenizer: Tokenizer, **options: Any) -> GrammarCompiler:
     options.setdefault("vocab_size", tokenizer.vocab_size)
-    options.setdefault("num_tokens", tokenizer.vocab_size)
     options.setdefault("eos_token_ids", (2,))
-    return GrammarCompiler(tokenizer.backend.to_str, **options)
+    return GrammarCompiler(tokenizer, **options)
 
 
 @pytest.fixture(scope="module")

@@ -35,15 +35,11 @@ class OutputSampler:
     """Draws outputs. Close it."""
 
     def __init__(self) -> None:
-        from llguidance import LLTokenizer
-
         tokenizer = byte_tokenizer()
         self._eos, self._size = 2, tokenizer.vocab_size
-        self._compiler = GrammarCompiler(
-            tokenizer.backend.to_str, vocab_size=self._size, num_tokens=self._size, eos_token_ids=[self._eos]
-        )
-        theirs = LLTokenizer(tokenizer.backend.to_str(), n_vocab=self._size, eos_token=self._eos)
-        self._ids = [theirs.tokenize_bytes(bytes([byte]))[0] for byte in range(256)]
+        self._compiler = GrammarCompiler(tokenizer, vocab_size=self._size, eos_token_ids=[self._eos])
+        pieces = tokenizer.continuations.pieces(self._size)
+        self._ids = [pieces.index(bytes([byte])) for byte in range(256)]
         self._bytes = {token: byte for byte, token in enumerate(self._ids)}
 
     def close(self) -> None:

@@ -164,19 +164,6 @@ def prefixed_bpe_backend() -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.mark.parametrize("added", [0, 3])
-@pytest.mark.parametrize(
-    "backend", [byte_level_backend, byte_fallback_backend, unigram_backend, word_piece_backend, prefixed_bpe_backend]
-)
-def test_a_tokenizer_without_its_last_ids_is_the_same_but_for_them(backend, added):
-    made = backend()
-    made.add_special_tokens([f"<more{i}>" for i in range(added)])
-    tokenizer = Tokenizer(made)
-    for num_ids in range(tokenizer.vocab_size - 5, tokenizer.vocab_size + 2):
-        left = tokenizers.Tokenizer.from_str(tokenizer.json_below(num_ids)).get_vocab()
-        assert left == {token: i for token, i in made.get_vocab().items() if i < num_ids}
-
-
 def test_two_tokens_with_one_id_are_refused(tmp_path):
     """The library would write one of them for both, and cannot copy the tokenizer for chat templates."""
     write_tokenizer(tmp_path)
