@@ -15,14 +15,15 @@ from tests.cache.test_hybrid_cache import histories
 
 KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 SIZE = 4
+LARGEST = 8
 
 
 class Memory:
     """Contents of every slot, (owner, half, position), of the pool and of host memory."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
-        self.device: dict[int, list[Any]] = {b: [None] * SIZE for b in range(num_blocks + 1)}
-        self.host: dict[int, list[Any]] = {b: [None] * SIZE for b in range(num_host_blocks + 1)}
+        self.device: dict[int, list[Any]] = {b: [None] * LARGEST for b in range(num_blocks + 1)}
+        self.host: dict[int, list[Any]] = {b: [None] * LARGEST for b in range(num_host_blocks + 1)}
         self.num_moved = 0
 
     def move(self, transfers: SlotTransfers) -> None:
@@ -39,15 +40,19 @@ class Memory:
         self.num_moved += sum(n for *_, n, _ in transfers.saves)
 
 
-def slot_of(position: int, *, down: bool) -> int:
-    return SIZE - 1 - position % SIZE if down else position % SIZE
+def slot_of(position: int, size: int, *, down: bool) -> int:
+    return size - 1 - position % size if down else position % size
 
 
 class World:
     """Requests over one cache, each of a class and a kind."""
 
-    def __init__(self, num_blocks: int = 14, num_host_blocks: int = 40, max_num_seqs: int = 6) -> None:
-        self.cache = HybridCache(num_blocks=num_blocks, block_size=SIZE, max_num_seqs=max_num_seqs)
+    def __init__(
+        self, num_blocks: int = 14, num_host_blocks: int = 40, max_num_seqs: int = 6, hidden_size: int = SIZE
+    ) -> None:
+        self.cache = HybridCache(
+            num_blocks=num_blocks, block_size=SIZE, hidden_block_size=hidden_size, max_num_seqs=max_num_seqs
+        )
         self.best_effort: dict[int, bool] = {}
         self.host = BlockPool(num_host_blocks)
         self.sharing: BlockSharing = self.cache.share_blocks(self.host, self.best_effort.__getitem__)
@@ -91,13 +96,13 @@ class World:
 
     def _slots(self, owner: int, position: int):
         cache = self.cache
-        slot = cache.slot_of(owner)
-        entry = position // SIZE
+        slot, size = cache.slot_of(owner), cache.block_sizes[self.kind[owner]]
+        entry = position // size
         down = bool(self.sharing.downwards(np.array([slot], np.int32), entry + 1)[0, entry])
         for half in range(cache.blocks_per_group[self.kind[owner]]):
             block = int(cache.tables[slot, half, entry])
             assert block != NULL_BLOCK
-            yield half, block, slot_of(position, down=down)
+            yield half, block, slot_of(position, size, down=down)
 
     def _check(self, owner: int, num_tokens: int) -> None:
         assert self.sharing.is_complete(self.cache.slot_of(owner))
@@ -113,7 +118,8 @@ class World:
         for owner, slot in self.cache.slot_by_owner.items():
             for entry in range(int(self.cache.num_groups[slot])):
                 kept = self.sharing.on_device((slot, entry))
-                for position in range(entry * SIZE, entry * SIZE + kept):
+                begin = entry * self.cache.block_sizes[self.kind[owner]]
+                for position in range(begin, begin + kept):
                     for half, block, at in self._slots(owner, position):
                         assert self.memory.device[block][at] == (owner, half, position)
 
@@ -125,6 +131,7 @@ def find_preempt_block(world: World, kind: int) -> list[tuple[int, int, int]]:
         Slot, entry and empty slots of each, in the order in which they are preempted.
     """
     cache, users = world.cache, {}
+    size = cache.block_sizes[kind]
     for owner, slot in cache.slot_by_owner.items():
         for entry in range(int(cache.num_groups[slot])):
             block = int(cache.tables[slot, 0, entry])
@@ -135,9 +142,9 @@ def find_preempt_block(world: World, kind: int) -> list[tuple[int, int, int]]:
         owner, slot, entry = holders[0]
         if len(holders) == 1 and world.best_effort[owner] and world.kind[owner] == kind:
             cells = world.memory.device[block]
-            used = sum(cell is not None and cell[0] == owner and cell[2] // SIZE == entry for cell in cells)
+            used = sum(cell is not None and cell[0] == owner and cell[2] // size == entry for cell in cells)
             lacks = world.sharing.preempted.get(slot, {}).get(entry)
-            empty = SIZE - (used if lacks is None else lacks.kept)
+            empty = size - (used if lacks is None else lacks.kept)
             only.append((empty, owner, slot, entry))
     only.sort(key=lambda each: (-each[0], -each[1], -each[3]))  # the paper does not say which of equal ones
     return [(slot, entry, empty) for empty, _, slot, entry in only]
@@ -244,6 +251,68 @@ def test_bytes_that_travel_are_those_of_the_overwritten_slots(kind):
     assert world.sharing.moved_blocks() == (halves * 6 / SIZE, 0)
 
 
+@pytest.mark.parametrize("size", [SIZE, 3, 6, LARGEST])
+def test_groups_of_layer_inputs_have_a_size_of_their_own(size):
+    """A chat takes the slots of a batch one by one, and the batch comes back."""
+    world = World(num_blocks=2, hidden_size=size)
+    batch, chat = world.add(2 * size - 1, HIDDEN, best_effort=True), world.add(1, HIDDEN, best_effort=False)
+    assert world.step([batch]) == [batch]
+    assert world.step([chat]) == [chat]
+    assert world.memory.num_moved == 0  # the last slot of the batch's second group
+    low = world.cache.slot_of(batch)
+    for number in range(1, size):
+        assert world.step([chat]) == [chat]
+        assert world.memory.num_moved == number
+        assert world.sharing.on_device((low, 1)) == size - 1 - number
+        world.check()
+    assert world.step([chat]) == [chat]  # its second group: the first one of the batch
+    assert world.sharing.on_device((low, 0)) == size - 1
+    world.cache.release(chat)
+    assert world.step([batch]) == [batch]
+    world.check()
+
+
+def test_a_group_that_gets_a_second_user_is_not_registered_by_a_step_in_flight():
+    world = World(num_blocks=2)
+    batch, chat = world.add(4, KV, best_effort=True), world.add(1, KV, best_effort=False)
+    assert world.step([batch]) == [batch]
+    cache, groups = world.cache, world.cache.groups
+    firsts, generations = cache.expect(cache.slot_of(batch), 0, 1)
+    assert world.step([chat]) == [chat]
+    assert not groups.is_expected[firsts].any()
+    assert (groups.generation[firsts] > generations).all()
+    cache.register(batch, KV, [b"of the batch"], 0, firsts, generations)
+    world.check()
+    assert cache.sharing is not None
+    assert len(cache.sharing.shared) == 1
+    cache.release(batch)
+    cache.release(chat)
+    assert (groups.num_idle_blocks, groups.pool.num_free) == (0, 2)
+
+
+def test_nothing_is_saved_of_a_request_that_has_given_everything_back():
+    """Its host blocks may be another's in the same step."""
+    world = World(num_blocks=2)
+    batch, chat = world.add(4, KV, best_effort=True), world.add(2, KV, best_effort=False)
+    assert world.step([batch]) == [batch]
+    cache, sharing = world.cache, world.sharing
+    free = world.host.num_free
+    ok = sharing.reserve_rows(
+        np.array([chat], np.int64),
+        np.array([NO_SLOT], np.int32),
+        np.array([2], np.int32),
+        np.array([KV], np.int8),
+        np.array([False]),
+    )
+    assert ok.all()
+    assert len(sharing.transfers.saves) == 2
+    assert sharing.saved_slots == [2, 0]
+    cache.release(batch)
+    assert (sharing.take_transfers().saves, sharing.saved_slots) == ([], [0, 0])
+    assert world.host.num_free == free
+    cache.check_integrity()
+
+
 class SharingMachine(RuleBasedStateMachine):
     """Random steps of random requests: what runs finds every slot as it wrote it."""
 
@@ -251,9 +320,14 @@ class SharingMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
 
-    @initialize(num_blocks=st.integers(4, 20), num_host_blocks=st.integers(1, 30), is_lazy=st.booleans())
-    def begin(self, num_blocks, num_host_blocks, is_lazy):
-        self.world = World(num_blocks, num_host_blocks)
+    @initialize(
+        num_blocks=st.integers(4, 20),
+        num_host_blocks=st.integers(1, 30),
+        is_lazy=st.booleans(),
+        hidden_size=st.sampled_from([SIZE, 3, LARGEST]),
+    )
+    def begin(self, num_blocks, num_host_blocks, is_lazy, hidden_size):
+        self.world = World(num_blocks, num_host_blocks, hidden_size=hidden_size)
         self.world.sharing.is_lazy = is_lazy
 
     @rule(length=st.integers(1, 14), kind=st.sampled_from([KV, HIDDEN]), best_effort=st.booleans())

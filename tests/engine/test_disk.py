@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from apt_jax.engine.disk_reads import DiskReads
 from apt_jax.request import EngineRequest
 from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import num_cases
@@ -131,6 +132,43 @@ def test_an_aborted_request_leaves_nothing_behind(offered):
     served.drain()
     assert served.ended == {name: "abort", row_again: "length"}
     served.engine.check_integrity()
+
+
+def test_a_read_goes_on_as_long_as_anybody_waits_for_it(offered):
+    disk = new_disk()
+    first = small(disk, offered)
+    first.serve(prompt(33), 1)
+    first.engine.close()
+    disk.latency = lambda: 10
+    served = small(disk, offered, max_num_seqs=3)
+    names = [served.add(np.concatenate([prompt(32), prompt(5, seed=5 + i)]), 1) for i in range(2)]
+    reads = served.engine.states.prefixes.reads
+    assert isinstance(reads, DiskReads)
+    (read,) = reads._reads
+    served.step()
+    assert served.engine.abort(names[0])
+    assert not read.of_disk.is_cancelled
+    assert served.engine.abort(names[1])
+    assert read.of_disk.is_cancelled
+    served.step()
+    assert not reads._reads
+    assert disk.num_read < 8
+    served.engine.check_integrity()
+
+
+def test_what_is_read_takes_no_place_from_what_it_builds_on(offered):
+    """A prefix that is longer than host memory: its beginning stays, and its end is not read."""
+    disk = new_disk()
+    first = small(disk, offered)
+    first.serve(prompt(41), 1)
+    first.engine.close()
+    halves = 2 if offered[KV] else 1
+    served = small(disk, offered, num_host_blocks=4 * halves)
+    name = served.add(prompt(41), 1)
+    served.drain()
+    served.engine.check_integrity()
+    assert served.cached[name] == 16
+    served.assert_as_expected()
 
 
 def test_requests_of_one_prefix_share_a_read(offered):

@@ -11,6 +11,7 @@ import pytest
 from apt_jax.cache import CacheIntegrityError
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
+from apt_jax.engine.commit import finish_reason
 from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import (
     ConfigError,
@@ -316,6 +317,13 @@ class TestEnds:
         h.drain()
         assert h.tokens["r0"] == list(processor.seen) == h.expected("r0")[:3]
         assert (h.last["r0"].finish_reason, h.last["r0"].stop_reason) == ("stop", "END")
+
+    @pytest.mark.parametrize("count", range(1, 6))
+    def test_before_min_tokens_neither_stop_token_nor_stop_string_ends_a_request(self, count):
+        params = SamplingParams(max_tokens=8, min_tokens=3)
+        for token, string in ((5, None), (6, "END"), (5, "END")):
+            expected = ("stop", token if token == 5 else string) if count >= 3 else (None, None)
+            assert finish_reason(token, count, params, frozenset({5}), string, False) == expected
 
     def test_the_processor_is_not_shown_a_stop_token(self):
         seen = []

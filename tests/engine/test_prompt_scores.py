@@ -87,3 +87,32 @@ def test_a_model_that_is_not_finite_ends_its_request_alone():
     assert late is not None
     with pytest.raises(ValueError, match="arrive after 0"):
         scores.add(late, bad)
+
+
+def test_what_is_there_is_neither_asked_for_nor_kept_twice():
+    token_ids = np.arange(9, dtype=np.int32)
+    scores, whole = PromptScores(token_ids, 2), reference_prompt_logprobs(token_ids)
+
+    def found(begin: int, end: int) -> PromptLogprobs:
+        return PromptLogprobs(
+            logprob=whole.logprob[begin:end],
+            rank=whole.rank[begin:end],
+            top_ids=whole.top_ids[begin:end],
+            top_logprobs=whole.top_logprobs[begin:end],
+        )
+
+    first, in_flight = scores.targets(0, 5), scores.targets(2, 5)  # both before either is there
+    assert first is not None
+    assert in_flight is not None
+    assert scores.add(first, found(0, 5))
+    assert scores.add(in_flight, found(2, 7))
+    assert scores.num_done == 7
+    assert scores.targets(0, 7) is None
+    last = scores.targets(0, 9)  # after a preemption
+    assert last is not None
+    assert (last.position, last.token_ids.tolist()) == (7, [8])
+    assert scores.add(last, found(7, 8))
+    assert scores.add(first, found(0, 5))
+    assert scores.is_complete
+    np.testing.assert_array_equal(scores.joined().logprob, whole.logprob)
+    np.testing.assert_array_equal(scores.joined().top_ids, whole.top_ids[:, :2])

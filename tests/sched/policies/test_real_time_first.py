@@ -38,6 +38,38 @@ def test_a_first_token_waits_for_no_best_effort_request(name):
     assert world.table.num_outputs[late] > 0
 
 
+@pytest.mark.parametrize("name", ["apt", "apt-plus?two_classes=false", "vllm-v1", "fcfs", "sarathi"])
+def test_every_piece_of_a_prompt_has_its_step_to_itself(name):
+    """The last piece leaves room in its step, which best-effort requests do not get."""
+    world = World(num_blocks=400, mode="kv", max_num_seqs=16, max_num_batched_tokens=32)
+    be = [best_effort(world, world.hold(world.add(8, 40), KV)) for _ in range(4)]
+    policy = make_policy(name, CONFIG)
+    rt = world.add(70, 3)
+    pieces = 0
+    while not world.table.num_outputs[rt]:
+        plan = world.step(policy)
+        assert plan.rows.tolist() == [rt]
+        pieces += 1
+        assert pieces < 6
+    assert pieces > 2
+    assert set(be) <= set(world.step(policy).rows.tolist())
+
+
+@pytest.mark.parametrize("name", ["apt", "vllm-v1", "fcfs", "sarathi"])
+def test_no_best_effort_request_begins_while_a_real_time_one_waits(name):
+    world = World(num_blocks=24, mode="kv", max_num_seqs=8)
+    running = world.hold(world.add(40, 6), KV)  # 20 blocks, and 2 more with its first token to come
+    waiting, low = world.add(12, 3), best_effort(world, world.add(4, 3))
+    policy = make_policy(name, CONFIG)
+    while not world.table.num_outputs[waiting]:
+        plan = world.step(policy)
+        assert low not in plan.rows, plan
+    assert not world.table.live[running]
+    for _ in range(4):
+        world.step(policy)
+    assert world.table.num_outputs[low] > 0
+
+
 def test_the_latest_best_effort_requests_make_room_and_no_more_of_them_than_are_needed():
     world = World(num_blocks=24, mode="kv", max_num_seqs=8)
     be = [best_effort(world, world.hold(world.add(15), KV)) for _ in range(3)]  # 8 blocks each

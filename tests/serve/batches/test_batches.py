@@ -21,6 +21,7 @@ from apt_jax.sched import StepCosts
 from serve.batches.calls import BatchCall
 from serve.batches.config import BatchConfig
 from serve.batches.feeder import BatchFeeder
+from serve.batches.input_file import read_input
 from serve.batches.runner import BatchRunner
 from serve.batches.store import BatchStore
 from serve.batches.window import short_step_rows
@@ -274,6 +275,59 @@ def test_another_key_finds_neither_files_nor_batches(tmp_path):
             await theirs.batches.create(input_file_id=files[-1], endpoint=COMPLETIONS, completion_window="24h")
 
     run(scenario, app={"batches": store_at(tmp_path), "keys": ApiKeys([KEY, OTHER])})
+
+
+def test_another_key_cannot_cancel_a_batch_that_runs(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        mine, theirs = (served.openai.with_options(api_key=key) for key in (KEY, OTHER))
+        client: Any = mine
+        gate = executor_of(served.parts).gate
+        gate.clear()
+        batch = await create(client, jsonl([line(f"r{i}") for i in range(5)]))
+        await served.until(lambda: served.parts.engine.num_live > 0)
+        for status in ("in_progress", "in_progress"):
+            with pytest.raises(openai.NotFoundError):
+                await theirs.batches.cancel(batch.id)
+            assert (await client.batches.retrieve(batch.id)).status == status
+        gate.set()
+        batch = await ended(client, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+
+    run(scenario, app={"batches": store_at(tmp_path), "keys": ApiKeys((KEY, OTHER))})
+
+
+def test_another_key_cannot_cancel_a_batch_that_is_validated(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        goes_on.wait(30)
+        return read_input(*args, **kwargs)
+
+    monkeypatch.setattr("serve.batches.runner.read_input", waits)
+
+    async def scenario(served: HttpServed) -> None:
+        mine, theirs = (served.openai.with_options(api_key=key) for key in (KEY, OTHER))
+        client: Any = mine
+        batch = await create(client, jsonl([line("a")]))
+        with pytest.raises(openai.NotFoundError):
+            await theirs.batches.cancel(batch.id)
+        goes_on.set()
+        assert (await ended(client, batch.id)).status == "completed"
+
+    run(scenario, app={"batches": store_at(tmp_path), "keys": ApiKeys((KEY, OTHER))})
+
+
+def test_requests_are_best_effort_whatever_they_ask_for(tmp_path):
+    async def scenario(served: HttpServed) -> None:
+        client: Any = served.openai
+        fields: list[dict[str, Any]] = [{}, {"slo_class": "rt"}, {"service_tier": "priority"}, {"slo": {"class": "rt"}}]
+        batch = await ended(
+            client, (await create(client, jsonl([line(f"r{i}", **f) for i, f in enumerate(fields)]))).id
+        )
+        out = await lines_of(client, batch.output_file_id)
+        assert [one["response"]["body"]["service_tier"] for one in out] == ["flex"] * len(fields)
+
+    run(scenario, app={"batches": store_at(tmp_path)})
 
 
 def test_a_batch_is_cancelled_and_keeps_what_it_has(tmp_path):

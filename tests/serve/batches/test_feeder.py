@@ -52,3 +52,18 @@ def test_a_request_that_finds_no_room_pauses_only_its_batch():
         assert feeder._next(now_s + 3) is batches[0]
 
     asyncio.run(whole())
+
+
+def test_keys_take_turns():
+    """The key with the fewest requests in flight is next, its oldest batch first."""
+    nothing: Any = None
+    feeder = BatchFeeder(nothing, nothing, lambda *_: None, lambda: 0)
+    first, second, other = batches = [running_batch("a"), running_batch("a"), running_batch("b")]
+    for batch in batches:
+        feeder.add(batch)
+    for in_flight, expected in (({}, first), ({"a": 1}, other), ({"a": 1, "b": 2}, first), ({"b": 1}, first)):
+        feeder._by_tenant.clear()
+        feeder._by_tenant.update(in_flight)
+        assert feeder._next(time.monotonic()) is expected
+    first.pending.clear()
+    assert feeder._next(time.monotonic()) is second
