@@ -117,16 +117,16 @@ def markdown(rows: Iterable[CacheKindInfo]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def splice_table(text: str, table: str) -> str:
+def splice(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with `table` between its markers.
 
     Raises:
         ValueError: the markers are not there.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the text must hold {BEGIN} and {END}, once each")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"the text must hold {begin} and {end}, once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{table}{end}{rest.split(end)[1]}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.file is None:
         sys.stdout.write(table)
     else:
-        args.file.write_text(splice_table(args.file.read_text(), table))
+        args.file.write_text(splice(args.file.read_text(), table))
     return 0
 
 

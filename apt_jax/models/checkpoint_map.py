@@ -14,6 +14,7 @@ import numpy as np
 from apt_jax.errors import ModelLoadError
 from apt_jax.models.config import Activation, ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import FamilyFields
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -65,6 +66,8 @@ class ModelFamily:
     """Bare names of stored tensors that nothing needs."""
     inputs_first: bool = False
     """Matrices of layers are stored (inputs, outputs)."""
+    fields: FamilyFields
+    """Fields of a ``config.json`` that it knows."""
     constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
     """The value of a leaf that a checkpoint of this configuration does not store, or None where it does."""
 
@@ -126,22 +129,28 @@ def windows(
     """`ModelConfig.layer_windows`.
 
     Args:
-        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it,
-            whatever ``layer_types`` says.
+        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it, and
+            ``layer_types`` may not say otherwise.
+
+    Raises:
+        ModelLoadError: ``layer_types`` is malformed, or asks for a window where there is none.
     """
     window = ConfigFields(fields).optional_positive("sliding_window")
-    if window is None:
-        return ()
     types = fields.get("layer_types")
     known = ("full_attention", "sliding_attention")
-    if is_sliding is None:
-        sliding = [True] * num_layers
-    elif types is None:
-        sliding = [is_sliding(i) for i in range(num_layers)]
+    if types is None:
+        sliding = [is_sliding is None or is_sliding(i) for i in range(num_layers)]
     elif isinstance(types, list) and len(types) == num_layers and all(t in known for t in types):
         sliding = [kind == "sliding_attention" for kind in types]
     else:
         raise ModelLoadError(
             f"config.json: layer_types={types!r:.80} must name {' or '.join(known)} for each of {num_layers} layers"
         )
-    return tuple(window if s else None for s in sliding) if any(sliding) else ()
+    if types is not None and is_sliding is None and any(s != (window is not None) for s in sliding):
+        raise ModelLoadError(
+            f"config.json: layer_types={types!r:.80} with sliding_window={window} is not supported: all layers have the "
+            "window, or none"
+        )
+    if types is not None and window is None and any(sliding):
+        raise ModelLoadError(f"config.json: layer_types={types!r:.80} needs a sliding_window")
+    return tuple(window if s else None for s in sliding) if window is not None and any(sliding) else ()

@@ -14,7 +14,7 @@ from apt_jax.models.cache_kinds import (
     main,
     markdown,
     published_kinds,
-    splice_table,
+    splice,
 )
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.resolve import read_model_config
@@ -27,7 +27,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 
 def test_the_documented_table_is_the_one_that_the_code_makes():
     text = DOCS.read_text()
-    assert splice_table(text, markdown(published_kinds())) == text
+    assert splice(text, markdown(published_kinds())) == text
 
 
 def test_what_the_published_sizes_offer():
@@ -107,7 +107,7 @@ def test_the_command_writes_the_table_between_the_markers(tmp_path, capsys):
     assert main([]) == 0
     assert "| opt-13b |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="kinds: begin"):
-        splice_table("nothing", "")
+        splice("nothing", "")
 
 
 def test_a_window_that_no_context_outgrows_is_none():

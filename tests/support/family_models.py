@@ -27,6 +27,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn rope": ("LlamaConfig", _BASE | dict(rope_parameters=_YARN)),
     "llama dynamic rope": ("LlamaConfig", _BASE | dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0})),
     "mistral": ("MistralConfig", _BASE | dict(num_key_value_heads=2, sliding_window=13)),
+    "ministral": ("MinistralConfig", _BASE | dict(
+        num_key_value_heads=2, head_dim=8, sliding_window=9, layer_types=["full_attention", "sliding_attention"])),
     "mistral wide heads": ("MistralConfig", _BASE | dict(num_key_value_heads=4, head_dim=16, sliding_window=None)),
     "qwen2": ("Qwen2Config", _BASE | dict(num_key_value_heads=4, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
     "qwen2 grouped": ("Qwen2Config", _BASE | dict(num_key_value_heads=2, tie_word_embeddings=True)),

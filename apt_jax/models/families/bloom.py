@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import (
     ModelFamily,
     Source,
@@ -15,6 +14,7 @@ from apt_jax.models.checkpoint_map import (
 )
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import FamilyFields
 
 _TOP_LEVEL = {
     "embed": "word_embeddings.weight",
@@ -55,8 +55,6 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     hidden_size, num_heads, head_dim = get.attention_sizes(
         get.named("n_embed", "hidden_size"), get.named("n_head", "num_attention_heads"), 64, 8
     )
-    if get.flag("apply_residual_connection_post_layernorm", False):
-        raise ModelLoadError("config.json: apply_residual_connection_post_layernorm is set, and is not supported")
     vocab_size = get.positive("vocab_size", 250880)
     trained = get.positive("seq_length", 2048)
     return ModelConfig(
@@ -111,10 +109,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bloom-7b": _preset(30, 4096, 32),
 }
 
+_FIELDS = FamilyFields(
+    read=frozenset({
+        "n_embed", "hidden_size", "n_head", "num_attention_heads", "n_layer", "num_hidden_layers", "seq_length",
+        "layer_norm_epsilon",
+    }),
+    off={"apply_residual_connection_post_layernorm": (False,)},
+    ignored=frozenset({"n_inner", "offset_alibi"}),
+)  # fmt: skip
+
 FAMILY = ModelFamily(
     name="bloom",
     presets=PRESETS,
     model_config=model_config,
+    fields=_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
 )

@@ -4,7 +4,6 @@ of GELU, heads of 256, and tied embeddings."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
@@ -14,6 +13,7 @@ from apt_jax.models.families.llama import (
     source,
     strip_prefix,
 )
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def gemma_config(
@@ -26,8 +26,6 @@ def gemma_config(
         more: fields of `ModelConfig` in which they differ.
     """
     get = ConfigFields(fields)
-    if get.flag("use_bidirectional_attention", False):
-        raise ModelLoadError("config.json: use_bidirectional_attention is set, and is not supported")
     chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)
     if activation == "hidden_act" and chosen == "gelu":
         chosen = "gelu_tanh"  # the first releases said gelu and meant this
@@ -57,6 +55,7 @@ FAMILY = ModelFamily(
     name="gemma",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS.but(ignored=frozenset({"hidden_activation"})),
     source=source,
     strip_prefix=strip_prefix,
 )

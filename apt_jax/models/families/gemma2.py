@@ -14,6 +14,7 @@ from apt_jax.models.families.llama import (
     preset,
     strip_prefix,
 )
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 _IN_LAYER = IN_LAYER | {
     "attn_out_norm.scale": "post_attention_layernorm.weight",
@@ -46,6 +47,10 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
     return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
+GEMMA2_FIELDS = LLAMA_FIELDS.but(
+    "hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping", "sliding_window", "layer_types",
+    ignored=frozenset({"hidden_act"}),
+)  # fmt: skip
 _GEMMA2 = "Gemma2ForCausalLM"
 PRESETS: dict[str, dict[str, Any]] = {
     "gemma-2-2b": preset(_GEMMA2, 26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256),
@@ -56,6 +61,7 @@ FAMILY = ModelFamily(
     name="gemma2",
     presets=PRESETS,
     model_config=model_config,
+    fields=GEMMA2_FIELDS.but("attn_logit_softcapping"),
     source=source,
     strip_prefix=strip_prefix,
 )

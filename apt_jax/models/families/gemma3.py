@@ -15,8 +15,9 @@ from apt_jax.models.checkpoint_map import NORM_BUFFERS, ModelFamily, windows
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families.gemma import gemma_config
-from apt_jax.models.families.gemma2 import source
+from apt_jax.models.families.gemma2 import GEMMA2_FIELDS, source
 from apt_jax.models.families.llama import preset, strip_prefix
+from apt_jax.models.known_fields import ROPE_BY_LAYER, FamilyFields
 from apt_jax.models.rope import read_rope
 
 _DEFAULTS: dict[str, Any] = {
@@ -24,6 +25,21 @@ _DEFAULTS: dict[str, Any] = {
     "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 131072, "sliding_window": 4096,
 }  # fmt: skip
 """Fields that published configurations leave out."""
+_FIELDS = dataclasses.replace(
+    GEMMA2_FIELDS.but(
+        "rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern", attn_logit_softcapping=()
+    ),
+    nested=ROPE_BY_LAYER,
+)
+_OUTER_FIELDS = FamilyFields(
+    read=frozenset(),
+    ignored=frozenset({
+        "vision_config", "mm_tokens_per_image", "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index",
+        "eoi_token_id",
+    }),
+    nested={"text_config": _FIELDS},
+)  # fmt: skip
+"""The fields of a checkpoint with a vision encoder."""
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -53,11 +69,10 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """See `llama.model_config`."""
     fields = _DEFAULTS | {name: value for name, value in fields.items() if value is not None or name not in _DEFAULTS}
     get = ConfigFields(fields)
-    num_layers, period = get.positive("num_hidden_layers"), get.positive("sliding_window_pattern", 6)
-    if fields.get("attn_logit_softcapping") is not None:
-        raise ModelLoadError(
-            "config.json: attn_logit_softcapping is set, and Gemma 3 has no soft cap of attention scores"
-        )
+    num_layers, period = (
+        get.positive("num_hidden_layers"),
+        get.positive(get.named("sliding_window_pattern", "_sliding_window_pattern"), 6),
+    )
     layer_windows = windows(fields, num_layers, lambda i: (i + 1) % period != 0)
     config = gemma_config(
         _rope_fields(fields, "full_attention"), "gemma3_text", max_len, "hidden_activation",
@@ -111,6 +126,7 @@ FAMILY = ModelFamily(
         "gemma-3-1b": preset(_GEMMA3, 26, 1152, 4, 1, 6912, 262144, 32768, **_SMALL),
     },
     model_config=model_config,
+    fields=_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
 )
@@ -124,6 +140,7 @@ TEXT_OF_FAMILY_WITH_IMAGES = dataclasses.replace(
         "gemma-3-27b": _preset_with_images(62, 5376, 32, 16, 21504, head_dim=128, query_pre_attn_scalar=168),
     },
     model_config=_text_config,
+    fields=_OUTER_FIELDS,
     strip_prefix=_strip_prefixes,
     ignored_tensors=re.compile(rf"{NORM_BUFFERS.pattern}|^(vision_tower|multi_modal_projector)\."),
 )

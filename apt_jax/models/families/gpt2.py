@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import (
     ACTIVATIONS,
     ModelFamily,
@@ -21,6 +20,7 @@ from apt_jax.models.checkpoint_map import (
 )
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import FamilyFields
 
 _TOP_LEVEL = {
     "embed": "wte.weight",
@@ -54,9 +54,6 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     hidden_size, num_heads, head_dim = get.attention_sizes(
         get.named("n_embd", "hidden_size"), get.named("n_head", "num_attention_heads"), 768, 12
     )
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if get.flag(name, False):
-            raise ModelLoadError(f"config.json: {name} is set, and is not supported")
     vocab_size = get.positive("vocab_size", 50257)
     return ModelConfig(
         family="gpt2",
@@ -118,10 +115,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt2-xl": _preset(48, 1600, 25),
 }
 
+_FIELDS = FamilyFields(
+    read=frozenset({
+        "n_embd", "hidden_size", "n_layer", "num_hidden_layers", "n_head", "num_attention_heads", "n_inner", "n_positions",
+        "max_position_embeddings", "activation_function", "layer_norm_epsilon", "scale_attn_weights",
+    }),
+    off={"scale_attn_by_inverse_layer_idx": (False,)},
+    ignored=frozenset({"n_ctx"}),
+)  # fmt: skip
+
 FAMILY = ModelFamily(
     name="gpt2",
     presets=PRESETS,
     model_config=model_config,
+    fields=_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
     ignored_tensors=_IGNORED_TENSORS,

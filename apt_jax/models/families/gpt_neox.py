@@ -14,6 +14,7 @@ from apt_jax.models.checkpoint_map import (
 )
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import ROPE, FamilyFields
 from apt_jax.models.rope import read_rope
 
 _TOP_LEVEL = {
@@ -108,10 +109,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pythia-12b": _preset(36, 5120, 40, 50688),
 }
 
+_FIELDS = FamilyFields(
+    read=frozenset({
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings",
+        "original_max_position_embeddings", "hidden_act", "layer_norm_eps", "use_parallel_residual", "attention_bias",
+        "rotary_pct", "rotary_emb_base",
+    }),
+    ignored=frozenset({"rope_theta", "partial_rotary_factor"}),
+    nested=ROPE,
+)  # fmt: skip
+
 FAMILY = ModelFamily(
     name="gpt_neox",
     presets=PRESETS,
     model_config=model_config,
+    fields=_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
 )

@@ -11,6 +11,7 @@ from typing import Any
 from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily, Source, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import LLAMA_FIELDS
 from apt_jax.models.rope import read_rope
 
 TOP_LEVEL = {
@@ -168,6 +169,7 @@ FAMILY = ModelFamily(
     name="llama",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS.but("mlp_bias"),
     source=source,
     strip_prefix=strip_prefix,
 )

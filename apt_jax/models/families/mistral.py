@@ -1,5 +1,5 @@
 """Mistral 7B and its successors of the same layout (Jiang et al., 2023): Llama with grouped queries and, in version
-0.1, a sliding window in every layer."""
+0.1, a sliding window in every layer. In Ministral 8B ``layer_types`` says which layers have the window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,7 @@ from apt_jax.models.families.llama import (
     source,
     strip_prefix,
 )
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -20,7 +21,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     num_layers = ConfigFields(fields).positive("num_hidden_layers")
     given = {"sliding_window": 4096, **fields}
     return base_config(
-        fields, "mistral", max_len, num_kv_heads=8, layer_windows=windows(given, num_layers)
+        fields, "mistral", max_len, num_kv_heads=8, layer_windows=windows(given, num_layers, lambda _: True)
     )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ FAMILY = ModelFamily(
     name="mistral",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS.but("sliding_window", "layer_types"),
     source=source,
     strip_prefix=strip_prefix,
 )

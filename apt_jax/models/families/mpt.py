@@ -8,6 +8,7 @@ from apt_jax.errors import ModelLoadError
 from apt_jax.models.checkpoint_map import ModelFamily, Source, flat_shape, rows, split_leaf, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import FamilyFields
 
 _TOP_LEVEL = {
     "embed": "wte.weight",
@@ -44,24 +45,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     if found is not None and not isinstance(found, Mapping):
         raise ModelLoadError(f"config.json: attn_config={found!r:.60} must be an object")
     attention = ConfigFields(found or {}, "config.json: attn_config.")
-    ffn = fields.get("ffn_config") or {}
-    refused = {
-        "attn_config.alibi=false": not attention.flag("alibi", True),
-        "attn_config.prefix_lm": attention.flag("prefix_lm", False),
-        "attn_config.qk_ln": attention.flag("qk_ln", False),
-        "attn_config.rope": attention.flag("rope", False),
-        "attn_config.kv_n_heads": attention.positive("kv_n_heads", num_heads) != num_heads,
-        "logit_scale": fields.get("logit_scale") is not None,
-        "norm_type other than layernorm": get.text("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"),
-        "ffn_config other than mptmlp": not isinstance(ffn, Mapping) or ffn.get("ffn_type", "mptmlp") != "mptmlp",
-    }  # fmt: skip
-    for name, is_refused in refused.items():
-        if is_refused:
-            raise ModelLoadError(f"config.json: {name} is not supported")
-    if attention.text("attn_type", "multihead_attention") != "multihead_attention":
-        raise ModelLoadError("config.json: attn_config.attn_type: only 'multihead_attention' is supported")
-    if get.positive("expansion_ratio", 4) != 4 or not get.flag("no_bias", True):
-        raise ModelLoadError("config.json: only expansion_ratio=4 and no_bias=true are supported")
+    if attention.positive("kv_n_heads", num_heads) != num_heads:
+        raise ModelLoadError("config.json: attn_config.kv_n_heads is not supported; only as many as query heads")
     bias_max = attention.number("alibi_bias_max", 8.0, at_least=0.0)
     if bias_max > 1000:
         raise ModelLoadError(f"config.json: attn_config.alibi_bias_max={bias_max:g} must lie in [0, 1000]")
@@ -117,10 +102,33 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_FIELDS = FamilyFields(
+    read=frozenset({
+        "d_model", "hidden_size", "n_heads", "num_attention_heads", "n_layers", "num_hidden_layers", "max_seq_len",
+        "layer_norm_epsilon",
+    }),
+    off={
+        "expansion_ratio": (4,), "no_bias": (True,), "logit_scale": (), "norm_type": ("layernorm", "low_precision_layernorm"),
+    },
+    ignored=frozenset({"learned_pos_emb"}),
+    nested={
+        "attn_config": FamilyFields(
+            read=frozenset({"alibi_bias_max", "softmax_scale", "clip_qkv", "kv_n_heads"}),
+            off={
+                "attn_type": ("multihead_attention",), "alibi": (True,), "prefix_lm": (False,), "qk_ln": (False,), "qk_gn": (False,),
+                "rope": (False,), "sliding_window_size": (-1,),
+            },
+            ignored=frozenset({"attn_impl", "attn_uses_sequence_id"}),
+        ),
+        "ffn_config": FamilyFields(read=frozenset(), off={"ffn_type": ("mptmlp",)}, ignored=frozenset({"fc_type"})),
+    },
+)  # fmt: skip
+
 FAMILY = ModelFamily(
     name="mpt",
     presets=PRESETS,
     model_config=model_config,
+    fields=_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
 )

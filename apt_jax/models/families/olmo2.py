@@ -13,6 +13,7 @@ from apt_jax.models.families.llama import (
     preset,
     strip_prefix,
 )
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 _IN_LAYER = IN_LAYER | {
     "attn_out_norm.scale": "post_attention_layernorm.weight",
@@ -41,6 +42,7 @@ FAMILY = ModelFamily(
     name="olmo2",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
 )

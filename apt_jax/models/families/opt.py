@@ -15,6 +15,7 @@ from typing import Any
 from apt_jax.models.checkpoint_map import ACTIVATIONS, ModelFamily, Source, whole
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import FamilyFields
 
 _POSITION_OFFSET = 2
 
@@ -137,10 +138,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """The published sizes, as the fields of their ``config.json`` (Zhang et al., 2022, Table 1)."""
 
+_FIELDS = FamilyFields(
+    read=frozenset({
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "max_position_embeddings", "word_embed_proj_dim",
+        "do_layer_norm_before", "_remove_final_layer_norm", "activation_function", "enable_bias",
+        "layer_norm_elementwise_affine",
+    }),
+)  # fmt: skip
+
 FAMILY = ModelFamily(
     name="opt",
     presets=PRESETS,
     model_config=model_config,
+    fields=_FIELDS,
     source=source,
     strip_prefix=strip_prefix,
     ignored_tensors=_IGNORED_TENSORS,

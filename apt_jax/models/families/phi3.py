@@ -9,6 +9,7 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
 from apt_jax.models.families import llama
 from apt_jax.models.families.llama import base_config, preset, strip_prefix
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -65,6 +66,7 @@ FAMILY = ModelFamily(
     name="phi3",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS.but("sliding_window", "layer_types", attention_bias=(False,)),
     source=source,
     strip_prefix=strip_prefix,
 )

@@ -13,15 +13,15 @@ from apt_jax.models.families.llama import (
     source,
     strip_prefix,
 )
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Qwen's rule: the layers from ``max_window_layers`` on slide, if ``use_sliding_window``."""
     get = ConfigFields(fields)
-    if not get.flag("use_sliding_window", False):
-        return ()
+    slides = get.flag("use_sliding_window", False)
     first = get.number("max_window_layers", 28.0)
-    given = {"sliding_window": 4096, **fields}
+    given = {"sliding_window": 4096, **fields} if slides else {**fields, "sliding_window": None}
     return windows(given, get.positive("num_hidden_layers"), lambda i: i >= first)
 
 
@@ -42,6 +42,9 @@ FAMILY = ModelFamily(
     name="qwen2",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS.but(
+        "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", attention_bias=(False, True)
+    ),
     source=source,
     strip_prefix=strip_prefix,
 )

@@ -13,6 +13,7 @@ from apt_jax.models.families.llama import (
     strip_prefix,
 )
 from apt_jax.models.families.qwen2 import layer_windows
+from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
@@ -33,6 +34,7 @@ FAMILY = ModelFamily(
     name="qwen3",
     presets=PRESETS,
     model_config=model_config,
+    fields=LLAMA_FIELDS.but("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
     source=source,
     strip_prefix=strip_prefix,
 )

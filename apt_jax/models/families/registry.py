@@ -3,6 +3,7 @@
 A new family is one file beside this one and one line here.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "OPTForCausalLM": opt.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
+    "MinistralForCausalLM": dataclasses.replace(mistral.FAMILY, name="ministral", presets={}),
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
     "Phi3ForCausalLM": phi3.FAMILY,

@@ -32,6 +32,7 @@ from apt_jax.models.check_params import check_params
 from apt_jax.models.checkpoint_map import TIED_HEAD, ModelFamily, Source
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
+from apt_jax.models.known_fields import unknown_fields
 from apt_jax.models.loading.auto_dtype import with_auto_dtype
 from apt_jax.models.loading.checkpoint import (
     Checkpoint,
@@ -479,6 +480,9 @@ def load_model(
             where,
             " and ".join(ignored),
         )
+    unknown = unknown_fields(family.fields, fields)
+    if unknown:
+        _logger.warning("%s: unknown fields in config.json are ignored: %s", where, format_names(unknown))
     dtype, weights = np.dtype(jnp.dtype(with_auto_dtype(config, fields).dtype)), "random"
     if params is not None:
         params = _placed(params, model_config, dtype, sharding)

@@ -14,6 +14,7 @@ from apt_jax.errors import ConfigError, ModelLoadError, one_line
 from apt_jax.models.checkpoint_map import ModelFamily
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.families.registry import FAMILIES, MODEL_TYPES, PRESETS
+from apt_jax.models.known_fields import check_fields
 from apt_jax.models.loading.checkpoint import format_names, read_json
 from apt_jax.models.loading.gguf.model import open_gguf
 from apt_jax.models.loading.hub import hub_snapshot, parse_hub_id
@@ -181,6 +182,7 @@ def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> 
     family = _family(fields)
     if fields.get("quantization_config") is not None:
         raise ModelLoadError("config.json: quantization_config is set, and quantised checkpoints are not supported")
+    check_fields(family.fields, fields, family.name)
     try:
         config = family.model_config(fields, max_len)
     except ConfigError as error:

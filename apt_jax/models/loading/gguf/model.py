@@ -291,6 +291,10 @@ def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
         raise ModelLoadError(f"{file.path}: keys and values of different widths are not supported")
     theta = get.number("rope.freq_base", 10000.0)
     bias = "blk.0.attn_q.bias" in file.tensors
+    if get.raw("attention.causal") is False:
+        raise ModelLoadError(
+            f"{file.path}: metadata attention.causal=False is not supported; only models that look back"
+        )
     return {
         "hidden_size": hidden,
         "intermediate_size": get.size("feed_forward_length"),
@@ -304,6 +308,7 @@ def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(file, get, head_dim, theta),
         "hidden_act": "silu",
         "attention_bias": bias,
+        "partial_rotary_factor": get.size("rope.dimension_count", head_dim) / head_dim,
     }
 
 
@@ -394,12 +399,10 @@ def _gemma3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
 def _phi3(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     fields = _rotary_fields(file, get)
     context = fields["max_position_embeddings"]
-    rotated = get.size("rope.dimension_count", fields["head_dim"])
     return fields | {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
         "original_max_position_embeddings": get.size("rope.scaling.original_context_length", context),
-        "partial_rotary_factor": rotated / fields["head_dim"],
         "sliding_window": get.size("attention.sliding_window") if get.raw("attention.sliding_window") else None,
     }
 
