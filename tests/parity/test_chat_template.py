@@ -24,17 +24,29 @@ def _backend() -> tokenizers.Tokenizer:
     return backend
 
 
+def _unigram() -> tokenizers.Tokenizer:
+    """Special tokens are pieces of the vocabulary, and so is that for characters it lacks."""
+    pieces = [("<unk>", 0.0), *((token, 0.0) for token in SPECIALS), ("▁", -3.0)]
+    pieces += [(chr(code), -5.0) for code in range(33, 127)]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens([tokenizers.AddedToken(s, normalized=False) for s in ["<unk>", *SPECIALS]])
+    return backend
+
+
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prompts_are_those_of_transformers(name, add_generation_prompt):
+@pytest.mark.parametrize("make", [_backend, _unigram])
+def test_prompts_are_those_of_transformers(make, name, add_generation_prompt):
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_backend(),
+        tokenizer_object=make(),
         bos_token="<s>",
         eos_token="</s>",
         chat_template=TEMPLATES[name],
     )
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    ours, tokenizer = ChatTemplate(TEMPLATES[name], special_tokens=tokens), Tokenizer(_backend())
+    ours, tokenizer = ChatTemplate(TEMPLATES[name], special_tokens=tokens), Tokenizer(make())
     options = {"add_generation_prompt": add_generation_prompt}
     for messages in [*CONVERSATIONS, WITH_SYSTEM]:
         try:
