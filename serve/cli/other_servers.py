@@ -65,7 +65,6 @@ _NOTHING = {
     ),
     "--generation-config": "requests say what they want, generation_config.json sets the end tokens alone; leave it out",
     "--tokenizer-mode": "the tokenizer is the model's tokenizer.json; leave it out",
-    "--root-path": "a proxy may strip prefixes of paths; leave it out",
 }
 """Flags that have nothing to do, and why."""
 

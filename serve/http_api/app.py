@@ -171,6 +171,8 @@ class HttpApp:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
         batches = None if self._config.batches is None else self._config.batches.config
         made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles, batches=batches)
+        if self._config.root_path:
+            made["servers"] = [{"url": self._config.root_path}]
         self._document = json_bytes(made)
 
     def drain(self) -> None:
@@ -193,6 +195,7 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         assert scope["type"] == "http"
+        scope = _below(self._config.root_path, scope)
         try:
             self._config.browsers.check(scope)
         except BadCallError as error:
@@ -449,6 +452,14 @@ class HttpApp:
             Route("/start_profile", _safely(start), methods=["POST"]),
             Route("/stop_profile", _safely(stop), methods=["POST"]),
         ]
+
+
+def _below(root: str, scope: Scope) -> Scope:
+    """The call with the path that it has below `root`, if it begins with that."""
+    raw = root.encode()
+    if not root or not scope["path"].startswith(f"{root}/") or not scope["raw_path"].startswith(raw + b"/"):
+        return scope
+    return {**scope, "path": scope["path"][len(root) :], "raw_path": scope["raw_path"][len(raw) :]}
 
 
 def _http_method_of(scope: Scope) -> str | None:

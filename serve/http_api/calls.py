@@ -65,6 +65,8 @@ class AppConfig:
     """None: no limit."""
     profiler: Profiler | None = None
     """None: there are no paths for it."""
+    root_path: str = ""
+    """Prefix that paths may have, for proxies that do not strip it."""
     dashboard: bool = True
     """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import string
 import sys
 import threading
 import traceback
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from serve.observability.tracing import Tracer  # it needs the extra `otel`
 
 logger = logging.getLogger(__name__)
+_PATH_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._~")
 
 
 _BRIEF = (
@@ -84,6 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="HTTP port; 0: any free one",
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
+    group.add_argument(
+        "--root-path", metavar="PATH", default="", help="prefix of paths (/llm) behind a proxy that does not strip it"
+    )
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
     group.add_argument(
         "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto",
@@ -246,6 +251,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
         if not 0 <= port < 65536:
             raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
     _browsers(args)
+    _check_root_path(args.root_path)
     keys, tls = _keys(args), _tls(args)
     closed = keys is not None or (tls is not None and tls.asks_clients)
     hosts = [args.host] if args.no_http else [args.host, http_host]
@@ -266,6 +272,12 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")
     return config, keys, tls
+
+
+def _check_root_path(path: str) -> None:
+    names = path.split("/")[1:]
+    if path and not (path.startswith("/") and all(n and set(n) <= _PATH_CHARACTERS for n in names)):
+        raise ConfigError(f"{path!r:.80} must begin with a slash, end without one, and hold names (--root-path)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -292,7 +304,7 @@ def _run(args: argparse.Namespace) -> int:
             write_stall_s=0.625 * args.client_timeout,
         ),
         app=AppConfig(
-            keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=not args.no_dashboard,
+            keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=not args.no_dashboard, root_path=args.root_path,
             browsers=_browsers(args), batches=None if args.no_http else _batches(args), starting=stages.status,
         ),
     )  # fmt: skip

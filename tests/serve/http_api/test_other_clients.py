@@ -5,10 +5,11 @@ import dataclasses
 
 import pytest
 
-from apt_jax.errors import InvalidRequestError, QueueFullError
+from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.text.chat import ChatTemplate
 from apt_jax.version import __version__
+from serve.cli.commands.serve import _check_root_path
 from serve.http_api.errors import DROPPED_REASON_KEYS, to_http_error
 from serve.security.api_keys import ApiKeys
 from serve.slo_headers import QUEUE_TTL_KEY, max_queue_s
@@ -152,6 +153,29 @@ def test_an_address_without_a_path_leads_people_to_the_chat_and_programs_on(dash
                 assert path == "/v1" or (await served.http.get(path, headers=head)).status_code == 200
 
     run(scenario, app={"keys": ApiKeys([KEY]), "dashboard": dashboard})
+
+
+def test_paths_may_have_a_prefix():
+    async def scenario(served: HttpServed) -> None:
+        bearer = {"authorization": f"Bearer {KEY}"}
+        for prefix in ("", "/llm/a"):
+            assert (await served.http.get(f"{prefix}/health")).status_code == 200
+            assert (await served.http.get(f"{prefix}/v1/models")).status_code == 401
+            assert (await served.http.get(f"{prefix}/v1/models", headers=bearer)).status_code == 200
+            body = {"prompt": "a", "max_tokens": 1}
+            assert (await served.post(f"{prefix}/v1/completions", body, headers=bearer)).status_code == 200
+        for path in ("/llm", "/llm/v1/models", "/llm/av1/models", "/llm/a/llm/a/health", "/llm%2Fa/health"):
+            assert (await served.http.get(path, headers=bearer)).status_code == 404
+        document = (await served.http.get("/llm/a/openapi.json", headers=bearer)).json()
+        assert document["servers"] == [{"url": "/llm/a"}]
+
+    run(scenario, app={"keys": ApiKeys([KEY]), "root_path": "/llm/a"})
+
+
+@pytest.mark.parametrize("path", ["llm", "/", "/llm/", "//", "/a b", "/a//b", "/%61", "/ä"])
+def test_a_prefix_must_be_one(path):
+    with pytest.raises(ConfigError, match="--root-path"):
+        _check_root_path(path)
 
 
 def test_a_model_of_several_names():
