@@ -190,6 +190,9 @@ class TokenCommitter:
             self._admission.learn(state.expected_ttft_s, now_s - state.metrics.arrival_s, now_s)
             state.expected_ttft_s = None
         counters.generation_tokens += 1
+        tenant = state.request.tenant
+        if tenant is not None:
+            counters.tenant_generation_tokens[tenant] += 1
         prompt_logprobs: PromptLogprobs | None = None
         pooled: NDArray[np.float32] | None = None
         if count == 1:
@@ -198,6 +201,8 @@ class TokenCommitter:
                     raise CacheIntegrityError("a first token arrives before the pooled states of its prompt")
                 pooled, state.pooled = state.pooled.result(), None
             counters.prompt_tokens += state.prompt_len
+            if tenant is not None:
+                counters.tenant_prompt_tokens[tenant] += state.prompt_len
             if state.request.slo_class == "be":
                 counters.best_effort_prompt_tokens += state.prompt_len
             if state.prompt_scores is not None and not self._lengths_only:

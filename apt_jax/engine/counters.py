@@ -71,6 +71,9 @@ class EngineCounters:
         self.num_rejected = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.tenant_prompt_tokens: collections.Counter[str] = collections.Counter()
+        self.tenant_generation_tokens: collections.Counter[str] = collections.Counter()
+        """By tenant; requests without one are left out."""
         self.best_effort_prompt_tokens = 0
         self.ended_best_effort_tokens = 0
         """Output tokens of best-effort requests that have ended."""

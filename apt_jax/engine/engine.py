@@ -77,9 +77,9 @@ from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import Recovery, StepLimits, break_stall
 from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput
-from apt_jax.engine.request_states import RUNNING, RequestPrefixes, RequestStates
+from apt_jax.engine.request_states import RUNNING, WAITING, RequestPrefixes, RequestStates
 from apt_jax.engine.restore import RestoreChoice
-from apt_jax.engine.stats import EngineStats, collect_stats
+from apt_jax.engine.stats import EngineStats, TenantUsage, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
 from apt_jax.executor import DiskStore, Executor, HostMemory, MaskedStepHandle, StepBatch, StepResult
 from apt_jax.request import EngineRequest, RequestMetrics
@@ -584,6 +584,20 @@ class Engine:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self.states.by_id)
+
+    def usage_of(self, tenant: str) -> TenantUsage:
+        """Counters and gauges of a tenant."""
+        states, counters = self.states, self._counters
+        running, waiting = (
+            int(np.count_nonzero(self.table.tenant[states.rows(status)] == states.tenants.get(tenant, -1)))
+            for status in (RUNNING, WAITING)
+        )
+        return TenantUsage(
+            num_running=running,
+            num_waiting=waiting,
+            prompt_tokens=counters.tenant_prompt_tokens[tenant],
+            generation_tokens=counters.tenant_generation_tokens[tenant],
+        )
 
     @property
     def dead_reason(self) -> str | None:

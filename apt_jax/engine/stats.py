@@ -13,6 +13,16 @@ from apt_jax.metrics import Distribution
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TenantUsage:
+    """Counters and gauges of one tenant."""
+
+    num_running: int
+    num_waiting: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Counters since the engine was made, and current gauges."""
 

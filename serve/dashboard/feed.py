@@ -6,7 +6,8 @@
    current values of `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of
    the last requests.
 3. It is encoded once for each owner of an API key that watches: tenants see the ids of their own requests and no
-   others, operators all.
+   others, operators all. Where there are operators, tenants see nothing of others at all: their own rows, tokens and
+   queue, and neither sums over all tenants nor past points.
 4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
 5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
 """
@@ -78,13 +79,17 @@ class _Reading:
     updates: IterationBatch
     requests: dict[str | None, Rows]
     """The last requests of each tenant that watches; None: those of all, for operators."""
+    own: dict[str, Numbers]
+    """Metrics of each tenant that watches."""
 
 
 class _Snapshot:
     """One moment, for all viewers.
 
     Args:
-        common: visible to every tenant.
+        common: of the server, visible to every tenant.
+        totals: sums over all tenants.
+        own: metrics of each tenant.
         requests: by tenant; None: of all.
         batch, changes: rows of all tenants; as in `requests` their `request_id` is the engine's.
         last: it ends the stream.
@@ -97,24 +102,35 @@ class _Snapshot:
         batch: Rows,
         changes: Rows,
         *,
+        totals: dict[str, Any] | None = None,
+        own: dict[str, Numbers] | None = None,
         last: bool,
     ) -> None:
         self._common, self._requests = common, requests
+        self._totals, self._own = totals or {}, own or {}
         self._batch, self._changes = batch, changes
         self.last = last
-        self._events: dict[Caller, bytes] = {}
+        self._events: dict[tuple[Caller, bool], bytes] = {}
 
-    def event(self, caller: Caller) -> bytes:
+    def event(self, caller: Caller, sees_totals: bool) -> bytes:
         """Encode it for one owner of an API key."""
-        if caller not in self._events:
+        if (caller, sees_totals) not in self._events:
             value = {
                 **self._common,
-                "batch": _seen_by(caller, self._batch),
-                "changes": _seen_by(caller, self._changes),
-                "requests": _seen_by(caller, self._requests.get(_scope(caller), [])),
+                **(self._totals if sees_totals else self._of_tenant(caller)),
+                "batch": _seen_by(caller, self._batch, others=sees_totals),
+                "changes": _seen_by(caller, self._changes, others=sees_totals),
+                "requests": _seen_by(caller, self._requests.get(_scope(caller), []), others=sees_totals),
             }
-            self._events[caller] = _event("snapshot", value)
-        return self._events[caller]
+            self._events[caller, sees_totals] = _event("snapshot", value)
+        return self._events[caller, sees_totals]
+
+    def _of_tenant(self, caller: Caller) -> dict[str, Any]:
+        """Metrics of a tenant, in place of sums over all."""
+        numbers = self._own.get(caller.tenant or "")
+        if numbers is None:  # it has just joined
+            return {}
+        return {"metrics": numbers, "point": _point(self._common["at_s"], numbers), "iteration": None}
 
 
 class Viewer:
@@ -135,14 +151,14 @@ class Viewer:
     async def __anext__(self) -> bytes:
         if not self._begun:
             self._begun = True
-            return _event("history", self._feed.history())
+            return _event("history", self._feed.history() if self._feed.sees_totals(self.caller) else [])
         while not self._over:
             await self._news.wait()
             self._news.clear()
             snapshot = self._feed._latest
             if snapshot is not None and not self._over:
                 self._over = snapshot.last
-                return snapshot.event(self.caller)
+                return snapshot.event(self.caller, self._feed.sees_totals(self.caller))
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -158,10 +174,16 @@ class DashboardFeed:
     Args:
         period_s: between two snapshots.
         max_viewers: at a time.
+        sees_totals: tells whether the owner of a key may see sums over all tenants; asked for each event.
     """
 
-    def __init__(self, period_s: float = PERIOD_S, max_viewers: int = MAX_WATCHERS) -> None:
-        self._period_s = period_s
+    def __init__(
+        self,
+        period_s: float = PERIOD_S,
+        max_viewers: int = MAX_WATCHERS,
+        sees_totals: Callable[[Caller], bool] = lambda caller: True,
+    ) -> None:
+        self._period_s, self.sees_totals = period_s, sees_totals
         self._slots = WatcherSlots("dashboards are open", max_viewers)
         self._server = uuid.uuid4().hex
         self._engine: AsyncEngine | None = None
@@ -307,11 +329,10 @@ class DashboardFeed:
         common |= {
             "model": engine.parts.model_name,
             "at_s": reading.at_s,
-            "metrics": numbers,
-            "point": point,
-            "iteration": self._iteration,
         }
-        return _Snapshot(common, reading.requests, self._batch, list(self._changes), last=last)
+        totals = {"metrics": numbers, "point": point, "iteration": self._iteration}
+        changes = list(self._changes)
+        return _Snapshot(common, reading.requests, self._batch, changes, totals=totals, own=reading.own, last=last)
 
     def _common(self, state: str) -> dict[str, Any]:
         start = self.starting() if state == "starting" else None
@@ -379,7 +400,19 @@ def _read(
         metrics=metrics.read(),
         updates=updates,
         requests=requests,
+        own={tenant: _own_numbers(engine, tenant) for tenant in tenants if tenant is not None},
     )
+
+
+def _own_numbers(engine: AsyncEngine, tenant: str) -> Numbers:
+    """Metrics of one tenant; called in the engine's thread."""
+    usage = engine.parts.engine.usage_of(tenant)
+    return {
+        "vllm:num_requests_running": {"": usage.num_running},
+        "vllm:num_requests_waiting": {"": usage.num_waiting},
+        "vllm:prompt_tokens_total": {"": usage.prompt_tokens},
+        "vllm:generation_tokens_total": {"": usage.generation_tokens},
+    }
 
 
 def _numbers(metrics: Collector) -> Numbers:
@@ -395,7 +428,7 @@ def _numbers(metrics: Collector) -> Numbers:
 
 def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
     """One point of the page's time series."""
-    blocks = numbers["aptjax:blocks"]
+    blocks = numbers.get("aptjax:blocks", {})
     return {
         "at_s": round(at_s, 3),
         **{kind: blocks.get(kind, 0) for kind in ("kv", "hidden", "cached", "free")},
@@ -421,9 +454,10 @@ def _scope(caller: Caller) -> str | None:
     return None if caller.is_operator else caller.tenant
 
 
-def _seen_by(caller: Caller, rows: Rows) -> Rows:
-    """Rows with the ids that the caller may see."""
-    return [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
+def _seen_by(caller: Caller, rows: Rows, *, others: bool) -> Rows:
+    """Rows with the ids that the caller may see; `others`: those of other tenants are there, without ids."""
+    shown = [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
+    return shown if others else [row for row in shown if row["request_id"] is not None]
 
 
 def _event(name: str, value: Any) -> bytes:

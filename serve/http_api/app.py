@@ -59,7 +59,7 @@ from serve.observability.call_record import NO_ID, CallRecord
 from serve.observability.profiler import Profiler
 from serve.observability.prometheus import ServerMetrics
 from serve.preprocessing import Preprocessing
-from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
+from serve.security.api_keys import ANYBODY, ApiKeys, Caller, may_see_totals, require_operator
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,8 @@ class HttpApp:
             )
             self._batches = BatchRunner(config.batches, self._batch_service)
             batches = BatchEndpoints(config, self._service, self._batches).routes(_safely)
-        self._dashboard = DashboardFeed()
+        keys = config.keys
+        self._dashboard = DashboardFeed(sees_totals=lambda caller: may_see_totals(keys, caller))
         self._dashboard.starting = config.starting
         dashboard = [
             *(Route(path, _safely(self._page), methods=["GET"]) for path in page.FILES),

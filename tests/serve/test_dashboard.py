@@ -33,6 +33,8 @@ from tests.support.toy_serving import executor_of, toy_parts
 
 KEY = "sk-0123456789abcdefghij"
 OTHER = "sk-another-key-of-a-tenant"
+THIRD = "sk-a-third-key-of-a-tenant"
+OPERATOR = "sk-the-key-of-an-operator"
 EVENTS = "/dashboard/events"
 run = functools.partial(run_within, limit_s=120)
 
@@ -471,6 +473,41 @@ def test_P17_a_key_sees_ids_of_its_own_requests_and_no_others():
             assert (await served.http.get(where, headers=bearer(KEY))).status_code == 200
 
     run(scenario, app={"keys": ApiKeys([KEY, OTHER])}, num_blocks=40, step_s=0.01)
+
+
+def test_P17_where_there_are_operators_a_key_sees_nothing_of_others():
+    async def scenario(served):
+        feed_of(served)
+        async with (
+            viewing(served, headers=bearer(KEY)) as mine,
+            viewing(served, headers=bearer(THIRD)) as nobodys,
+            viewing(served, headers=bearer(OPERATOR)) as operators,
+        ):
+            for key, prompt, tokens in ((KEY, "x" * 20, 30), (OTHER, "y" * 13, 60), (OTHER, "z" * 17, 60)):
+                body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+                await served.post("/v1/completions", body, headers=bearer(key))
+            seen = await operators.snapshot(lambda s: s["metrics"]["vllm:generation_tokens_total"][""] >= 150)
+            assert seen["iteration"] is not None
+            latest = seen["at_s"]
+            own = await mine.snapshot(lambda s: s.get("at_s", 0) >= latest)
+            numbers = {name: values[""] for name, values in own["metrics"].items()}
+            assert numbers == {
+                "vllm:num_requests_running": 0,
+                "vllm:num_requests_waiting": 0,
+                "vllm:prompt_tokens_total": 21,  # one begins the text
+                "vllm:generation_tokens_total": 30,
+            }
+            assert own["iteration"] is None
+            assert {row["prompt_tokens"] for row in own["requests"]} == {21}
+            assert all(row["request_id"] for row in (*own["batch"], *own["changes"]))
+            none = await nobodys.snapshot(lambda s: s.get("at_s", 0) >= latest)
+            assert not any(values[""] for values in none["metrics"].values())
+            assert not any(value for name, value in none["point"].items() if name != "at_s")
+            assert none["batch"] == none["changes"] == none["requests"] == []
+            async with viewing(served, headers=bearer(KEY)) as again:
+                assert await again.event() == ("history", [])
+
+    run(scenario, app={"keys": ApiKeys([KEY, OTHER, THIRD], [OPERATOR])}, num_blocks=40)
 
 
 def test_a_key_that_is_taken_out_of_use_sees_no_more():
