@@ -20,6 +20,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.sched.costs.hardware import COEFFICIENTS, OPTIONAL_COEFFICIENTS, Hardware
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
+from apt_jax.utils.text_files import read_text
 
 __all__ = [
     "known_hardware",
@@ -103,12 +104,7 @@ def _bundled() -> dict[tuple[str, str, int], Hardware]:
 
 
 def _read(path: Path) -> Hardware:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"cannot read {path} ({reason}) (--hardware)") from None
-    return _parse(text, str(path))
+    return _parse(read_text(path, "--hardware"), str(path))
 
 
 def _parse(text: str, where: str) -> Hardware:

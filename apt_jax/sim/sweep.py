@@ -5,6 +5,7 @@ that was interrupted and is started again with the same store runs only what is 
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -56,9 +57,9 @@ def run_key(config: SimulationConfig, **more: Any) -> str:
     """
     facts: dict[str, Any] = {"version": __version__, **dataclasses.asdict(config), **more}
     for field in ("trace", "hardware"):
-        path = Path(str(facts[field]))
-        if path.is_file():
-            facts[field] = hashlib.sha256(path.read_bytes()).hexdigest()
+        path = str(facts[field])
+        if os.path.isfile(path):
+            facts[field] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     digest = policy_digest(config.policy)
     if digest is not None:
         facts["policy_source"] = digest
@@ -74,20 +75,30 @@ class Store:
         self._runs: dict[str, dict[str, Any]] = {}
         if path is None:
             return
+        text = ""
         try:
-            text = path.read_text() if path.exists() else ""
+            with contextlib.suppress(FileNotFoundError):
+                text = path.read_text(encoding="utf-8", errors="replace")
             for line in text.splitlines():
-                try:
-                    entry = json.loads(line)
-                    self._runs[entry["key"]] = entry["run"]
-                except (ValueError, KeyError, TypeError):
-                    continue
+                self._keep(line)
+            if text.strip() and not self._runs:
+                raise ConfigError(f"{path}: holds no runs; name another file (--store)")
             path.parent.mkdir(parents=True, exist_ok=True)
             if text and not text.endswith("\n"):
                 with path.open("a") as file:
                     file.write("\n")
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be used to keep runs ({error.strerror}) (--store)") from None
+        except (OSError, ValueError) as error:  # ValueError: no path of a file
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{path}: cannot be used to keep runs ({reason}) (--store)") from None
+
+    def _keep(self, line: str) -> None:
+        """Keep the run of a line; one that was cut off is run again."""
+        try:
+            entry = json.loads(line)
+            if isinstance(entry["run"], dict):
+                self._runs[entry["key"]] = entry["run"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return
 
     def get(self, key: str) -> dict[str, Any] | None:
         return self._runs.get(key)

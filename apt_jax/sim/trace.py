@@ -15,16 +15,21 @@ import functools
 import gzip
 import io
 import math
-from collections.abc import Sequence
+import os
+import zlib
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.errors import ConfigError
+from apt_jax.utils.text_files import decode
 
 _MAX_TOKENS = 10_000_000
+_COLUMNS = ("prompt_tokens", "output_tokens", "arrival_s", "class", "hash_ids")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,18 +146,20 @@ def load_trace(name: str | Path) -> Trace:
     if known is not None:
         return known
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(path):
         if path.suffix or "/" in text:
-            raise ConfigError(f"{text}: no such file (--trace)")
+            raise ConfigError(f"{text:.200}: no such file (--trace)")
         near = difflib.get_close_matches(text, known_traces(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"trace {text!r} is neither a file nor one of {', '.join(known_traces())}{hint} (--trace)")
+        raise ConfigError(
+            f"trace {text!r:.200} is neither a file nor one of {', '.join(known_traces())}{hint} (--trace)"
+        )
     try:
         data = path.read_bytes()
-        decoded = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{text}: cannot be read as CSV ({error}) (--trace)") from None
-    return _parse(decoded, text)
+    return _parse(decode(data, text, "--trace"), text)
 
 
 @functools.lru_cache(maxsize=16)
@@ -161,9 +168,9 @@ def _known_trace(name: str) -> Trace | None:
     if name in SYNTHETIC:
         trace = _synthetic(name)
     else:
-        bundled = resources.files("apt_jax.sim") / "traces" / f"{name}.csv.gz"
-        if "/" in name or not bundled.is_file():
+        if name not in known_traces():
             return None
+        bundled = resources.files("apt_jax.sim") / "traces" / f"{name}.csv.gz"
         trace = _parse(gzip.decompress(bundled.read_bytes()).decode(), name)
     columns = (trace.prompt_tokens, trace.output_tokens, trace.arrival_s, trace.best_effort, trace.lines)
     for column in (*columns, *(trace.hash_ids or ())):
@@ -173,20 +180,26 @@ def _known_trace(name: str) -> Trace | None:
 
 
 def _parse(text: str, name: str) -> Trace:
-    reader = csv.reader(io.StringIO(text))
-    header = [column.strip() for column in next(reader, [])]
+    # Columns that are ignored may be long; the limit is one of the process.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    reader = csv.reader(io.StringIO(text), strict=True)
+    rows = _rows(reader, name)
+    header = [column.strip() for column in next(rows, [])]
     missing = [c for c in ("prompt_tokens", "output_tokens") if c not in header]
     if missing:
         raise ConfigError(
             f"{name}: column {missing[0]!r} is missing; the header is {','.join(header)[:80]!r} (--trace)"
         )
+    for column in _COLUMNS:
+        if header.count(column) > 1:
+            raise ConfigError(f"{name}: column {column!r} comes twice; leave one (--trace)")
     at = {column: i for i, column in enumerate(header)}
     arrivals: list[float] = []
     lengths: dict[str, list[int]] = {"prompt_tokens": [], "output_tokens": []}
     best_effort: list[bool] = []
     hash_ids: list[NDArray[np.int64]] = []
     lines: list[int] = []
-    for row in reader:
+    for row in rows:
         if not any(cell.strip() for cell in row):
             continue
         line = reader.line_num
@@ -220,6 +233,20 @@ def _parse(text: str, name: str) -> Trace:
         hash_ids=hash_ids or None,
         lines=np.array(lines, np.int32),
     )
+
+
+def _rows(reader: Any, name: str) -> Iterator[list[str]]:
+    while True:
+        begin = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise ConfigError(
+                f"{name} line {begin}: not CSV ({error}); write a quote within quotes twice, and close each (--trace)"
+            ) from None
+        if row is None:
+            return
+        yield row
 
 
 def _length(cell: str, name: str, line: int, column: str) -> int:

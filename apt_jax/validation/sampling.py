@@ -14,6 +14,7 @@ from apt_jax.validation.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_SEED,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
@@ -148,7 +149,7 @@ def _temperature(value: object) -> float:
 
 def _seed(value: object, fallback: int) -> int:
     seed = fallback if value is None else _checked("seed", value)
-    return fallback if seed == _RANDOM_SEED else seed
+    return fallback if seed == _RANDOM_SEED else seed & MAX_SEED
 
 
 def _truncation(value: object) -> int | None:

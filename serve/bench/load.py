@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.trace import Trace, load_trace
 from apt_jax.sim.workload import sample_workload
+from apt_jax.utils.text_files import read_text
 from apt_jax.validation import REQUEST_FIELDS
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -106,11 +106,7 @@ def prompts_source(path: str, *, output_len: int) -> Source:
     Raises:
         ConfigError: no such file, or a line that is not one; the message names it.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{path}: cannot be read ({why}) (--prompts)") from None
+    lines = read_text(path, "--prompts").split("\n")  # in texts of JSON, other line ends stand as they are
     prompts: list[Prompt] = []
     outputs: list[int] = []
     classes: list[str | None] = []
@@ -120,7 +116,7 @@ def prompts_source(path: str, *, output_len: int) -> Source:
         where = f"{path} line {number}"
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{where}: not JSON (--prompts)") from None
         prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None
         if not prompt or not isinstance(prompt, str | list):

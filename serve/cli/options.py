@@ -15,6 +15,7 @@ from apt_jax.config import (
 from apt_jax.errors import ConfigError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.sched import POLICIES, check_policy
+from apt_jax.utils.text_files import read_text
 from apt_jax.validation import MAX_INTEGER, MAX_STOP_STRINGS, REQUEST_FIELDS, RequestLimits, build_request
 from serve.cli import flags
 from serve.cli.flags import Parser, natural, not_negative, positive
@@ -264,7 +265,7 @@ def _structured_outputs(args: argparse.Namespace) -> dict[str, Any] | None:
         ConfigError: a file cannot be read.
     """
     if args.json_schema is not None:
-        return {"json": _text_of("--json-schema", args.json_schema)}
+        return {"json": read_text(args.json_schema, "--json-schema")}
     if args.json_object:
         return {"json_object": True}
     if args.regex is not None:
@@ -272,17 +273,8 @@ def _structured_outputs(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.choice is not None:
         return {"choice": args.choice.split(",")}
     if args.grammar is not None:
-        return {"grammar": _text_of("--grammar", args.grammar)}
+        return {"grammar": read_text(args.grammar, "--grammar")}
     return None
-
-
-def _text_of(flag: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}) ({flag})") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 ({flag})") from None
 
 
 def _target(text: str) -> str:
@@ -338,7 +330,7 @@ def read_api_key(path: str | None) -> str | None:
         return None
     try:
         lines = Path(path).read_text(encoding="ascii").split()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # not ASCII, or no path of a file
         raise ConfigError(f"{path}: cannot be read (--api-key-file)") from None
     if not lines:
         raise ConfigError(f"{path}: holds no key (--api-key-file)")

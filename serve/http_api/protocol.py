@@ -73,6 +73,9 @@ class StrictConnection(h11.Connection):
     """h11's parser, without what a proxy before us may read in another way: a length beside chunks, lines that end
     without CR, values that go on in the next line."""
 
+    has_other_version = False
+    """The last head was of a major version other than 1."""
+
     def next_event(self) -> Any:
         """See `h11.Connection`.
 
@@ -83,6 +86,9 @@ class StrictConnection(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             head = unread[: len(unread) - len(self.trailing_data[0])]
+            if not event.http_version.startswith(b"1."):
+                self.has_other_version = True
+                raise h11.RemoteProtocolError("another version of HTTP")
             names = {name for name, _ in event.headers}
             if {b"content-length", b"transfer-encoding"} <= names or _DOUBTFUL_LINE.search(head):
                 raise h11.RemoteProtocolError("a head that can be read in two ways")
@@ -184,6 +190,8 @@ class LimitedHttpProtocol(H11Protocol):
             self._reject(
                 431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB"
             )
+        elif isinstance(self.conn, StrictConnection) and self.conn.has_other_version:
+            self._reject(505, "http_version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served here")
         else:
             self._reject(400, "malformed_request", "this is no HTTP/1.1 request")
 

@@ -38,7 +38,7 @@ def test_restrictions_keep_the_same_tokens_as_sorting(seed: int, branches: bool)
     b = ROWS
     scores = (rng.standard_normal((b, VOCAB)) * 3).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 100, 501, 1000], b).astype(np.int32)
-    top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05], b).astype(np.float32)
+    top_p = rng.choice([1.0, 0.99, 0.9, 0.5, 0.05, 0.0], b).astype(np.float32)
     min_p = rng.choice([0.0, 0.01, 0.2, 1.0], b).astype(np.float32)
     kept = np.isfinite(np.asarray(restrict(scores, top_k, top_p, min_p, branches=branches)))
     for r in range(b):

@@ -49,7 +49,7 @@ SAMPLING: dict[str, list[Any]] = {
     "top_k": [*at(-1, VOCAB_SIZE, V.MAX_INTEGER), 1, 2**32 - 1],
     "top_p": [*near(0.0, 1.0), -0.0, 0.1, 0.5, *NO_NUMBERS],
     "min_p": [*near(0.0, 1.0), -0.0, 0.5, *NO_NUMBERS],
-    "seed": [0, 1, *at(2**31 - 1, V.MAX_SEED), -2, -(2**31)],  # -1: another one each time
+    "seed": [0, 1, *at(2**31 - 1, V.MAX_SEED), -2, -(2**63), -(2**63) - 1],  # -1: another one each time
     "repetition_penalty": [*near(V.MIN_REPETITION_PENALTY, V.MAX_REPETITION_PENALTY), 0.0, -1.0, 1e-9, *NO_NUMBERS],
     "presence_penalty": [*near(-V.MAX_PENALTY, V.MAX_PENALTY), 0.3, -0.0, *NO_NUMBERS],
     "frequency_penalty": [*near(-V.MAX_PENALTY, V.MAX_PENALTY), 0.3, -0.0, *NO_NUMBERS],

@@ -311,5 +311,5 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_hardware("opt-13b", str(tmp_path / "nowhere.json"))
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not a text file"):
+    with pytest.raises(ConfigError, match="not UTF-8"):
         load_hardware("opt-13b", str(tmp_path / "binary.json"))

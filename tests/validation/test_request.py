@@ -259,9 +259,9 @@ BAD = {
     "max_tokens": [0, -1, 2**31, 2**63, HUGE, *NOT_INTEGERS],
     "temperature": [-0.1, -0.0, 2.1, *NOT_NUMBERS, *NOT_FINITE],
     "top_k": [-2, 2**31, HUGE, None, *NOT_INTEGERS],
-    "top_p": [0.0, -0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
+    "top_p": [-0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
     "min_p": [-0.0, -0.5, 1.1, *NOT_NUMBERS, *NOT_FINITE],
-    "seed": [-2, 2**63, HUGE, *NOT_INTEGERS],
+    "seed": [-(2**63) - 1, 2**63, HUGE, *NOT_INTEGERS],
     "repetition_penalty": [0.0, -0.0, -1.0, 2.1, 1e-9, *NOT_NUMBERS, *NOT_FINITE],
     "presence_penalty": [-2.1, 2.1, *NOT_NUMBERS, *NOT_FINITE],
     "frequency_penalty": [-2.1, 2.1, *NOT_NUMBERS, *NOT_FINITE],
@@ -652,3 +652,24 @@ def test_log_probabilities_of_a_prompt_count_once_for_each_output():
     assert len(build_requests(limits, None, n=2, **fields)) == 2
     with pytest.raises(InvalidRequestError, match="ask for 150"):
         build_requests(limits, None, n=3, **fields)
+
+
+PUBLISHED: dict[str, list[object]] = {  # in the descriptions of OpenAI's, Anthropic's and vLLM's APIs
+    "temperature": [0, 0.5, 1, 2], "top_p": [0, 0.5, 1], "seed": [None, 0, -1, -2, -(2**63), 2**63 - 1], "presence_penalty": [-2, 0, 2],
+    "frequency_penalty": [-2, 0, 2], "stop": [None, [], "a", ["a", "b", "c", "d"]], "logit_bias": [None, {}, {5: -100, 6: 100}],
+    "max_tokens": [1, None], "top_k": [-1, 0, 1, 1000], "min_p": [0, 0.5, 1], "repetition_penalty": [0.1, 1, 2], "min_tokens": [0, 1],
+    "stop_token_ids": [[], [5]], "logprobs": [None, *range(21)], "prompt_logprobs": [None, 0, 5, 20], "bad_words": [[], ["a"], None],
+    "allowed_token_ids": [[5, 6], None], "truncate_prompt_tokens": [-1, 1, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_value_within_published_bounds_is_taken(name):
+    for value in PUBLISHED[name]:
+        assert build(params={name: value})
+
+
+def test_negative_seeds_differ():
+    seeds = {build(params={"seed": seed}).params.seed for seed in (0, 1, -2, -3, -(2**63))}
+    assert len(seeds) == 4  # -2^63 is 0 in the 63 bits that seeds have
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)

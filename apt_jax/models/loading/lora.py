@@ -185,18 +185,14 @@ def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str,
 
 
 def _check_targets(fields: Mapping[str, Any], pairs: Mapping[str, Any], where: str) -> None:
-    """Hold `target_modules`, where it lists names, against the modules that there are tensors for."""
+    """Raise ModelLoadError if `target_modules` lists names, and not all modules that there are tensors for."""
     targets = fields.get("target_modules")
     if not isinstance(targets, list):
         return  # a pattern, or none: the tensors say what is meant
     if not all(isinstance(target, str) for target in targets):
         raise ModelLoadError(f"{where}: target_modules must list names of modules")
     ends = {module: [module[i:] for i in _starts(module)] for module in pairs}
-    covered = {end for all_ends in ends.values() for end in all_ends}
-    missing = sorted(target for target in targets if target not in covered)
-    if missing:
-        raise ModelLoadError(f"{where}: target_modules has {format_names(missing)}, of which there are no tensors")
-    wanted = set(targets)
+    wanted = set(targets)  # PEFT changes nothing in those without tensors, nor in those that the model lacks
     extra = sorted(module for module, all_ends in ends.items() if not wanted.intersection(all_ends))
     if extra:
         raise ModelLoadError(f"{where}: target_modules does not have {format_names(extra)}, of which there are tensors")

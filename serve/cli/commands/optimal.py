@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -178,7 +177,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
             f"--chunk {args.chunk} must be between --chunk-step {args.chunk_step} and "
             f"--max-num-batched-tokens {args.max_num_batched_tokens}"
         )
-    if args.requests not in known_traces() and not Path(args.requests).is_file():
+    if args.requests not in known_traces() and not os.path.isfile(args.requests):
         raise ConfigError(f"{args.requests}: no such file (--requests)")
     try:
         trace = load_trace(args.requests)

@@ -97,8 +97,8 @@ def _call(text: str) -> ParsedCall | None:
         if key in members:
             raw = members[key]
             break
-    else:
-        raw = "{}"  # models leave out what is empty
+    if raw is None or raw == "null":  # models leave out what is empty
+        raw = "{}"
     found = json.loads(name)
     if not isinstance(found, str):
         return None

@@ -18,10 +18,11 @@ LOCAL = browser_rules("127.0.0.1", (), ())
 BODY = {"prompt": "hello", "max_tokens": 2}
 
 
-async def status_with_hosts(served: HttpServed, *hosts: str, path: str = "/v1/models") -> tuple[int, Any]:
+async def status_with_hosts(
+    served: HttpServed, *hosts: str, path: str = "/v1/models", version: str = "1.1"
+) -> tuple[int, Any]:
     """Status and JSON of a GET with these lines of `Host`."""
     lines = "".join(f"host: {host}\r\n" for host in hosts)
-    version = "1.1" if hosts else "1.0"
     connection = await served.raw(f"GET {path} HTTP/{version}\r\n{lines}\r\n".encode())
     answer = await connection.answer()
     await connection.close()
@@ -42,6 +43,7 @@ def test_on_loopback_only_names_of_this_machine_are_served(path):
             assert status == 421, host
             assert body["error"]["code"] == "misdirected_request"
             assert "--allowed-hosts" in body["error"]["message"]
+        assert (await status_with_hosts(served, "evil.example", path=path, version="1.0"))[0] == 421
         for hosts in ((), ("127.0.0.1", "evil.example"), ("evil.example", "127.0.0.1")):
             assert (await status_with_hosts(served, *hosts, path=path))[0] in (400, 421)
         if path == "/v1/models":
@@ -57,6 +59,25 @@ def test_on_loopback_only_names_of_this_machine_are_served(path):
                 assert (await status_with_hosts(served, host))[0] == 200, host
 
     run(scenario, app={"browsers": LOCAL})
+
+
+def test_balancers_that_ask_by_http_1_0_name_no_host():
+    async def scenario(served):
+        for path in ("/health", "/v1/models"):
+            assert (await status_with_hosts(served, path=path, version="1.0"))[0] == 200
+
+    run(scenario, app={"browsers": LOCAL})
+
+
+@pytest.mark.parametrize("version", ["2.0", "3.0", "0.9"])
+def test_other_versions_of_http_are_refused(version):
+    async def scenario(served):
+        status, body = await status_with_hosts(served, "localhost", version=version)
+        assert status == 505
+        assert body["error"]["code"] == "http_version_not_supported"
+        assert (await status_with_hosts(served, "localhost"))[0] == 200
+
+    run(scenario)
 
 
 def test_the_host_is_checked_before_the_key():

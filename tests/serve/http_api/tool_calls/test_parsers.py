@@ -66,6 +66,8 @@ def read(parser, pieces):
         ("hermes", '<tool_call>{"arguments": {"a": "</tool_call>"}, "name": "f"}', "", [("f", '{"a": "</tool_call>"}')]),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        ("json", '{"name": "get_weather", "arguments": null}', "", [("get_weather", "{}")]),
         ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
         (
