@@ -66,7 +66,8 @@ def warm_up(
     with quick_lowering(), concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
         compiled = [threads.submit(program.compile) for program in programs]
         try:
-            for done, future in enumerate(compiled, 1):
+            # As they end, so that the count grows as the work does: the first ones take longest.
+            for done, future in enumerate(concurrent.futures.as_completed(compiled), 1):
                 future.result()
                 if progress:
                     progress(done, len(programs))

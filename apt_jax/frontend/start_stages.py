@@ -29,7 +29,7 @@ _MOST_KEPT = 32
 """Files of times: one a configuration."""
 _LEAST_SHARE = 0.25
 """Part of a counted stage that must be done before its pace is believed: the first programs take longest."""
-_OVERDUE = 0.1
+_OVERDUE = 0.25
 """Rest of a stage that has taken longer than expected, as a share of what it has taken."""
 
 
@@ -139,11 +139,11 @@ class StartStages:
         if name in self._estimates and (left_s := self._estimates[name]()) is not None:
             return left_s
         done, total = self._count
-        if total > 1 and done >= max(2, _LEAST_SHARE * total):
+        expected_s = self._expected_s.get(name)
+        is_overdue = expected_s is not None and spent_s > expected_s
+        if total > 1 and done >= (1 if is_overdue else max(2, _LEAST_SHARE * total)):
             return spent_s / done * (total - done)
-        if name in self._expected_s:
-            return max(self._expected_s[name] - spent_s, _OVERDUE * spent_s)
-        return None
+        return None if expected_s is None else max(expected_s - spent_s, _OVERDUE * spent_s)
 
 
 def planned(config: EngineConfig, *, calibrates: bool) -> StartStages:

@@ -54,7 +54,7 @@ def test_the_rest_is_what_the_stages_took_when_an_engine_was_last_started(clock)
     stages(LAYOUT, 0, 1)
     assert str(stages.status()) == "stage 2 of 3, laying out weights and cache; about 22 s more"
     clock.on(30)  # longer than ever: it will not end at once
-    assert left_s(stages) == pytest.approx(3 + 20)
+    assert left_s(stages) == pytest.approx(7.5 + 20)
     assert stages.taken_s == {LOADING: 4.0}
 
 
@@ -70,6 +70,15 @@ def test_parts_that_are_done_tell_more_than_the_last_start(clock):
     clock.on(2)
     stages(PREPARING, 40, 50)
     assert left_s(stages) == pytest.approx(2.5)
+
+
+def test_where_a_stage_takes_longer_than_it_did_its_parts_tell(clock):
+    stages = StartStages([PREPARING], {PREPARING: 4.0})
+    stages(PREPARING, 0, 24)
+    clock.on(8)
+    assert left_s(stages) == pytest.approx(2)
+    stages(PREPARING, 4, 24)
+    assert left_s(stages) == pytest.approx(40)
 
 
 @pytest.mark.parametrize(
