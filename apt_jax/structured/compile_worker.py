@@ -75,7 +75,7 @@ class TokenTable:
             self.tokens += [bytes([byte]) for byte in range(256)]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that must come next, or of its beginning; none: no tokens make it.
+        """Tokens of a text that must come next, or of its beginning.
 
         llguidance asks at each step, and uses the first of them.
         """
@@ -112,8 +112,8 @@ class TokenTable:
                 return [*ids, *(self.unsampled[byte] for byte in data[ends[-1] :])]
             dead.add(ends.pop())
             tried.pop()
-            if not ids:
-                return []
+            if not ids:  # then nothing that can be sampled leads on
+                return [self.unsampled[byte] for byte in data] if self.unsampled else []
             ids.pop()
         return ids
 

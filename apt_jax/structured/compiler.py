@@ -287,7 +287,7 @@ class LLConstraint:
         if not words.any():
             if may_end:
                 return False
-            raise GrammarError("no token of the vocabulary leads on")
+            raise NoTokenLeftError(FIELD)
         if may_end and self._ends_at_eos:
             for token in self._vocabulary.our_eos:
                 words[token >> 5] |= np.uint32(1 << (token & 31))
@@ -311,6 +311,8 @@ class LLConstraint:
             GrammarError: anything else is wrong, or it was this output's own.
         """
         error = self.matcher.get_error()
+        if error.startswith("NoExtension"):  # a vocabulary of words, none of which leads on
+            raise NoTokenLeftError(FIELD)
         own = None
         if error.startswith("lexer error") and not self._is_alone:
             own = self._source.alone()
