@@ -37,6 +37,9 @@ LARGEST_SHARE = 0.05
 """The share of what is left of that allowance for one waiting request: the less is left, the smaller those that it is
 spent on. Nobody's prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
 
+_FIRST = 1e6
+"""Factor that puts a value before all others."""
+
 RESERVE_TOKENS = 16
 """Admission leaves room for this many more tokens of everyone who decodes."""
 
@@ -280,7 +283,9 @@ class _Waiting:
         low = policy._best_effort(view, rows)
         on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
         self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
-        """p_i of those on time, less or nothing of the others."""
+        """p_i of those on time, less or nothing of the others; those in mid-answer without an objective are first."""
+        stopped = started & ~low & ~np.isfinite(objective_s)
+        self.value[stopped] = _FIRST * pending_s[stopped]
         urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
         density = self.value[urgent] / self.blocks[urgent]
         urgent = urgent[np.argsort(-density, kind="stable")]
