@@ -115,7 +115,7 @@ class CacheConfig:
 class SchedulerConfig:
     """Scheduling policy, batch limits and admission."""
 
-    policy: str = option("apt", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
+    policy: str = option("apt-plus", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
     """Scheduling policy: a name from `apt_jax.sched.POLICIES`, an installed one, or ``package.module:Class``; with
     options as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
     violation_decay: float = option(0.0, metavar="FACTOR", low=0, high=1)

@@ -124,13 +124,18 @@ _WIDE_HEADS: dict[tuple[str, str, int], Tile] = {
 }
 """By kernel, chip and lanes of a head, padded: where the defaults are for narrower heads."""
 
+_OF_HEADS: dict[tuple[str, str, int], Tile] = {
+    # Phi-3 and Llama-2-7B within a step: 4 warps spill 8 bytes, at 168 registers.
+    ("output", "sm_90", 32): Tile(tokens=64, lanes=128, warps=8, stages=6),
+}
+"""By kernel, chip and heads, whatever the width."""
+
 _TUNED: dict[tuple[str, str, int, int], Tile] = {
     # GPT-NeoX-20B: three sets of key lanes (24 turned in two halves, 72 not) need more registers at 128 tokens.
     ("reprojected", "sm_80", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
     ("reprojected", "sm_89", 64, 6144): Tile(tokens=64, lanes=32, warps=8, stages=4, passes=2),
-    # Phi-3 with its window, and Llama-2-7B within a step: 4 warps spill 8 bytes, at 168 registers.
+    # Phi-3 with its window: 4 warps spill 8 bytes, at 168 registers.
     ("output", "sm_80", 32, 3072): Tile(tokens=64, lanes=128, warps=8, stages=6),
-    ("output", "sm_90", 32, 4096): Tile(tokens=64, lanes=128, warps=8, stages=6),
 }
 """By kernel, chip, heads and width, where the default does not fit or something else is faster."""
 
@@ -194,7 +199,8 @@ def tile_for(kernel: str, chip: str | None, heads: int, width: int, itemsize: in
         ValueError: the chip is unknown, or heads are wider than any tile.
     """
     chip = check_chip(chip, head_dim)
-    tile = _TUNED.get((kernel, chip, heads, width)) or _WIDE_HEADS.get((kernel, chip, padded(head_dim)))
+    tile = _TUNED.get((kernel, chip, heads, width)) or _OF_HEADS.get((kernel, chip, heads))
+    tile = tile or _WIDE_HEADS.get((kernel, chip, padded(head_dim)))
     if sum(size for _, size in head_splits(heads)) > _FEW_HEADS:
         tile = tile or _MANY_HEADS.get((kernel, chip))
     tile = tile or _DEFAULTS[kernel, chip]

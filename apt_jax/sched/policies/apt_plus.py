@@ -62,6 +62,7 @@ class AptPlusPolicy:
     3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they
        began now. The others get what is left beyond `LEFTOVER_TOKENS` of everybody's growth: those without a first
        token, then those that were paused, by arrival.
+       Those that were paused in mid-answer and have no objective begin before all others.
     4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running ones whose attainment
        does not depend on
        it: those that have missed an objective, and those with so many gaps behind them that one more late one is within

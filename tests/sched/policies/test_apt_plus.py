@@ -84,6 +84,18 @@ def test_beside_streams_without_objectives_a_prompt_takes_steps_of_half_a_second
         assert n < 511
 
 
+@pytest.mark.parametrize(("tbt_s", "first"), [(np.inf, 0), (1.0, 1)])
+def test_who_was_paused_in_mid_answer_goes_on_first_where_there_is_no_objective(tbt_s: float, first: int):
+    w = world(num_blocks=2 * 30, block_size=16)
+    paused = w.add(200, 400, tbt_s=tbt_s)
+    w.table.num_outputs[paused] = w.table.num_delivered[paused] = 150  # one late gap is within its 99th percentile
+    w.table.num_tokens[paused] = 350
+    new = w.add(200, 40, ttft_s=np.inf if np.isinf(tbt_s) else 10.0)
+    pending(w, paused, 0.5)
+    pending(w, new, 5.0)
+    assert w.schedule(AptPlusPolicy()).rows.tolist() == [(paused, new)[first]]
+
+
 def test_prompts_beside_decodes_that_are_a_program_of_their_own_take_its_base_too():
     def chunk(one_program: bool) -> int:
         costs = dataclasses.replace(COSTS, prefill_base_s=0.05, one_program=one_program)
