@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format: what is read, and every reason to refuse one."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,21 @@ def test_tensors_that_are_refused(tmp_path, changes, said):
         load(tmp_path)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_scale_that_overflows_is_refused(tmp_path):
+    write_adapter(tmp_path, MODULES, rank=8)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[f"base_model.model.{Q}.lora_B.weight"][0, 0] = 3e38
+    save_file(tensors, file)
+    config = tmp_path / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"lora_alpha": 8}))
+    load(tmp_path)
+    config.write_text(json.dumps(fields | {"lora_alpha": 16}))
+    with pytest.raises(ModelLoadError, match=r"lora_B.weight is not finite times its scale, 2 \("):
+        load(tmp_path)
 
 
 def test_bounds_and_damage(tmp_path):

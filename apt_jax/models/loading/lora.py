@@ -88,8 +88,12 @@ def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelCo
             rank = _checked_rank(checkpoint, weights, tensors, inputs, outputs, max_rank)
             scale = scale_of(module, rank)
             a, b = (read_cast(checkpoint, tensors[which], np.dtype(np.float32), weights) for which in "AB")
+            with np.errstate(over="ignore", invalid="ignore"):
+                b = b * np.float32(scale)
+            if not np.isfinite(b).all():
+                raise ModelLoadError(f"{weights}: {tensors['B']} is not finite times its scale, {scale:g} ({where})")
             for layer, field, rows in leaves:
-                matrices[layer, field] = (a, b[rows] * np.float32(scale))
+                matrices[layer, field] = (a, b[rows])
     if not matrices:
         raise ModelLoadError(f"{weights}: holds no tensors")
     return LoraAdapter(name=name, matrices=matrices)
