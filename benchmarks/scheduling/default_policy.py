@@ -1,4 +1,4 @@
-"""What `serve` should take as its policy where nobody names one: simulated GPU, with latency objectives and without.
+"""Compares what `serve` could take as its default policy: on a simulated GPU, with latency objectives and without.
 
     python -m benchmarks.scheduling.default_policy [--requests N] [--seeds N]
 

@@ -201,6 +201,8 @@ def test_links_out_of_the_directory_are_refused(tmp_path):
 
 def test_every_family_has_places_for_adapters():
     for family in FAMILIES.values():
+        if not family.presets:  # another architecture's name for a family with some
+            continue
         config = family.model_config(next(iter(family.presets.values())), None)
         places = _places(family, dataclasses.replace(config, num_layers=1, layer_windows=()))
         fields_of_layer = {field for _, _, leaves in places.values() for layer, field, _ in leaves if layer == 0}
