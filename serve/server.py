@@ -172,7 +172,7 @@ class ServerGroup:
         """Their addresses, for people."""
         text = f"{self._grpc.config.host}:{self._grpc.port} (gRPC)"
         if self._http is not None:
-            text += f" and {self._http.config.host}:{self._http.port} (HTTP)"
+            text += f" and {self._http.address} (HTTP)"
         return text
 
     @property

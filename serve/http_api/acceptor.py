@@ -148,7 +148,7 @@ class Acceptor:
             except OSError as error:
                 self._on_failure(error)
                 return
-            if not self._admit(accepted, client_of(address[0])):
+            if not self._admit(accepted, _client_at(address)):
                 return  # what has ended for it is closed in the next turn of the loop
 
     def _on_failure(self, error: OSError) -> None:
@@ -172,7 +172,7 @@ class Acceptor:
                     accepted, address = self._listener.accept()
                 except OSError:
                     break
-                self._admit(accepted, client_of(address[0]), must_reserve=True)
+                self._admit(accepted, _client_at(address), must_reserve=True)
         self._loop.remove_reader(self._listener)
         self._resume = self._loop.call_later(_TURN_S, self._go_on)
 
@@ -280,6 +280,11 @@ def _is_readable(connection: Connection) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _client_at(address: tuple | str) -> str:
+    """`client_of` an address of the kernel; all of a unix socket are one client."""
+    return client_of(address[0]) if isinstance(address, tuple) else "unix"
 
 
 def client_of(address: str) -> str:

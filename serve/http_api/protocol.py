@@ -260,11 +260,20 @@ class LimitedHttpProtocol(H11Protocol):
         self.transport.close()
 
     def _set_socket(self, connection: Any) -> None:
-        limits = self._limits
-        if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        if connection is None:
             return
+        options = [(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)]
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            options += self._tcp_options()
+        try:
+            for level, option, value in options:
+                connection.setsockopt(level, option, value)
+        except OSError:  # the peer has gone already
+            logger.debug("the options of a connection could not be set")
+
+    def _tcp_options(self) -> list[tuple[int, int, int]]:
+        limits = self._limits
         options = [
-            (socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES),
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             # asyncio sets it only where the listener was made for TCP by name. Without it what is written last waits
             # until the client has acknowledged what came before, which takes it up to 40 ms.
@@ -280,11 +289,7 @@ class LimitedHttpProtocol(H11Protocol):
             option = getattr(socket, name, None)
             if option is not None:
                 options.append((socket.IPPROTO_TCP, option, value))
-        try:
-            for level, option, value in options:
-                connection.setsockopt(level, option, value)
-        except OSError:  # the peer has gone already
-            logger.debug("the options of a connection could not be set")
+        return options
 
 
 def _health_only(app: Any) -> ASGIApp:

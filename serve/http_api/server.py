@@ -25,12 +25,12 @@ from serve.http_api.acceptor import Acceptor, Connection
 from serve.http_api.app import HttpApp
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
+from serve.http_api.socket_file import BACKLOG, SocketFile
 from serve.http_api.stalled_clients import StalledClientDetector
 from serve.observability.prometheus import ServerMetrics
 from serve.preprocessing import Preprocessing
 from serve.security.tls import Tls
 
-_BACKLOG = 1024
 _CLOSE_TIMEOUT_S = 2.0
 _CLOSE_TICK_S = 0.01
 
@@ -42,6 +42,8 @@ class HttpConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free one."""
+    uds: str | None = None
+    """Path of a unix socket, in place of `host` and `port`."""
     idle_timeout_s: float = 60.0
     """A connection without a request is closed after this time."""
     tls: Tls | None = None
@@ -128,6 +130,13 @@ class HttpServer:
         self._engine: AsyncEngine | None = None
         self._uvicorn: _Uvicorn | None = None
         self._running: asyncio.Task[None] | None = None
+        self._socket_file: SocketFile | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, for people."""
+        config = self.config
+        return f"{config.host}:{self.port}" if config.uds is None else f"unix:{config.uds}"
 
     @property
     def num_open(self) -> int:
@@ -141,8 +150,12 @@ class HttpServer:
             PortInUseError: the address cannot be bound.
         """
         config = self.config
-        listener = _bound(config.host, config.port)
-        self.port = listener.getsockname()[1]
+        if config.uds is None:
+            listener = _bound(config.host, config.port)
+            self.port = listener.getsockname()[1]
+        else:
+            self._socket_file = SocketFile(config.uds)
+            listener = self._socket_file.listener
         limits = config.connections
         settings = uvicorn.Config(
             self.app,
@@ -184,6 +197,8 @@ class HttpServer:
         await self.app.close_event_streams()
         server, running = self._uvicorn, self._running
         if server is not None and running is not None:
+            if self._socket_file is not None:
+                self._socket_file.remove()
             # Every response has its end or its error: uvicorn gives them time to be sent.
             server.stop()
             await asyncio.shield(running)
@@ -196,7 +211,7 @@ def _bound(host: str, port: int) -> socket.socket:
     """A socket on the first address of the host."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
         # `create_server` appends the address, which stands in our message already.
         reason = str(error.strerror).partition(" (while attempting")[0]

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from apt_jax.errors import ConfigError
 from serve.errors import CommandError
 from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, is_loopback
+from serve.http_api.socket_file import FLAG as UDS_FLAG
 from serve.launcher.supervisor import ProcessSpec
 from serve.security.api_keys import FLAG, OPERATOR_FLAG
 from serve.security.single_key import KEY_FLAG, KEY_VARIABLE
@@ -116,7 +117,9 @@ def _alone(
 ) -> Plan:
     port = _take_port(args.host, args.grpc_port, "--grpc-port", held)
     flags, where = [f"--grpc-port={port}"], f"listening on {_join(args.host, port)} (gRPC)"
-    if not args.no_http:
+    if args.uds is not None:
+        where += f" and unix:{args.uds} (HTTP)"
+    elif not args.no_http:
         http_host = args.http_host or args.host
         http_port = _take_port(http_host, args.http_port, "--port", held)
         flags.append(f"--port={http_port}")
@@ -184,6 +187,8 @@ def _check_gateway(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve"
             )
+    if args.uds is not None:
+        raise ConfigError(f"{UDS_FLAG}: the gateway listens on a port; start a single replica with apt-jax serve")
     for flag, values in ((HOSTS_FLAG, args.allowed_hosts), (ORIGIN_FLAG, args.cors_allow_origin)):
         if values:
             raise ConfigError(

@@ -34,6 +34,7 @@ from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, BrowserRules, brows
 from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
+from serve.http_api.socket_file import FLAG as UDS_FLAG
 from serve.http_api.tool_calls.forms import PARSERS as CALL_PARSERS
 from serve.http_api.tool_calls.reasoning import PARSERS as REASONING_PARSERS
 from serve.memory_gate import MemoryGate, cgroup_limit_bytes
@@ -86,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="HTTP port; 0: any free one",
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
+    group.add_argument(
+        UDS_FLAG, metavar="PATH", help="unix socket to serve HTTP on, in place of an address and a port; only this user can connect"
+    )  # fmt: skip
     group.add_argument(
         "--root-path", metavar="PATH", default="", help="prefix of paths (/llm) behind a proxy that does not strip it"
     )
@@ -246,7 +250,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     Raises:
         ConfigError: one line that names the flag.
     """
-    http_host = args.http_host or args.host
+    _check_uds(args)
     for flag, port in (("--grpc-port", args.grpc_port), ("--port", args.http_port)):
         if not 0 <= port < 65536:
             raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
@@ -254,7 +258,7 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     _check_root_path(args.root_path)
     keys, tls = _keys(args), _tls(args)
     closed = keys is not None or (tls is not None and tls.asks_clients)
-    hosts = [args.host] if args.no_http else [args.host, http_host]
+    hosts = [args.host] if args.no_http else [args.host, _http_host(args)]
     reachable = [host for host in hosts if not is_loopback(host)]
     if reachable and not closed:
         if args.insecure_open:
@@ -272,6 +276,22 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
         why = "serves: leave out --headless" if args.headless else "serves nothing: add --headless"
         raise ConfigError(f"node_rank={args.node_rank} {why}")
     return config, keys, tls
+
+
+def _check_uds(args: argparse.Namespace) -> None:
+    if args.uds is None:
+        return
+    if not args.uds:
+        raise ConfigError(f"{UDS_FLAG} needs the path of a file")
+    has_port = args.http_port != HttpConfig().port
+    for flag, given in (("--no-http", args.no_http), ("--http-host", args.http_host is not None), ("--port", has_port)):
+        if given:
+            raise ConfigError(f"{UDS_FLAG} serves HTTP on {args.uds:.200}: it cannot be given together with {flag}")
+
+
+def _http_host(args: argparse.Namespace) -> str:
+    """The address of HTTP; a unix socket is of this machine."""
+    return "localhost" if args.uds is not None else args.http_host or args.host
 
 
 def _check_root_path(path: str) -> None:
@@ -295,8 +315,9 @@ def _run(args: argparse.Namespace) -> int:
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
     memory = _memory_gate(args.memory_soft_limit)
     http = HttpConfig(
-        host=args.http_host or args.host,
+        host=_http_host(args),
         port=args.http_port,
+        uds=args.uds,
         tls=tls,
         connections=ConnectionLimits(
             max_connections=2 * most_open,
@@ -390,7 +411,7 @@ def _batches(args: argparse.Namespace) -> BatchStore | None:
 
 
 def _browsers(args: argparse.Namespace) -> BrowserRules:
-    return browser_rules(args.http_host or args.host, args.allowed_hosts, args.cors_allow_origin)
+    return browser_rules(_http_host(args), args.allowed_hosts, args.cors_allow_origin)
 
 
 def _keys(args: argparse.Namespace) -> ApiKeys | None:

@@ -491,6 +491,15 @@ def test_O5_a_gateway_refuses_a_key_that_it_does_not_check():
 
 
 @needs_gateway
+def test_a_unix_socket_is_of_a_single_replica():
+    with pytest.raises(ConfigError, match="--uds: the gateway listens on a port"):
+        planned("tiny-opt", "--replicas", "2", "--uds", "/tmp/x")
+    plan = planned("tiny-opt", "--grpc-port", "0", "--uds", "/tmp/x")
+    assert plan.where.endswith(" and unix:/tmp/x (HTTP)")
+    assert not any(word.startswith("--port") for word in plan.replicas[0].command)
+
+
+@needs_gateway
 def test_O1_a_gateway_that_others_reach_is_refused_or_warned_of(caplog):
     flags = ("tiny-opt", "--replicas", "2", "--host", "0.0.0.0", "--grpc-port", "0", "--http-port", "0")
     with pytest.raises(ConfigError, match=r"by everybody.*--insecure-open"):

@@ -1,0 +1,78 @@
+"""A unix socket to listen on, and its file."""
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from serve.errors import PortInUseError
+
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
+FLAG = "--uds"
+
+_MODE = 0o600
+_PROBE_TIMEOUT_S = 1.0
+
+
+class SocketFile:
+    """A listening unix socket, which only this user can connect to.
+
+    The file of a server that has ended is replaced. `remove` leaves a file that has been put in the place of ours.
+
+    Args:
+        path: of its file.
+
+    Raises:
+        PortInUseError: another server listens on it, or it cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        try:
+            self._remove_stale()
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                self.listener.bind(path)
+                self._path.chmod(_MODE)  # before `listen`: until then nobody can connect
+                self._identity: tuple[int, int] | None = self._identify()
+                self.listener.listen(BACKLOG)
+            except OSError:
+                self.listener.close()
+                raise
+        except OSError as error:
+            raise PortInUseError(
+                f"cannot listen on {path} ({error.strerror or error}); choose another path ({FLAG})"
+            ) from None
+
+    def remove(self) -> None:
+        """Remove the file, the first time; before the listener is closed, which keeps the number of the file from another.
+        Connections that have been made go on."""
+        with contextlib.suppress(OSError):
+            if self._identify() == self._identity:
+                self._path.unlink()
+        self._identity = None
+
+    def _identify(self) -> tuple[int, int]:
+        status = os.lstat(self._path)
+        return status.st_dev, status.st_ino
+
+    def _remove_stale(self) -> None:
+        """Remove the socket of a server that has ended."""
+        try:
+            mode = os.lstat(self._path).st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise OSError("it is there, and not a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(_PROBE_TIMEOUT_S)
+            try:
+                probe.connect(str(self._path))
+            except ConnectionRefusedError:
+                self._path.unlink()
+                return
+            except TimeoutError:  # its backlog is full
+                pass
+        raise OSError("another server listens on it")
