@@ -1,6 +1,7 @@
 """Load the kernels of `kernels.cc`, compiled for this machine, and register them with XLA.
 
-The library is kept in the cache directory under a hash of everything that it depends on. `begin` has it compiled in a
+The library is kept in the cache directory under a hash of everything that it depends on, and so is, for a day, that it
+cannot be made. `begin` has it compiled in a
 thread, before JAX is imported.
 """
 
@@ -11,19 +12,31 @@ import dataclasses
 import fcntl
 import functools
 import importlib.util
+import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from apt_jax.cpu.compiler import KernelBuildError, compile_library, find_compiler, left_s, library_name
+from apt_jax.cpu.compiler import (
+    KernelBuildError,
+    LastingBuildError,
+    compile_library,
+    find_compiler,
+    left_s,
+    library_name,
+)
+from apt_jax.errors import one_line
 from apt_jax.utils.activity import activity
 from apt_jax.utils.cache_dir import (
     log_not_kept,
     open_private,
     private_dir,
+    read_private,
     remove_least_recent,
     remove_leftovers,
     write_verified,
@@ -59,6 +72,9 @@ _TARGETS = (
 _MOST_KEPT = 12
 """Libraries in the cache directory: of several versions, compilers and flags."""
 
+_TRY_AGAIN_S = 86400.0
+"""Age of a failed build after which it is tried again."""
+
 _begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
 """Libraries that `begin` makes, by the name of the library: results of `_make`."""
 
@@ -74,7 +90,7 @@ def begin() -> None:
     if compiler is None or directory is None:
         return
     name = library_name(compiler)
-    if name in _begun or (directory / name).exists():
+    if name in _begun or (directory / name).exists() or _failed_before(compiler, directory, name) is not None:
         return
     made: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
 
@@ -101,18 +117,72 @@ def wait() -> None:
 def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | None:
     """Compile the library and keep it; None: another process has kept it meanwhile."""
     with _alone(directory):
-        if directory is not None and (directory / name).exists():
+        if directory is None:
+            return compile_library(compiler)
+        if (directory / name).exists():
             return None
-        made = compile_library(compiler)
-        if directory is not None:
-            try:
-                write_verified(directory / name, made)
-            except OSError as error:
-                log_not_kept(error)
-            else:
-                remove_leftovers(directory)
-                remove_least_recent(directory, "kernels-*.so", _MOST_KEPT)
+        if failure := _failed_before(compiler, directory, name):
+            raise failure
+        try:
+            made = compile_library(compiler)
+        except LastingBuildError as error:
+            raise _noted(error, compiler, directory, name) from None
+        try:
+            write_verified(directory / name, made)
+        except OSError as error:
+            log_not_kept(error)
+        else:
+            _failed_path(directory, name).unlink(missing_ok=True)
+            remove_leftovers(directory)
+            remove_least_recent(directory, "kernels-*.so", _MOST_KEPT)
         return made
+
+
+def _failed_path(directory: Path, name: str) -> Path:
+    """File that says that a library cannot be made."""
+    return (directory / name).with_suffix(".failed")
+
+
+def _identity(compiler: list[str]) -> list[object]:
+    """Path and time of the compiler's file: they change when another version is installed under its name."""
+    path = os.path.realpath(shutil.which(compiler[0]) or compiler[0])
+    try:
+        return [path, os.stat(path).st_mtime_ns]
+    except OSError:
+        return [path, None]
+
+
+def _noted(error: LastingBuildError, compiler: list[str], directory: Path, name: str) -> KernelBuildError:
+    """Keep a failure for later starts; the error to raise for it."""
+    path = _failed_path(directory, name)
+    note = {"time": time.time(), "compiler": _identity(compiler), "reason": str(error)}
+    try:
+        write_verified(path, json.dumps(note).encode())
+    except OSError as problem:
+        log_not_kept(problem)
+        return error
+    remove_least_recent(directory, "kernels-*.failed", _MOST_KEPT)
+    return _repeated(str(error), path, _TRY_AGAIN_S)
+
+
+def _failed_before(compiler: list[str], directory: Path, name: str) -> KernelBuildError | None:
+    """The error of a build that failed less than a day ago; None: try it."""
+    path = _failed_path(directory, name)
+    try:
+        note = json.loads(read_private(path) or b"{}")
+        age_s = time.time() - note["time"]
+        if note["compiler"] != _identity(compiler) or not 0 <= age_s < _TRY_AGAIN_S:
+            return None
+        return _repeated(str(note["reason"]), path, _TRY_AGAIN_S - age_s)
+    except (ValueError, TypeError, KeyError):  # there is none
+        return None
+
+
+def _repeated(reason: str, path: Path, left_s: float) -> KernelBuildError:
+    return KernelBuildError(
+        f"{reason}; tried again in {left_s / 3600:.0f} h, or at the next start if you delete {path}; "
+        "--attention-backend xla needs no compiler"
+    )
 
 
 @contextlib.contextmanager
@@ -170,7 +240,10 @@ def _library() -> ctypes.CDLL:
             path.write_bytes(made)
             return ctypes.CDLL(str(path))
         except OSError as error:
-            raise KernelBuildError(f"cannot load {path}: {error}") from None
+            reason = f"cannot load {path}: {one_line(str(error))}"
+            if error.errno is not None or directory is None:  # it cannot be written
+                raise KernelBuildError(reason) from None
+            raise _noted(LastingBuildError(reason), compiler, directory, name) from None
 
 
 @functools.cache

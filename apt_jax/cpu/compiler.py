@@ -13,6 +13,7 @@ import platform
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from apt_jax.errors import one_line
 from apt_jax.utils.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -34,10 +36,24 @@ _LIMIT_S = 300
 _CPU_S = 30.0
 """Processor seconds that the compiler needs, until a file in the cache directory says how many it needed here."""
 _CPU_S_FILE = "kernels-cpu-seconds"
+_WATCHER = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+sys.stdin.buffer.read()
+os.killpg(0, signal.SIGKILL)
+"""
+"""Ends its process group when the process that holds the other end of its standard input ends, however it ends."""
+_PASSING = ("No space left", "No such file", "not found", "not find")
+"""In a compiler's error: something lacks that may come without a change of the compiler's command."""
 
 
 class KernelBuildError(Exception):
     """The kernels cannot be compiled or loaded on this machine; the message says why."""
+
+
+class LastingBuildError(KernelBuildError):
+    """The same build would fail again."""
 
 
 class _Compilers:
@@ -152,6 +168,7 @@ def compile_library(compiler: Sequence[str]) -> bytes:
 
     Raises:
         KernelBuildError: it makes none.
+        LastingBuildError: it makes none, and would make none again.
     """
     start, used_s = time.perf_counter(), _reaped_cpu_s()
     # A warning, as the start says nothing else for that long.
@@ -187,26 +204,51 @@ def compile_library(compiler: Sequence[str]) -> bytes:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands side by side; none is left when this returns."""
+    """Run commands side by side, in a process group that ends with this process; none is left when this returns.
+
+    Raises:
+        KernelBuildError: a command fails, or takes too long.
+    """
     processes: list[subprocess.Popen[str]] = []
     deadline_s = time.monotonic() + _LIMIT_S
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WATCHER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
     try:
         for command in commands:
             process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                process_group=watcher.pid,
             )
             processes.append(process)
             _compilers.add(process.pid)
         for process in processes:
             _, said = process.communicate(timeout=max(0.0, deadline_s - time.monotonic()))
             if process.returncode != 0:
-                lines = [line for line in said.splitlines() if "error" in line]
-                reason = (lines or [f"exit status {process.returncode}"])[0]
-                raise KernelBuildError(f"{commands[0][0]} failed: {reason}")
+                raise _failure(commands[0][0], process.returncode, said)
     except subprocess.TimeoutExpired:
-        raise KernelBuildError(f"{commands[0][0]} took more than {_LIMIT_S} s") from None
+        raise LastingBuildError(f"{commands[0][0]} took more than {_LIMIT_S} s") from None
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
+        os.killpg(watcher.pid, signal.SIGKILL)  # also what the compilers have started
+        for process in (*processes, watcher):
             process.communicate()
+
+
+def _failure(name: str, status: int, said: str) -> KernelBuildError:
+    """The error of a compiler that ended with a status other than 0."""
+    lines = [line for line in said.splitlines() if "error" in line]
+    reason = f"{one_line((lines or [f'exit status {status}'])[0]):.300}"
+    is_ended = status in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
+    # A shell's statuses for a command that it cannot run.
+    is_missing = status in (126, 127) or any(words in reason for words in _PASSING)
+    error = KernelBuildError if is_ended or is_missing else LastingBuildError
+    return error(f"{name} failed: {reason}")

@@ -4,8 +4,10 @@ tests/pallas."""
 import dataclasses
 import errno
 import functools
+import io
 import logging
 import os
+import select
 import stat
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import pytest
 
 from apt_jax import backends as registry
 from apt_jax.backends import attention_ops
-from apt_jax.cpu import build, ops
+from apt_jax.cpu import build, compiler, ops
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import choose_attention
 from apt_jax.models import weight_layout as tiles
@@ -335,10 +337,181 @@ def test_D6_a_compiler_that_fails_is_named_with_its_error(fresh: Path, monkeypat
     monkeypatch.setenv("CXX", broken)
     with pytest.raises(build.KernelBuildError, match=r"cc failed: .*no such instruction"):
         build.load()
+
+
+def _failing(fresh: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> Path:
+    """Use a compiler that adds a line to the file returned and ends so, a shell command."""
+    count = fresh / "count"
+    monkeypatch.setenv("CXX", _compiler(fresh / "cc", f"echo x >> {count}; {ending}"))
+    return count
+
+
+def _starts(count: Path) -> int:
+    """Compilers that ran since the last call of this; nothing is loaded after it."""
+    build._library.cache_clear()
+    number = len(count.read_text().split()) if count.exists() else 0
+    count.unlink(missing_ok=True)
+    return number
+
+
+LASTING = {"an error": "echo 'x.cc:1: error: bad' >&2; exit 1", "no reason": "exit 3", "a crash": "kill -SEGV $$"}
+
+
+@pytest.mark.parametrize("ending", LASTING.values(), ids=LASTING)
+def test_a_build_that_failed_is_not_tried_at_the_next_start(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ending: str
+) -> None:
+    count = _failing(fresh, monkeypatch, ending)
+    messages = []
+    for calls in (2, 0):  # two parts
+        caplog.clear()
+        registry.attention_ops.cache_clear()
+        assert attention_ops("cpu").name == "xla"
+        assert 1 <= _starts(count) <= 2 if calls else _starts(count) == 0
+        (record,) = [record for record in caplog.records if record.name == registry.__name__]
+        messages.append(record.message)
+    (kept,) = (fresh / "cache" / "kernels").iterdir()
+    assert kept.suffix == ".failed"
+    for message in messages:
+        assert "\n" not in message
+        assert "cc failed: " in message
+        assert f"delete {kept}" in message
+        assert "--attention-backend xla" in message
+    build.begin()
+    assert not build.is_compiling()
+    kept.unlink()
+    with pytest.raises(build.KernelBuildError):
+        build._library()
+    assert _starts(count) > 0
+
+
+def test_a_build_that_takes_too_long_is_not_tried_at_the_next_start(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = _failing(fresh, monkeypatch, "exec sleep 1000")
+    monkeypatch.setattr(compiler, "_LIMIT_S", 0)
+    for _ in range(2):
+        with pytest.raises(build.KernelBuildError, match="cc took more than 0 s; tried again in 24 h"):
+            build._library()
+        build._library.cache_clear()
+        monkeypatch.setattr(build, "compile_library", None)
+    assert _starts(count) <= 2
+
+
+@pytest.mark.parametrize("change", ["a day", "a clock set back", "flags", "the compiler", "a damaged note"])
+def test_a_build_that_failed_is_tried_again_after(fresh: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    count = _failing(fresh, monkeypatch, "exit 1")
+    with pytest.raises(build.KernelBuildError):
+        build._library()
+    assert _starts(count) > 0
+    (note,) = (fresh / "cache" / "kernels").iterdir()
+    if change == "flags":
+        monkeypatch.setenv("APT_JAX_KERNEL_FLAGS", "-O1")
+    elif change == "the compiler":
+        os.utime(fresh / "cc", (1, 1))
+    elif change == "a damaged note":
+        note.write_bytes(b"{")
+    else:
+        now_s = build.time.time() + (build._TRY_AGAIN_S if change == "a day" else -1000)
+        monkeypatch.setattr(build.time, "time", lambda: now_s)
+    with pytest.raises(build.KernelBuildError):
+        build._library()
+    assert _starts(count) > 0
+
+
+PASSING = {
+    "no such program": "exec /nowhere/g++",
+    "a program that cannot be run": "exec /dev/null",
+    "no part of the compiler": "echo 'error: cannot execute cc1plus: No such file or directory' >&2; exit 1",
+    "no header": "echo \"a.cc:1: fatal error: 'vector' file not found\" >&2; exit 1",
+    "no compiler behind a cache": "echo 'ccache: error: Could not find compiler' >&2; exit 1",
+    "a full disk": "echo 'fatal error: error writing to /tmp/a.s: No space left on device' >&2; exit 1",
+    "the end of the server": "kill -TERM $$",
+    "an interruption": "kill -INT $$",
+}
+
+
+@pytest.mark.parametrize("ending", PASSING.values(), ids=PASSING)
+def test_a_build_is_tried_again_where_something_was_missing(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    count = _failing(fresh, monkeypatch, ending)
+    for _ in range(2):
+        with pytest.raises(build.KernelBuildError, match="cc failed: "):
+            build._library()
+        assert _starts(count) > 0
+    assert list((fresh / "cache" / "kernels").iterdir()) == []
+
+
+def test_a_missing_compiler_is_no_failed_build(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(fresh / "nothing"))
     with pytest.raises(build.KernelBuildError, match="nothing: No such file"):
         build.load()
-    assert not list((fresh / "cache" / "kernels").iterdir())
+    assert list((fresh / "cache" / "kernels").iterdir()) == []
+
+
+def test_a_library_that_cannot_be_loaded_is_not_made_at_the_next_start(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = _failing(fresh, monkeypatch, 'for target; do :; done; echo text > "$target"')
+    for calls in (CALLS, 0):
+        with pytest.raises(build.KernelBuildError, match=r"cannot load .*\.failed; "):
+            build._library()
+        assert _starts(count) == calls
+
+
+def test_a_build_that_succeeds_forgets_that_it_failed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = _counting(fresh, monkeypatch, whole=False)
+    compiler_command = build.find_compiler()
+    assert compiler_command is not None
+    directory = cache_dir.private_dir("kernels")
+    assert directory is not None
+    write_verified(build._failed_path(directory, build.library_name(compiler_command)), b"damaged")
+    build._library()
+    assert [path.suffix for path in directory.iterdir()] == [".so"]
+    assert _starts(count) == CALLS
+
+
+@pytest.fixture
+def slow_compiler(fresh: Path) -> Iterator[tuple[str, io.FileIO]]:
+    """A compiler that starts a program and waits for it, and a pipe: from the program a line, and its end when both
+    have ended."""
+    pipe = fresh / "pipe"
+    os.mkfifo(pipe)
+    name = _compiler(
+        fresh / "slow", f"exec 9> {pipe}; trap '' TERM HUP; sh -c 'echo here >&9; exec sleep 1000'; exit 1"
+    )
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as read:
+        os.set_blocking(read.fileno(), True)
+        yield name, read
+
+
+def _readable(read: io.FileIO) -> bool:
+    return bool(select.select([read], [], [], 60)[0])
+
+
+def test_compilers_and_what_they_started_end_with_the_server(slow_compiler: tuple[str, io.FileIO]) -> None:
+    name, read = slow_compiler
+    script = f"from apt_jax.cpu import compiler; compiler._run([[{name!r}]])"
+    with subprocess.Popen([sys.executable, "-c", script]) as server:
+        assert _readable(read)
+        assert read.read(100) == b"here\n"
+        server.kill()
+    assert _readable(read)
+    assert read.read(100) == b""
+
+
+def test_a_compiler_that_takes_too_long_ends_with_what_it_started(
+    slow_compiler: tuple[str, io.FileIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, read = slow_compiler
+    monkeypatch.setattr(compiler, "_LIMIT_S", 0)
+    monkeypatch.setattr(compiler._compilers, "add", lambda pid: _readable(read))
+    with pytest.raises(build.KernelBuildError, match="slow took more than 0 s"):
+        compiler._run([[name]])
+    assert read.read(100) == b"here\n"
+    assert _readable(read)
+    assert read.read(100) == b""
 
 
 CALLS = 3
@@ -382,7 +555,8 @@ def test_H8_F10_a_library_that_was_cut_is_compiled_again(
     (made,) = (fresh / "cache" / "kernels").iterdir()
     whole = made.read_bytes()
     of_name = {"half": len(whole) // 2, "all but the digest": len(whole) - 73}
-    os.truncate(made, size if isinstance(size, int) else of_name[size])
+    made.unlink()  # it is loaded, and a loaded file must not become shorter
+    made.write_bytes(whole[: size if isinstance(size, int) else of_name[size]])
     caplog.clear()
     build._library.cache_clear()
     build._library()
