@@ -11,7 +11,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest
-from serve.http_api import embeddings, openai_request, rerank, scores
+from serve.http_api import embeddings, llama_infill, openai_request, rerank, scores
 from serve.http_api.errors import HttpError
 from serve.http_api.messages.request import ID_PREFIX as MESSAGES_ID_PREFIX
 from serve.http_api.messages.request import read_call as read_messages
@@ -183,6 +183,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
             respond=rerank.RerankResponse,
         )
         for path in rerank.PATHS
+    ),
+    Endpoint(
+        path=llama_infill.PATH,
+        id_prefix="cmpl-",
+        read=llama_infill.read_call,
+        is_slow=llama_infill.is_slow,
+        respond=llama_infill.InfillResponse,
     ),
     _of_ollama("/api/chat", "chatcmpl-", ollama.read_chat_call),
     _of_ollama("/api/generate", "cmpl-", ollama.read_generate),

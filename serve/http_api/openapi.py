@@ -17,7 +17,7 @@ from apt_jax.request import SamplingParams
 from apt_jax.text import chat, template_kwargs
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, FieldSpec, RequestLimits
 from serve import slo_headers as objectives
-from serve.http_api import constraint_fields, embeddings, rerank
+from serve.http_api import constraint_fields, embeddings, llama_infill, rerank
 from serve.http_api import openai_request as openai_api
 from serve.http_api.errors import DROPPED_REASON_KEYS
 from serve.http_api.json_schemas import COUNT as _COUNT
@@ -191,6 +191,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
         "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
         "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
         "/tokenizer_info": get("TokenizerInfo", "Settings of the tokenizer.", _good("TokenizerInfo"), 404, 503),
+        llama_infill.PATH: post("Infill", "Fill in between two texts (llama.cpp's API).", _without_last(_generated("Infill", decisions)), 429, parameters=_slo_headers()),
         **_ollama_paths(get, post, decisions),
         "/": _with_redirect(get("Index", "Names of pages and APIs; for browsers the chat.", _good("Index"), open_=True)),
         "/health": get("Health", "Liveness: 200 also while loading and draining.", {"description": "Alive."}, 503, open_=True),
@@ -214,6 +215,11 @@ def _with_redirect(path: Schema) -> Schema:
     for operation in path.values():
         operation["responses"]["307"] = {"description": "To the chat, for those who accept HTML."}
     return path
+
+
+def _without_last(good: Schema) -> Schema:
+    del good["content"]["text/event-stream"]["x-last-event"]
+    return good
 
 
 def _ollama_paths(get: Any, post: Any, decisions: Schema) -> Schema:
@@ -353,6 +359,7 @@ _EXAMPLES: dict[str, Schema] = {
     "Score": {"texts": {"value": {"text_1": "One text.", "text_2": ["Another one.", "A third."]}}},
     "Rerank": {"texts": {"value": {"query": "One text.", "documents": ["Another one.", "A third."], "top_n": 1}}},
     "Tokenize": {"text": {"value": {"prompt": "Hello"}}, "conversation": {"value": {"messages": _HELLO}}},
+    **llama_infill.EXAMPLES,
     **ollama_schemas.EXAMPLES,
     "Detokenize": {"ids": {"value": {"tokens": [1, 2, 3]}}},
 }  # fmt: skip
@@ -446,6 +453,7 @@ def _requests(limits: RequestLimits | None, models: list[str]) -> Schema:
         "ChatCompletionRequest": _object(answer, required=("messages",)),
         **responses_schemas.requests(answer),
         **messages_schemas.requests(answer),
+        **llama_infill.requests(completion),
         **ollama_schemas.requests(answer, embedding),
         "EmbeddingRequest": _object(embedding, required=("input",)),
         "ScoreRequest": _object(score, required=("text_1", "text_2")),
@@ -810,6 +818,7 @@ def _answers() -> Schema:
         **made,
         **responses_schemas.answers(served, _many(_all({**named, "top_logprobs": _many(_all(named))}))),
         **messages_schemas.answers(served),
+        **llama_infill.answers(),
         **ollama_schemas.answers(),
         "Model": model,
         "Models": _all({"object": {"const": "list"}, "data": _many(_ref("Model"))}),

@@ -30,7 +30,6 @@ ELSEWHERE: dict[str, str] = {
     "/apply-template": "use /tokenize with messages",
     "/lora-adapters": "use /v1/models, which lists adapters",
     "/completion": "use /v1/completions",
-    "/infill": "use /v1/completions with suffix",
     "/completions": "use /v1/completions",
     "/embedding": "use /v1/embeddings",
     "/reranking": "use /v1/rerank",

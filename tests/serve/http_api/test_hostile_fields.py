@@ -172,6 +172,8 @@ FIELDS: dict[str, Callable[[str], tuple[str, dict[str, Any]]]] = {
     ]}),
     "counted": lambda t: ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": t}]}),
     "embedded": lambda t: ("/v1/embeddings", {"input": t}),
+    "filled in": lambda t: ("/infill", {"input_prefix": t, "input_suffix": t, "prompt": t, "input_extra": [
+        {"filename": t, "text": t}], "response_fields": [t, "/" * len(t)], "n_predict": 4}),
     "Ollama's messages": lambda t: ("/api/chat", {"messages": [
         {"role": "assistant", "content": t, "thinking": t, "tool_calls": [{"function": {"name": t, "arguments": {t: t}}}]},
         {"role": "tool", "tool_name": t, "content": t}], "model": t}),
@@ -237,6 +239,8 @@ MANY: dict[str, Callable[[int, str], tuple[str, dict[str, Any]]]] = {
     "token ids": lambda n, big: ("/v1/completions", {"prompt": [5] * n * 8}),
     "prompts": lambda n, big: ("/v1/completions", {"prompt": ["a"] * n}),
     "allowed ids": lambda n, big: ("/v1/completions", {"prompt": "a", "allowed_token_ids": [5] * n}),
+    "files": lambda n, big: ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [
+        {"text": t} for t in (big, *"y" * n)]}),
     "Ollama's turns": lambda n, big: ("/api/chat", {"messages": [{"role": "user", "content": t} for t in (big, *"y" * n)]}),
     "Ollama's calls": lambda n, big: ("/api/chat", {"messages": [
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}] * n},

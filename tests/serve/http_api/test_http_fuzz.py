@@ -38,6 +38,7 @@ EXAMPLES = {
     "UploadFile": cases(num_cases(1, 4), 300, 2_000),
     "CreateBatch": cases(num_cases(2, 4), 300, 2_000),
     "CountTokens": cases(num_cases(2, 4), 400, 3_000),
+    "Infill": cases(num_cases(1, 2), 200, 1_000),
     "OllamaChat": cases(num_cases(2, 4), 400, 3_000),
     "OllamaGenerate": cases(num_cases(2, 4), 400, 3_000),
     "OllamaEmbed": cases(num_cases(1, 2), 200, 1_000),
@@ -211,7 +212,7 @@ NO_JSON = st.binary(max_size=200) | st.sampled_from(
 )
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = ("/infill", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
 
 
 OLLAMA_PATHS = ("/api/embed", "/api/embeddings")  # others take any object

@@ -1,9 +1,12 @@
 """Filling in between two texts: `suffix` of completions."""
 
+import json
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from apt_jax.text.tokenizer import Tokenizer
+from serve.http_api import llama_infill
 from tests.support.http_serving import HttpServed, run
 from tests.support.toy_serving import EOS, SPECIALS, VOCAB_SIZE, toy_parts
 
@@ -92,5 +95,111 @@ def test_a_model_without_the_tokens_refuses_a_suffix():
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "suffix")
         assert "has no tokens to fill in between two texts" in error["message"]
+
+    run(scenario)
+
+
+def test_llama_cpps_infill_answers_in_its_form():
+    async def scenario(served: HttpServed) -> None:
+        tokenizer = served.parts.tokenizer
+        assert tokenizer is not None
+        body = {
+            "input_prefix": "def f(",
+            "input_suffix": "):\n",
+            "prompt": "a",
+            "n_predict": 5,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        plain = await served.post(
+            "/v1/completions",
+            {"prompt": "def f(a", "suffix": "):\n", "max_tokens": 5, "temperature": 0, "ignore_eos": True},
+        )
+        answer = (await served.post("/infill", body)).json()
+        assert answer["content"] == plain.json()["choices"][0]["text"]
+        prompt_len = 4 + len("def f(a):\n")  # </s> and the three tokens of the form
+        assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 5)
+        assert (answer["tokens_evaluated"], answer["tokens_cached"]) == (prompt_len, prompt_len + 5)
+        timings = answer["timings"]
+        assert timings["cache_n"] + timings["prompt_n"] == prompt_len
+        assert timings["predicted_n"] == 5
+        # As its plugins do.
+        asked = {**body, "samplers": ["top_k", "infill"], "cache_prompt": True, "t_max_predict_ms": 1000, "n_indent": 4}
+        few = await served.post("/infill", {**asked, "response_fields": ["content", "timings/prompt_n", "none/x", ""]})
+        assert few.json() == {"content": answer["content"], "timings/prompt_n": few.json()["timings/prompt_n"]}
+        cached = (await served.post("/infill", {**body, "n_predict": 0})).json()
+        assert (cached["content"], cached["tokens_predicted"]) == ("", 0)
+        streamed = (await served.post("/infill", {**body, "stream": True})).text
+        events = [json.loads(event.removeprefix("data: ")) for event in streamed.strip().split("\n\n")]
+        assert "".join(event["content"] for event in events) == answer["content"]
+        assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+        assert events[-1].keys() == answer.keys()
+
+    run(scenario, parts=toy_parts(tokenizer=code_tokenizer()))
+
+
+def test_llama_cpps_infill_puts_files_first_and_ends_as_it_is_told():
+    async def scenario(served: HttpServed) -> None:
+        tokenizer = served.parts.tokenizer
+        assert tokenizer is not None
+        files = [{"filename": "a.py", "text": "A<|file_sep|>"}, {"text": "B"}]
+        body = {"input_prefix": "x", "input_suffix": "y", "input_extra": files, "prompt": "z"}
+        (request,) = llama_infill.read_call(served.parts, body, {}, 0.0).requests
+        assert tokenizer.decode(request.prompt_token_ids.tolist(), skip_special_tokens=False) == (
+            "</s><|repo_name|>project\n<|file_sep|>a.py\nA<|file_sep|><|file_sep|>tmp\nB<|file_sep|>file\n"
+            "<|fim_prefix|>xz<|fim_suffix|>y<|fim_middle|>"
+        )
+        params = request.params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
+        assert params.max_tokens == served.parts.limits.max_model_len - request.prompt_token_ids.size
+        short = {**body, "n_predict": 200, "temperature": 0, "ignore_eos": True}
+        text = (await served.post("/infill", {**short, "n_predict": 20})).json()["content"]
+        word = text[4:6]
+        stopped = (await served.post("/infill", {**short, "stop": [word], "n_predict": 20})).json()
+        assert (stopped["content"], stopped["stop_type"], stopped["stopping_word"]) == (
+            text[: text.index(word)],
+            "word",
+            word,
+        )
+        assert tokenizer.backend.token_to_id("<|fim_pad|>") in params.stop_token_ids
+
+    run(scenario, parts=toy_parts(tokenizer=code_tokenizer()))
+
+
+def test_wrong_bodies_of_infill_are_told_by_llama_cpps_names():
+    base = {"input_prefix": "x", "input_suffix": "y", "n_predict": 2}
+
+    async def scenario(served: HttpServed) -> None:
+        for fields, param in (
+            ({"input_prefix": None}, "input_prefix"),
+            ({"input_suffix": 5}, "input_suffix"),
+            ({"input_prefix": "x" * 9000}, "input_prefix"),
+            ({"input_prefix": "x" * 500}, "input_prefix"),
+            ({"prompt": [1]}, "prompt"),
+            ({"input_extra": {}}, "input_extra"),
+            ({"input_extra": ["a"]}, "input_extra[0]"),
+            ({"input_extra": [{"text": "a"}, {"filename": "b"}]}, "input_extra[1].text"),
+            ({"input_extra": [{"text": "a", "filename": 1}]}, "input_extra[0].filename"),
+            ({"input_extra": [{"text": ""}] * 300}, "input_extra"),
+            ({"n_predict": 1.5}, "n_predict"),
+            ({"n_predict": 100_000}, "n_predict"),
+            ({"repeat_penalty": -1}, "repeat_penalty"),
+            ({"mirostat": 2}, "mirostat"),
+            ({"response_fields": "content"}, "response_fields"),
+            ({"stream": "yes"}, "stream"),
+        ):
+            refused = await served.post("/infill", {**base, **fields})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, param), (fields, error)
+            assert "\n" not in error["message"]
+
+    run(scenario, parts=toy_parts(tokenizer=code_tokenizer()))
+
+
+def test_infill_needs_a_model_that_has_tokens_for_it():
+    async def scenario(served: HttpServed) -> None:
+        refused = await served.post("/infill", {"input_prefix": "x", "input_suffix": "y"})
+        assert refused.status_code == 400
+        assert "has no tokens to fill in" in refused.json()["error"]["message"]
 
     run(scenario)

@@ -122,7 +122,6 @@ def test_paths_that_others_have_and_hints_for_wrong_ones():
             ("/v1/tokenize", "; did you mean /tokenize?"),
             ("/v1/completions/", "; did you mean /v1/completions?"),
             ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
-            ("/infill", "; use /v1/completions with suffix"),
             ("/completion", "; use /v1/completions"),
             ("/nothing", ""),
         ):
