@@ -6,6 +6,7 @@
     python -m benchmarks.server chaos       200 faults of links, replicas and the gateway, with a ledger of every request
     python -m benchmarks.server batch       1,000 requests of a batch beside interactive traffic: latency of the one, throughput of both
     python -m benchmarks.server overhead    overhead of each API over the bare engine, 64 streams
+    python -m benchmarks.server hostile     bodies that are made to take long, beside another key's stream
     python -m benchmarks.server start       time to the first answer, from clean and from warm caches
 
 Each starts the server itself, prints a summary, and writes JSON (`--json FILE`). Exit code 1: a guarantee was violated.
@@ -16,7 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.server import batch, chaos, overhead, overload, soak, starts
+from benchmarks.server import batch, chaos, hostile_bodies, overhead, overload, soak, starts
 from benchmarks.server import shutdown as stop
 
 _RUNS = {
@@ -26,6 +27,7 @@ _RUNS = {
     "chaos": chaos,
     "batch": batch,
     "overhead": overhead,
+    "hostile": hostile_bodies,
     "start": starts,
 }
 

@@ -12,35 +12,9 @@ import pytest
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import MAX_MESSAGES
+from benchmarks.server.hostile_bodies import MAX_BODY_BYTES, SHAPES
 from serve.http_api import openai_request
-from serve.http_api.openai_request import MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, parse_json
-
-MAX_BODY_BYTES = 2 << 20
-OPENING = b'{"prompt": "' + b"[" * (MAX_CONTAINERS + 1)
-SHAPES = {
-    "escaped quotes of a string without end": lambda n: OPENING + b'\\"' * (n // 2),
-    "backslashes of a string without end": lambda n: OPENING + b"\\" * n,
-    "quotes": lambda n: OPENING + b'"' * n,
-    "short strings": lambda n: b'{"prompt": [' + b'"[",' * (n // 4),
-    "strings of escapes": lambda n: b'{"prompt": [' + b'"\\\\[",' * (n // 6),
-    "brackets": lambda n: b'{"prompt": ' + b"[" * n,
-    "closed brackets": lambda n: b'{"prompt": ' + b"[]," * (n // 3),
-    "objects": lambda n: b'{"prompt": ' + b'{"":' * (n // 4),
-    "digits": lambda n: b'{"max_tokens": ' + b"9" * n,
-    "digits of a fraction": lambda n: b'{"temperature": 0.' + b"0" * n + b"}",
-    "an exponent": lambda n: b'{"temperature": 1e' + b"9" * n + b"}",
-    "numbers": lambda n: b'{"prompt": [' + b"1," * (n // 2),
-    "numbers of many digits": lambda n: b'{"prompt": [' + (b"9" * 4000 + b",") * (n // 4001) + b"1]}",
-    "fractions": lambda n: b'{"prompt": [' + b"1.5," * (n // 4) + b"1]}",
-    "token ids": lambda n: b'{"prompt": [' + b"12345," * (n // 6) + b"1]}",
-    "names": lambda n: b"{" + b",".join(b'"%d":0' % i for i in range(n // 10)) + b"}",
-    "one name": lambda n: b"{" + b'"a":0,' * (n // 6) + b'"a":0}',
-    "surrogates": lambda n: b'{"prompt": "' + b"\\ud800" * (n // 6),
-    "halves of pairs": lambda n: b'{"prompt": "' + b"\\udc00\\ud800" * (n // 12) + b'"}',
-    "white space": lambda n: b"{" + b" \n" * (n // 2),
-    "no UTF-8 at the end": lambda n: b'{"prompt": "' + b"a" * n + b'\xff"}',
-    "words": lambda n: b'{"prompt": ' + b"NaN," * (n // 4),
-}
+from serve.http_api.openai_request import MAX_NAMES, MAX_VALUES, parse_json
 
 
 def processor_s(data: bytes) -> float:

@@ -16,6 +16,7 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import ChatTemplate
 from apt_jax.text.detokenizer import StopChecker
+from benchmarks.server.hostile_bodies import SHAPES
 from serve.batches.config import BatchConfig
 from serve.batches.input_file import read_input
 from serve.errors import UnknownModelError
@@ -35,7 +36,6 @@ from serve.http_api.tool_calls.reasoning import ReasoningFirst
 from serve.http_api.uploads import _Parser
 from serve.slo_headers import max_queue_s, milliseconds
 from tests.serve.batches.test_batches import store_at
-from tests.serve.http_api.test_hostile_bodies import SHAPES
 from tests.support.http_serving import HttpServed, run
 from tests.support.toy_server import TEMPLATE, ascii_tokenizer
 from tests.support.toy_serving import toy_parts
