@@ -58,6 +58,21 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+_CONFIGS: list[pytest.Config] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the configuration of the process that writes to the terminal, for `pytest_runtest_logreport`."""
+    _CONFIGS[:] = [] if hasattr(config, "workerinput") else [config]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails at once: a run that is cut off would keep it for itself."""
+    for config in _CONFIGS if report.failed else ():
+        reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        reporter.write_line(f"\nFAILED {report.nodeid} ({report.when})")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say with which inputs the fuzz tests and the simulations ran."""
     seed = os.environ.get("APT_JAX_FUZZ_SEED")

@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> Run:
         with Server(args.model, flags) as server, _others(server.http, ours, args.model) as (gap, health):
             for endpoint in args.endpoints:  # the first call of an endpoint may compile
                 _post(server.http, endpoint, theirs, b"{}")
-            gap.take(), health.take()
+            for watch in (gap, health):
+                watch.take()
             rows = []
             for shape, make in tqdm(SHAPES.items(), unit="shape"):
                 body, answers_s = make(args.bytes), list[float]()
