@@ -99,6 +99,7 @@ async def serve(
     building = _in_thread(find_and_build)
     stopped = asyncio.create_task(signals.first.wait())
     preparation: BackgroundPreparation | None = None
+    engine: AsyncEngine | None = None
     try:
         await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if not building.done():
@@ -146,7 +147,8 @@ async def serve(
         stopped.cancel()
         signals.close()
         await server.stop(0)
-        if preparation is not None and not await asyncio.to_thread(preparation.stop):
+        is_stopped = preparation is None or await asyncio.to_thread(preparation.stop)
+        if not is_stopped or (engine is not None and engine.is_compiling):
             on_busy()
         if server_config.profiler is not None:
             await server_config.profiler.close()

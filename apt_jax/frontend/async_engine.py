@@ -167,6 +167,9 @@ class AsyncEngine:
 
         Nothing happens where it has been compiled. A request that is submitted without it waits for the compiler as all
         others do.
+
+        Raises:
+            EngineDeadError: the engine has ended meanwhile.
         """
         if all(request.params.prompt_logprobs is None and request.params.pooling is None for request in requests):
             return
@@ -174,8 +177,24 @@ class AsyncEngine:
             prepared = self._prompts_prepared
             if prepared is None:
                 prepared = self._prompts_prepared = concurrent.futures.Future()
+                prepared.set_running_or_notify_cancel()  # one of those who wait for it cannot cancel it
                 threading.Thread(target=self._prepare_prompts, args=(prepared,), daemon=True).start()
-        await asyncio.shield(asyncio.wrap_future(prepared))  # others wait for it too
+        if not prepared.done():
+            waits = [asyncio.wrap_future(prepared), asyncio.ensure_future(self.wait_ended())]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if not prepared.done():
+            raise self._end_error or EngineClosedError("the engine is shutting down")
+        prepared.result()
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while a thread compiles for `prepare`, which nothing can end."""
+        prepared = self._prompts_prepared
+        return prepared is not None and not prepared.done()
 
     def _prepare_prompts(self, prepared: "concurrent.futures.Future[None]") -> None:
         try:

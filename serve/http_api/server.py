@@ -33,6 +33,7 @@ from serve.security.tls import Tls
 
 _CLOSE_TIMEOUT_S = 2.0
 _CLOSE_TICK_S = 0.01
+_ABORT_TIMEOUT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,11 @@ class _Uvicorn(uvicorn.Server):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 while state.connections or state.tasks:
                     await asyncio.sleep(_CLOSE_TICK_S)
+        # Calls that still read a body or prepare a request learn that their clients have gone, and end by themselves.
+        for connection in list(state.connections):
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=_ABORT_TIMEOUT_S)
         for task in state.tasks:
             task.cancel()
 
@@ -202,8 +208,6 @@ class HttpServer:
             # Every response has its end or its error: uvicorn gives them time to be sent.
             server.stop()
             await asyncio.shield(running)
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()  # nobody reads what it has
         self.app.close()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import grpc
 import numpy as np
@@ -235,3 +236,47 @@ def test_requests_wait_together_for_what_is_compiled_and_others_do_not():
         assert len(calls) == 2
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 1, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": TEXT, "max_tokens": 1, "echo": True, "logprobs": 1, "stream": True}),
+        ("/v1/embeddings", {"input": TEXT}),
+        ("/v1/score", {"text_1": TEXT, "text_2": "b"}),
+        ("/v1/rerank", {"query": TEXT, "documents": ["b"]}),
+        ("/api/embed", {"input": TEXT}),
+        (None, {}),
+    ],
+)
+def test_a_stop_ends_those_who_wait_for_what_is_compiled(path, body, caplog):
+    """At once, by an answer that says so; the programs are compiled by a thread that nothing can end."""
+
+    async def scenario(served: HttpServed):
+        begun, release = threading.Event(), threading.Event()
+
+        def prepare() -> None:
+            begun.set()
+            assert release.wait(20)
+
+        served.parts.executor.prepare_prompt_logprobs = prepare  # type: ignore[method-assign]
+        if path is None:
+            options = {"max_tokens": 1, "prompt_logprobs": 1}
+            call: Any = asyncio.ensure_future(anext(served.grpc.generate(TEXT, **options)))  # type: ignore[arg-type]
+        else:
+            call = asyncio.ensure_future(served.post(path, body))
+        await served.until(begun.is_set)
+        assert served.engine.is_compiling
+        await asyncio.gather(served.server.stop(0), served.grpc_server.stop(0))
+        if path is None:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await call
+        else:
+            assert (await call).status_code == 503
+        assert served.engine.is_compiling
+        release.set()
+        await served.until(lambda: not served.engine.is_compiling)
+
+    run(scenario)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]

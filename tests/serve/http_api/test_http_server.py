@@ -583,6 +583,22 @@ def test_H1_what_does_not_end_in_the_drain_time_is_told_so(stream):
     run(scenario, step_s=0.02)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/api/show", "/v1/messages/count_tokens"])
+def test_a_stop_ends_bodies_that_are_still_read(path, caplog, monkeypatch):
+    monkeypatch.setattr("serve.http_api.server._CLOSE_TIMEOUT_S", 0.01)
+
+    async def scenario(served):
+        body = b'{"prompt": "hello'
+        connection = await served.raw(post_head(path, 1000) + body)
+        await served.until(lambda: served.server._uvicorn.server_state.tasks)
+        await served.server.stop(0)
+        assert await connection.at_end()
+        await connection.close()
+
+    run(scenario)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
 def test_P9_engine_death_is_503_and_seen_by_health():
     def fault(batch):
         fault.steps += 1

@@ -1,6 +1,7 @@
 """HTTP on a unix socket."""
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -16,7 +17,9 @@ import pytest
 
 from serve.cli.commands import serve as serve_command
 from serve.errors import CommandError, PortInUseError
+from serve.grpc_api.server import ServerConfig
 from serve.http_api.browsers import browser_rules
+from serve.http_api.server import HttpConfig
 from serve.http_api.socket_file import SocketFile
 from tests.support.http_serving import HttpServed, run
 from tests.support.toy_serving import toy_parts
@@ -141,6 +144,41 @@ def test_what_cannot_be_a_socket_is_told_in_one_line(path, make, says):
     assert not isinstance(made, str) or not Path(made).exists()
     if made == 5:
         assert Path(path).read_text() == "notes"
+
+
+def test_a_stop_while_a_request_waits_for_the_compiler_has_the_process_ended(path):
+    parts, begun, release, busy, statuses = toy_parts(), threading.Event(), threading.Event(), threading.Event(), []
+
+    def prepare() -> None:
+        begun.set()
+        assert release.wait(20)
+
+    parts.executor.prepare_prompt_logprobs = prepare  # type: ignore[method-assign]
+
+    def ask() -> None:
+        while not Path(path).exists():
+            time.sleep(0.001)
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=path, retries=50), base_url="http://localhost") as http:
+            while http.get("/ready").status_code != 200:
+                pass
+            statuses.append(http.post("/v1/embeddings", json={"input": "hello"}, timeout=30).status_code)
+
+    def stop() -> None:
+        begun.wait(20)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threads = [threading.Thread(target=ask), threading.Thread(target=stop)]
+    for thread in threads:
+        thread.start()
+    code = asyncio.run(
+        serve_command.serve(
+            parts.config, ServerConfig(port=0), HttpConfig(uds=path), shutdown_timeout_s=30.0, build=lambda: parts, on_busy=busy.set
+        )
+    )  # fmt: skip
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert (code, busy.is_set(), statuses) == (0, True, [503])
 
 
 def test_the_flag_serves_until_a_signal_and_leaves_no_file(path, monkeypatch, capsys):
