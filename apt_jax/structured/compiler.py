@@ -28,11 +28,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
 from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError
@@ -420,9 +421,11 @@ class GrammarCompiler:
     """Compiles what users ask for; from any thread, one new grammar at a time.
 
     Args:
-        tokenizer: its tokens are read when the first grammar comes, as they go on with a text.
+        tokenizer: its tokens are read when the first grammar comes, as they go on with a text; or what gives its
+            tokenizer.json.
         vocab_size: V of the model; ids that the tokenizer does not have are never allowed.
         eos_token_ids: end an output.
+        num_tokens: of those of the tokenizer, if there are more than a model has been trained with; None: all.
         limit_s: for the trial of one grammar.
         keep_lost_s: time for which a grammar is rejected without another trial, if its trial had to be ended.
         max_entries, max_bytes: of the cache.
@@ -430,10 +433,11 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | Callable[[], str],
         *,
         vocab_size: int,
         eos_token_ids: Sequence[int],
+        num_tokens: int | None = None,
         limit_s: float = COMPILE_LIMIT_S,
         keep_lost_s: float = KEEP_LOST_S,
         max_entries: int = MAX_CACHED,
@@ -442,11 +446,13 @@ class GrammarCompiler:
         self.num_trials = 0
         """Grammars that were not in the cache."""
         self.cached_bytes = 0
+        if not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer()))
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._our_eos = tuple(t for t in eos_token_ids if t < vocab_size)
         # llguidance wants one that the tokenizer has; without any, a text token serves and can then not be sampled.
-        num_tokens = min(vocab_size, tokenizer.vocab_size)
-        self._their_eos = tuple(t for t in self._our_eos if t < num_tokens) or (num_tokens - 1,)
+        self._num_tokens = min(vocab_size, tokenizer.vocab_size if num_tokens is None else num_tokens)
+        self._their_eos = tuple(t for t in self._our_eos if t < self._num_tokens) or (self._num_tokens - 1,)
         self._limit_s, self._keep_lost_s = limit_s, keep_lost_s
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._vocabulary: _Vocabulary | None = None
@@ -593,7 +599,7 @@ class GrammarCompiler:
                 "this model's tokenizer cannot be used for it: what a token adds to a text is not settled by the token",
             )
         size, special = self._vocab_size, self._special_ids
-        tokens = continuations.pieces(min(size, self._tokenizer.vocab_size))
+        tokens = continuations.pieces(self._num_tokens)
         tokens += [b""] * (size - len(tokens))
         for token_id in special:
             tokens[token_id] = (self._tokenizer.backend.id_to_token(token_id) or "").encode()
@@ -614,7 +620,7 @@ class GrammarCompiler:
 
     @property
     def _special_ids(self) -> list[int]:
-        return [i for i in self._tokenizer.special_ids if i < self._vocab_size]
+        return [i for i in self._tokenizer.special_ids if i < self._num_tokens]
 
 
 class PendingGrammars:

@@ -15,6 +15,7 @@ from apt_jax.structured.compiler import GrammarCompiler, LLConstraint, MaskFille
 from apt_jax.text.detokenizer import OutputText
 from apt_jax.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import TOKENIZERS
+from tests.support.toy_serving import byte_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -167,3 +168,17 @@ def test_a_text_is_split_wherever_tokens_make_it():
         assert possible or set(ids) <= set(table.unsampled)
         real = [i for i in ids if i not in table.unsampled]
         assert ids[: len(real)] == real
+
+
+def test_a_compiler_takes_a_tokenizer_json_and_no_id_beyond_those_that_count():
+    tokenizer = byte_tokenizer()
+    made = GrammarCompiler(tokenizer.backend.to_str, vocab_size=400, num_tokens=100, eos_token_ids=[2])
+    try:
+        matcher = made.compile(StructuredOutputsParams(regex=".{3}")).start()
+        row = np.zeros(13, np.int32)
+        matcher.fill_mask(row)
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        assert allowed.size > 10
+        assert allowed.max() < 100
+    finally:
+        made.close()
