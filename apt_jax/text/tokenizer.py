@@ -32,11 +32,13 @@ from apt_jax.errors import ModelLoadError, one_line
 from apt_jax.text.continuations import BYTE_ALPHABET, Continuations, byte_level_bytes
 from apt_jax.text.long_texts import LONG_CHARS, LongTextTokenizer
 from apt_jax.text.patterns import any_of
-from apt_jax.text.tokenizer_config import MAX_FILE_BYTES, apply_config, special_token, tokenizer_config
+from apt_jax.text.tokenizer_config import apply_config, special_token, tokenizer_config
+from apt_jax.utils.json_memory import check_json_memory
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 
 _logger = logging.getLogger(__name__)
+MAX_FILE_BYTES = 256 << 20
 _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
 _FEW_IDS = 64  # beyond the rows of any model
 _SPACE = re.compile(r"\s*")
@@ -404,7 +406,7 @@ def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
             f"{directory / 'tokenizer.model'}: is the only tokenizer file, and SentencePiece files are not read; a tokenizer.json is "
             "needed, as transformers' save_pretrained writes it (--tokenizer)"
         )
-    text = _read_text(file)
+    text = _read_vocabulary(file)
     _warn_of_code(directory)
     try:
         backend = tokenizers.Tokenizer.from_str(text)
@@ -435,10 +437,18 @@ def _read_text(file: Path) -> str:
         raise ModelLoadError(f"{file}: damaged, not UTF-8") from None
 
 
+def _read_vocabulary(file: Path) -> str:
+    """JSON with a vocabulary, which takes more memory for its size than other JSON."""
+    text = _read_text(file)
+    check_json_memory(text.encode(), str(file), is_vocabulary=True)
+    return text
+
+
 def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokenizers.Tokenizer:
     """Byte-level BPE as GPT-2 and OPT were first published: a vocabulary, merges, and the names of special tokens."""
+    text = _read_vocabulary(vocab_file)
     try:
-        vocab = json.loads(_read_text(vocab_file))
+        vocab = json.loads(text)
     except (ValueError, RecursionError):
         raise ModelLoadError(f"{vocab_file}: damaged, not JSON") from None
     if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 2**31 for i in vocab.values()):

@@ -16,8 +16,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from apt_jax.errors import ModelLoadError, one_line
-
-MAX_FILE_BYTES = 256 << 20
+from apt_jax.utils.json_memory import MAX_JSON_BYTES, check_json_memory
 
 _SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -74,9 +73,10 @@ def json_object(file: Path) -> dict[str, Any]:
     """
     try:
         with file.open("rb") as stream:
-            text = stream.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise ModelLoadError(f"{file}: larger than {MAX_FILE_BYTES >> 20} MiB")
+            text = stream.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ModelLoadError(f"{file}: larger than {MAX_JSON_BYTES >> 20} MiB")
+        check_json_memory(text, str(file), is_vocabulary=True)
         fields = json.loads(text.decode("utf-8"))
     except ModelLoadError:
         raise

@@ -4,10 +4,15 @@ Every case is one line that names the file, and the tensor or key where there is
 """
 
 import json
+import os
 import random
+import re
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +26,12 @@ from apt_jax.models.loading.convert import convert_model
 from apt_jax.models.loading.gguf.model import open_gguf
 from apt_jax.text.chat import load_chat_template
 from apt_jax.text.tokenizer import load_tokenizer
+from apt_jax.utils.json_memory import MAX_JSON_BYTES, check_json_memory
+from tests.support import hostile_files
 from tests.support.gguf_models import assemble, entry, hf_tensors, tensor, text, write_gguf
 from tests.support.opt_checkpoint import TINY, random_tensors, safetensors_bytes, write_model
+
+needs_linux = pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="measures memory by /proc")
 
 
 def refusal(action: Callable[[], object]) -> str:
@@ -389,3 +398,80 @@ def test_F4_weights_that_hold_nan_are_refused_from_every_format(tmp_path):
     assert "holds NaN" in refusal(lambda: convert_model(str(tmp_path / "m"), tmp_path / "n", format="safetensors"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["m"]
     assert safetensors_bytes(tensors)
+
+
+# --- memory of JSON and of metadata -----------------------------------------------------------------------------------
+
+_VOCABULARIES = ("tokenizer_config", "merges", "fields", "vocab")
+
+
+@pytest.fixture(scope="module")
+def hostile_loads() -> list[dict[str, Any]]:
+    """Each kind of file with each kind of contents, below the limit, near it and beyond."""
+    small = {"arrays": 700_000, "nested": 400_000, "tensors": 1_200_000}
+    large = dict.fromkeys(("arrays", "pairs", "nested", "emoji"), 5_000_000)
+    kinds = [kind for kind in hostile_files.KINDS if kind != "gguf"]
+    cases = [f"{kind}:{unit}:{size}" for kind in kinds for sizes in (small, large) for unit, size in sizes.items()]
+    cases += [f"gguf:{unit}:{size}" for unit in ("texts", "emoji") for size in (6_000_000, 30_000_000)]
+    command = [sys.executable, "-m", "tests.support.hostile_files", *cases]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@needs_linux
+def test_hostile_json_takes_no_more_memory_than_promised(hostile_loads):
+    """docs/design/failure_model.md has the promises."""
+    assert len(hostile_loads) == 53
+    for load in hostile_loads:
+        times, beside = (16, 64 << 20) if load["kind"] in _VOCABULARIES else (2, 48 << 20)
+        assert load["memory"] <= times * load["files"] + beside, load
+
+
+@needs_linux
+@pytest.mark.parametrize("unit", ["arrays", "pairs", "nested"])
+def test_json_of_empty_values_is_refused_before_it_is_parsed(hostile_loads, unit):
+    found = [load for load in hostile_loads if load["unit"] == unit and load["files"] > 4_000_000]
+    assert len(found) == 7
+    for load in found:
+        assert re.search(r"as JSON it would take \d+ MiB of memory .* more than the \d+ MiB", load["error"]), load
+        assert load["memory"] <= 3 * load["files"] + (4 << 20), load
+
+
+def _index(entries: int) -> dict[str, Any]:
+    name = "model.layers.{}.mlp.experts.{}.down_proj.weight_scale_inv"
+    files = {name.format(i // 384, i % 384): f"model-{i // 1000:05}-of-00163.safetensors" for i in range(entries)}
+    return {"metadata": {"total_size": 1}, "weight_map": files}
+
+
+def _tokens(entries: int) -> dict[str, Any]:
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word", "special"), False)
+    return {"added_tokens_decoder": {str(i): {"content": f"<|s_{i}|>", **flags} for i in range(entries)}}
+
+
+def _vocabulary(tokens: int, merges: int) -> dict[str, Any]:
+    return {"vocab": {f"tok{i:x}": i for i in range(tokens)}, "merges": [[f"a{i:x}", "bcd"] for i in range(merges)]}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize(
+    ("fields", "is_vocabulary"),
+    [
+        (_index(210_000), False),
+        ({"id2label": {str(i): f"label {i}" for i in range(22_000)}, "label2id": dict.fromkeys(map(str, range(22_000)), 1)}, False),
+        (_tokens(66_000), True),
+        (_vocabulary(263_000, 515_000), True),
+    ],
+    ids=["index", "labels", "added tokens", "vocabulary"],
+)  # fmt: skip
+def test_json_of_the_size_of_the_largest_models_is_not_refused(fields, is_vocabulary, indent):
+    data = json.dumps(fields, indent=indent, separators=(",", ":")).encode()
+    assert len(data) < MAX_JSON_BYTES or is_vocabulary
+    check_json_memory(data, "x", allowance=len(data), is_vocabulary=is_vocabulary)
+
+
+def test_the_header_of_many_tensors_may_take_twice_the_memory_of_their_data():
+    entry = {"dtype": "F8_E4M3", "shape": [2048, 7168], "data_offsets": [123456789012, 123456789012]}
+    data = json.dumps({f"model.layers.{i}.mlp.experts.1.up_proj.weight": entry for i in range(100_000)}).encode()
+    check_json_memory(data, "x", allowance=2 * 100_000 * 2048 * 7168)
+    with pytest.raises(ModelLoadError, match="200000 arrays, 100001 objects"):
+        check_json_memory(data, "x")

@@ -24,9 +24,8 @@ import ml_dtypes
 import numpy as np
 
 from apt_jax.errors import ModelLoadError, one_line
+from apt_jax.utils.json_memory import MAX_JSON_BYTES, check_json_memory
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_MAX_JSON_BYTES = 64 * 2**20
 _MAX_ELEMENTS = 2**48
 _CHUNK_BYTES = 4 * 2**20  # a multiple of every element size
 
@@ -131,7 +130,9 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse_json(text: bytes, where: str) -> dict[str, Any]:
+def _parse_json(text: bytes, where: str, allowance: int = 0) -> dict[str, Any]:
+    check_json_memory(text, where, allowance=allowance)
+
     def refuse_constant(token: str) -> float:
         raise ValueError(f"{token} is not JSON")
 
@@ -181,17 +182,18 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     """A JSON object from a file of the model directory.
 
     Raises:
-        ModelLoadError: no such file, unreadable, larger than 64 MiB, not JSON, not an object, a key that occurs twice.
+        ModelLoadError: no such file, unreadable, larger than 32 MiB, too large in memory, not JSON, not an object, a
+            key that occurs twice.
     """
     path = file_inside(directory, name, str(directory))
     try:
         with path.open("rb") as file:
-            text = file.read(_MAX_JSON_BYTES + 1)
+            text = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if len(text) > _MAX_JSON_BYTES:
-        raise ModelLoadError(f"{path}: larger than {_MAX_JSON_BYTES} bytes, which no configuration is")
-    return _parse_json(text, str(path))
+    if len(text) > MAX_JSON_BYTES:
+        raise ModelLoadError(f"{path}: larger than {MAX_JSON_BYTES} bytes, which no configuration is")
+    return _parse_json(text, str(path), allowance=len(text))
 
 
 def _tensor_info(name: str, entry: Any, path: Path) -> TensorInfo:
@@ -226,11 +228,13 @@ def _read_header(file: io.FileIO, path: Path) -> dict[str, TensorInfo]:
     if len(prefix) < 8:
         raise ModelLoadError(f"{path}: {size} bytes are too short for a safetensors file")
     length = int.from_bytes(prefix, "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ModelLoadError(f"{path}: claims a header of {length} bytes; not a safetensors file")
+    if length > MAX_JSON_BYTES:
+        raise ModelLoadError(
+            f"{path}: claims a header of {length} bytes, more than {MAX_JSON_BYTES}; not a safetensors file"
+        )
     if 8 + length > size:
         raise ModelLoadError(f"{path}: cut off within its header ({size} bytes of at least {8 + length})")
-    header = _parse_json(file.read(length), f"{path}: header")
+    header = _parse_json(file.read(length), f"{path}: header", allowance=2 * (size - length))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelLoadError(f"{path}: __metadata__ must map strings to strings")

@@ -14,6 +14,7 @@ import io
 import math
 import os
 import struct
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,11 @@ from apt_jax.models.loading.checkpoint import TensorInfo, open_without_waiting, 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_METADATA_BYTES = 256 * 2**20  # the largest vocabularies take 20 MiB
+_TEXT_BYTES = 40 * 2**20
+"""Memory that names and texts may take, besides twice the size of the file."""
+_TEXT_OVERHEAD = 32
+"""Memory of a text in a list, besides what Python says."""
+_MOST_TEXT_BYTES = 512 * 2**20
 _MAX_ENTRIES = 2**16
 _MAX_TENSORS = 2**17
 _MAX_ARRAY = 2**22  # the largest vocabularies have under a million tokens and merges
@@ -57,6 +63,7 @@ class _Cursor:
     def __init__(self, file: BinaryIO, size: int, where: str) -> None:
         self._file, self._left, self._where = file, size, where
         self.offset = 0
+        self._text_bytes, self._most_text_bytes = 0, min(_TEXT_BYTES + 2 * size, _MOST_TEXT_BYTES)
 
     def bytes(self, count: int, what: str) -> bytes:
         if count > min(self._left, _MAX_METADATA_BYTES - self.offset):
@@ -77,9 +84,15 @@ class _Cursor:
         if length > most:
             raise ModelLoadError(f"{self._where}: {what} claims {length} bytes")
         try:
-            return self.bytes(length, what).decode("utf-8")
+            text = self.bytes(length, what).decode("utf-8")
         except UnicodeDecodeError:
             raise ModelLoadError(f"{self._where}: {what} is not UTF-8") from None
+        self._text_bytes += sys.getsizeof(text) + _TEXT_OVERHEAD
+        if self._text_bytes > self._most_text_bytes:
+            raise ModelLoadError(
+                f"{self._where}: its texts take more than {self._most_text_bytes >> 20} MiB of memory, within {what}"
+            )
+        return text
 
     def value(self, kind: int, what: str) -> Any:
         if kind == _STRING:
