@@ -49,7 +49,8 @@ SHAPES: dict[str, Callable[[int], bytes]] = {
 }
 _ENDPOINTS = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize", "/v1/batches", "/api/chat", "/api/generate",
+    "/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize", "/v1/batches", "/infill", "/api/chat",
+    "/api/generate",
 )  # fmt: skip
 _PROMISED_GAP_S = 0.5
 _HEALTH_PERIOD_S = 0.05

@@ -32,7 +32,7 @@ from serve.memory_gate import MemoryGate
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import CallRecord
 from serve.preprocessing import Owner, Preprocessing
-from serve.security.api_keys import ANYBODY, ApiKeys, Caller, require_operator
+from serve.security.api_keys import ANYBODY, ApiKeys, Caller, may_see_totals, require_operator
 from serve.slo_headers import max_queue_s
 
 if TYPE_CHECKING:  # it needs the extra `otel`
@@ -153,6 +153,10 @@ class GrpcCalls:
     def require_operator(self, context: grpc.aio.ServicerContext, *, totals: bool = False) -> None:
         """See `serve.security.api_keys.require_operator`."""
         require_operator(self._keys, self.caller(context), totals=totals)
+
+    def sees_totals(self, context: grpc.aio.ServicerContext) -> bool:
+        """See `serve.security.api_keys.may_see_totals`."""
+        return may_see_totals(self._keys, self.caller(context))
 
     def register(self, requests: tuple[EngineRequest, ...]) -> None:
         """Note the live requests of a call for `abort`.

@@ -1,5 +1,6 @@
 """Conversions between protobuf messages and the types of `apt_jax`. `apt_jax.validation` makes all checks."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -258,6 +259,37 @@ def watch_response(
         num_dropped=batch.num_dropped,
         iterations=[_iteration(iteration, served_since_s, shown) for iteration in batch.iterations],
     )
+
+
+def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None]) -> IterationBatch:
+    """Return the iterations as a client sees them that may see nothing of others.
+
+    Args:
+        batch: the iterations; those without such a request are left out.
+        shown_id: as for `watch_response`.
+    """
+    found = []
+    for iteration in batch.iterations:
+        scheduled = tuple(row for row in iteration.scheduled if shown_id(row.request_id) is not None)
+        preempted = [row for row in iteration.preempted if shown_id(row.request_id) is not None]
+        if scheduled or preempted:
+            phases = {"decode" if row.decodes else "prefill" for row in scheduled}
+            found.append(
+                dataclasses.replace(
+                    iteration,
+                    type="mixed" if len(phases) == 2 else next(iter(phases), "idle"),
+                    scheduled=scheduled,
+                    preempted=preempted,
+                    switched=[row for row in iteration.switched if shown_id(row.request_id) is not None],
+                    converted=[label for label in iteration.converted if shown_id(label) is not None],
+                    deferred=tuple(label for label in iteration.deferred if shown_id(label) is not None),
+                    num_waiting=0,
+                    num_running=0,
+                    free_blocks=0,
+                    schedule_s=0.0,
+                )
+            )
+    return IterationBatch(num_dropped=batch.num_dropped, iterations=found)
 
 
 def _iteration(iteration: Iteration, served_since_s: float, shown: Callable[[str], str]) -> pb.Iteration:

@@ -111,6 +111,10 @@ class AptServe:
             await context.send_initial_metadata(())  # so that the client knows from when on
             async for batch in watch:
                 shown_id = self._calls.caller(context).shown_id  # its key may have been revoked
+                if not self._calls.sees_totals(context):
+                    batch = messages.own_iterations(batch, shown_id)
+                    if not batch.iterations:
+                        continue
                 yield messages.watch_response(batch, served_since_s, shown_id)
         except Exception as error:
             await self._calls.reject(context, error, "WatchScheduler")

@@ -235,6 +235,7 @@ HTTP: dict[tuple[str, str], Check] = {
     },
     ("GET", "/load"): shows_nothing(),
     ("GET", "/server_info"): shows_nothing(),
+    ("POST", "/infill"): shows_nothing({"input_prefix": "hi", "input_suffix": "you"}, 400),  # no tokens for it
     ("POST", "/api/chat"): shows_nothing({"messages": HELLO, "options": {"num_predict": 2}}),
     ("POST", "/api/generate"): shows_nothing({"prompt": "hi", "options": {"num_predict": 2}}),
     ("POST", "/api/embed"): shows_nothing({"input": "hi"}),
@@ -317,14 +318,18 @@ async def watches_by_tenant(world: World, _: str, name: str) -> None:
     ones = {"ones-http", "ones-grpc"}
     async with world.living(TWO, "twos-1"):
         for key, shown in (
-            (ONE, {*ones, ""}),
-            (TWO, {"twos-1", ""}),
+            (ONE, ones),
+            (TWO, {"twos-1"}),
             (OPERATOR, {f"{tenant_of(TWO)}:twos-1", *(f"{tenant_of(ONE)}:{label}" for label in ones)}),
         ):
             code, _text, received = await world.rpc(name, key, most=3)
             assert code is Code.OK
             iterations = [i for data in received for i in pb.WatchSchedulerResponse.FromString(data).iterations]
-            assert max(len(i.scheduled) for i in iterations) == 3  # anonymous, not left out
+            assert max(len(i.scheduled) for i in iterations) == len(shown)
+            for iteration in iterations:
+                rows, sums = iteration.scheduled, (iteration.num_running, iteration.free_blocks, iteration.schedule_ms)
+                assert all(sums) if key == OPERATOR else not any(sums)
+                assert iteration.prefill_tokens + iteration.decode_tokens == sum(row.num_tokens for row in rows)
             assert {row.request_id for i in iterations for row in i.scheduled} == shown
             assert key != TWO or not any(mark in data for data in received for mark in MARKS)
 
@@ -432,6 +437,18 @@ def test_P17_without_operators_totals_are_for_every_key_and_the_rest_for_nobody(
             code, text, _ = await world.rpc(f"{VLLM}/{name}", TWO)
             assert code is Code.PERMISSION_DENIED
             assert "start it with --operator-key-file" in text
+
+    run_world(scenario, NO_OPERATORS, FakeProfiler(tmp_path))
+
+
+def test_P17_without_operators_watchers_see_rows_of_others_without_ids(tmp_path):
+    async def scenario(world: World) -> None:
+        async with world.living(TWO, "twos-1"), world.living(ONE, "ones-1"):
+            _code, _text, received = await world.rpc(f"{APT}/WatchScheduler", TWO, most=3)
+            iterations = [i for data in received for i in pb.WatchSchedulerResponse.FromString(data).iterations]
+            assert {row.request_id for i in iterations for row in i.scheduled} == {"twos-1", ""}
+            assert max(len(i.scheduled) for i in iterations) == 2
+            assert all(i.free_blocks for i in iterations)
 
     run_world(scenario, NO_OPERATORS, FakeProfiler(tmp_path))
 
