@@ -212,6 +212,11 @@ class DashboardFeed:
         if metrics is not None:
             self._recording = asyncio.create_task(self._record())
 
+    def stop_recording(self) -> None:
+        """Keep no more points: the engine has ended, or is about to."""
+        if self._recording is not None:
+            self._recording.cancel()
+
     def drain(self) -> None:
         """Show that the server is about to stop."""
         self._draining = True
@@ -236,9 +241,9 @@ class DashboardFeed:
         if self._closed:
             return
         self._closed = True
-        for task in (self._running, self._recording):
-            if task is not None:
-                task.cancel()
+        self.stop_recording()
+        if self._running is not None:
+            self._running.cancel()
         self._iteration, self._batch = None, []
         await self._refresh(None, last=True)
 

@@ -159,7 +159,8 @@ class HttpApp:
         """Serve with a warm engine."""
         self._service.attach_engine(engine)
         self._metrics = metrics
-        self._dashboard.use(engine, metrics)
+        if self._config.dashboard:
+            self._dashboard.use(engine, metrics)
         if self._batches is not None:
             self._batch_service.attach_engine(engine)
             self._batches.start()
@@ -191,6 +192,7 @@ class HttpApp:
         await self._dashboard.close()
 
     def close(self) -> None:
+        self._dashboard.stop_recording()
         self._service.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -646,7 +646,7 @@ BAD_FOR_A_MODEL = {
     "R8_nan_temperature": ("a", {"temperature": float("nan")}, "temperature"),
     "R8_negative_temperature": ("a", {"temperature": -1.0}, "temperature"),
     "R8_infinite_penalty": ("a", {"presence_penalty": float("inf")}, "presence_penalty"),
-    "R8_top_p_0": ("a", {"top_p": 0.0}, "top_p"),
+    "R8_negative_top_p": ("a", {"top_p": -0.1}, "top_p"),
     "R9_max_tokens_0": ("a", {"max_tokens": 0}, "max_tokens"),
     "R9_min_above_max": ("a", {"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     "R10_empty_stop_string": ("a", {"stop": [""]}, "stop"),

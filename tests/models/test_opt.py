@@ -111,7 +111,6 @@ def test_absent_optional_fields_have_the_defaults_of_hugging_face():
         ({"word_embed_proj_dim": -1}, "word_embed_proj_dim=-1"),
         ({"activation_function": "tanh"}, "activation_function='tanh'"),
         ({"enable_bias": "yes"}, "enable_bias='yes'"),
-        ({"eos_token_id": 48}, "eos_token_id=48"),
         ({"eos_token_id": -1}, "eos_token_id=-1"),
         ({"bos_token_id": "2"}, "bos_token_id='2'"),
         ({"architectures": ["GPT5ForCausalLM"]}, "known: OPTForCausalLM"),

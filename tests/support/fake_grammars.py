@@ -4,11 +4,13 @@ import zlib
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
 from apt_jax.errors import InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.structured.compiler import GrammarCompiler, PendingGrammar
+from apt_jax.text.tokenizer import Tokenizer
 
 FIRST_TOKEN = 3
 """Tokens below are special ones: never allowed."""
@@ -72,6 +74,9 @@ class FakeGrammar:
         return FakeConstraint(self._text, self._vocab_size, breaks=self._breaks)
 
 
+_NO_TOKENS = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0}, unk_token="?")))
+
+
 class FakeGrammars(GrammarCompiler):
     """Takes the place of `GrammarCompiler`: regular expressions alone, by what stands in them.
 
@@ -79,7 +84,7 @@ class FakeGrammars(GrammarCompiler):
     """
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(lambda: "", vocab_size=vocab_size, num_tokens=vocab_size, eos_token_ids=())
+        super().__init__(_NO_TOKENS, vocab_size=vocab_size, eos_token_ids=())
         self._known_texts: set[str] = set()
 
     def begin(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> Any:
