@@ -10,7 +10,6 @@ first token's p50 and p99, the p99 over requests of their largest gap, tokens/s,
 
 import argparse
 import csv
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +29,7 @@ COLUMNS = ("attainment %", "ttft p50 s", "ttft p99 s", "largest gap p99 s", "tok
 
 
 def measured(result: SimulationResult) -> list[float]:
-    done = [request for request in result.requests if len(request.token_times_s) > 1]
+    done = [request for request in result.requests if request is not None and len(request.token_times_s) > 1]
     ttft_s = [request.ttft_s for request in done if request.ttft_s is not None]
     gaps_s = [float(np.diff(request.token_times_s).max()) for request in done]
     values = [100.0 * result.slo_attainment, *np.percentile(ttft_s, (50, 99)), np.percentile(gaps_s, 99)]
@@ -44,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args(argv)
-    cases = list(itertools.product(LOADS, (True, False), args.policies))
+    policies: list[str] = args.policies
+    cases = [(load, given, policy) for load in LOADS for given in (True, False) for policy in policies]
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "default-policy.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,6 +1,7 @@
 """Step costs told from the steps that a server runs."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,7 +130,7 @@ def test_a_loaded_server_learns_its_costs_without_a_pause(monkeypatch, caplog):
 
     monkeypatch.setattr("apt_jax.executor.calibrate.program_shapes", lambda executor: SHAPES)
     monkeypatch.setattr(builder, "with_costs", lambda parts, model: _with(parts, model))
-    engine = FakeEngine([])
+    engine: Any = FakeEngine([])
     engine.num_open = 3  # always busy
     engine.parts.unprepared = dataclasses.replace(engine.parts.unprepared, calibration_s=1.0)
     engine.parts.cost_model, engine.parts.costs = None, None
