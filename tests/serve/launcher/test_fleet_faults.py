@@ -229,8 +229,8 @@ def test_H3_a_replica_that_is_killed_ends_its_streams_at_once_and_comes_back(fle
 
 def test_a_reload_does_not_kill_a_replica_that_is_starting(fleet):
     """Nothing handles SIGHUP there yet."""
-    fleet.replica(0).kill()
     ends = len(fleet.ends()) + 1
+    fleet.replica(0).kill()
     assert until(lambda: len(fleet.ends()) == ends and fleet.replica(0) is not None, 30) is not None
     for _ in range(10):
         fleet.launcher.send_signal(signal.SIGHUP)
