@@ -178,8 +178,13 @@ class BackgroundPreparation:
             if now - idle_since >= _IDLE_S:
                 model = self._call(lambda: self._measure(measuring))
             elif points := self._call(served.points):
-                self._use(served.fit(points))
-                logger.info("serving; step costs are told from %d steps that ran, until they are measured", len(points))
+                try:
+                    learned = served.fit(points)
+                except (RuntimeError, ValueError) as error:  # the solver gave up: more steps may help
+                    logger.info("serving; step costs could not be told from %d steps: %s", len(points), error)
+                else:
+                    self._use(learned)
+                    logger.info("serving; step costs are told from %d steps, until they are measured", len(points))
             if now - reported >= 6 * _REPORT_EVERY_S and model is None and not self._engine.parts.cost_model:
                 reported = now
                 logger.info("serving; step costs are not known yet: waiting for a second without requests")

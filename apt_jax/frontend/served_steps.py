@@ -42,7 +42,10 @@ class ServedSteps:
             time_s=iteration.step_s,
         )
         num_decode = sum(row.num_tokens == 1 for row in rows)
-        programs, _ = self._shapes.programs_of(num_decode, sum(point.num_tokens) - num_decode)
+        try:
+            programs, _ = self._shapes.programs_of(num_decode, sum(point.num_tokens) - num_decode)
+        except ValueError:  # a step of other programs
+            return
         self._points[tuple(programs)].append(point)
         self._num_seen += 1
 

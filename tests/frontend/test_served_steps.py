@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from apt_jax.engine.events import KIND_NAMES, Iteration, ScheduledRow
+from apt_jax.frontend.early_start import BackgroundPreparation
 from apt_jax.frontend.served_steps import ServedSteps
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramShapes
 from apt_jax.sched.request_table import HIDDEN, KV
+from tests.frontend.test_early_start import FakeEngine, _until
 
 COSTS = StepCosts(
     prefill_base_s=0.01,
@@ -124,18 +126,26 @@ def test_steps_that_did_something_else_are_left_out(fields):
     assert steps.points() == []
 
 
-def test_a_loaded_server_learns_its_costs_without_a_pause(monkeypatch, caplog):
-    from apt_jax.frontend import builder
-    from tests.frontend.test_early_start import FakeEngine, _until
+def test_a_step_that_no_program_of_these_holds_is_left_out():
+    steps = ServedSteps(SHAPES)
+    served(steps, 60)
+    num = len(steps.points())
+    steps.note(iteration([(5000, 0, KV)]))
+    served(steps, 200, seed=3)
+    assert num
+    assert max(sum(point.num_tokens) for point in steps.points()) < 5000
 
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine that is never idle and reports some steps to whoever listens."""
     monkeypatch.setattr("apt_jax.executor.calibrate.program_shapes", lambda executor: SHAPES)
-    monkeypatch.setattr(builder, "with_costs", lambda parts, model: _with(parts, model))
+    monkeypatch.setattr("apt_jax.frontend.builder.with_costs", _with)
     engine: Any = FakeEngine([])
-    engine.num_open = 3  # always busy
+    engine.num_open = 3
     engine.parts.unprepared = dataclasses.replace(engine.parts.unprepared, calibration_s=1.0)
-    engine.parts.cost_model, engine.parts.costs = None, None
 
-    def listen(note):
+    def listen(note: Any) -> None:
         if note is not None:
             rng = np.random.default_rng(0)
             for _ in range(100):
@@ -143,20 +153,36 @@ def test_a_loaded_server_learns_its_costs_without_a_pause(monkeypatch, caplog):
                 note(iteration([(1, int(rng.integers(1, 900)), KV)]))
 
     engine.listen = listen
-    from apt_jax.frontend.early_start import BackgroundPreparation
+    return engine
 
-    told = []
-    preparation = BackgroundPreparation(engine, told.append)
+
+def _with(parts: Any, model: Any) -> Any:
+    parts.cost_model, parts.costs = model, model.step_costs()
+    return parts
+
+
+def _prepare(engine: Any, caplog: pytest.LogCaptureFixture, until_said: str) -> None:
+    preparation = BackgroundPreparation(engine)
     with caplog.at_level("INFO"):
         preparation.start()
-        _until(lambda: told or engine.failed)
-        _until(lambda: any("told from" in line for line in caplog.messages) or engine.failed)
+        _until(lambda: any(until_said in line for line in caplog.messages) or engine.failed)
     assert preparation.stop()
     assert engine.failed == []
-    assert engine.expected is not None
+
+
+def test_a_loaded_server_learns_its_costs_without_a_pause(busy: Any, caplog: pytest.LogCaptureFixture):
+    _prepare(busy, caplog, "told from")
+    assert busy.expected is busy.parts.costs is not None
     assert not any("not known yet" in line for line in caplog.messages)
 
 
-def _with(parts, model):
-    parts.cost_model, parts.costs = model, model.step_costs()
-    return parts
+@pytest.mark.parametrize("error", [RuntimeError("Maximum number of iterations reached."), ValueError("too few")])
+def test_a_fit_that_fails_ends_nothing(
+    busy: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("apt_jax.frontend.served_steps.fit_cost_model", fail)
+    _prepare(busy, caplog, "could not be told from")
+    assert busy.parts.cost_model is None
