@@ -1,4 +1,4 @@
-"""Where a start is: which of its stages it is in, and how long the rest will take.
+"""Where a start is: which of its stages it is in, and how long that one will take.
 
 A `StartStages` is a `Progress`. It estimates a stage by the parts of it that are done, by what knows better (the compiler of
 the CPU kernels), or by how long the stage took when an engine was last started, which `keep` writes to the cache directory.

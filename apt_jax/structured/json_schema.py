@@ -64,8 +64,8 @@ _MAYBE_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f]|\\[xucpPavN0]|\[\^|\[:")
 _WRITABLE = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
 
 OVERLAP = (
-    "oneOf: its branches may overlap; give each a property with a const of its own that is required, "
-    "different types or separate ranges, or use anyOf"
+    "oneOf: its branches may overlap; give each a required property with a const of its own, a type of its own, "
+    "separate ranges or lengths, or required properties that the others exclude (additionalProperties: false), or use anyOf"
 )
 
 
