@@ -11,7 +11,7 @@
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make gate-tpu    compile the TPU kernels and the engine's steps for v5e, v5p and v6e, which needs no TPU
 #   make docs        the documentation as HTML in docs/_build/html, warnings as errors
-#   make lint types  format, lint, layers of imports, spelling, words, table of modules and type checks
+#   make lint types  format, lint, layers of imports, spelling, words and type checks
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
 #   make check       test, reference, gate, gate-tpu, docs, lint, types and audit
 #   make lock        resolve the dependencies again
@@ -105,7 +105,6 @@ lint: .venv/.ready-dev
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 	.venv/bin/python tools/check_words.py
-	.venv/bin/python tools/module_table.py --check
 
 types: .venv/.ready-dev
 	.venv/bin/pyright --project pyproject.toml --pythonpath .venv/bin/python

@@ -4,6 +4,7 @@ Before a build it writes to `docs/` (git ignores the files):
 
 * `reference/generated/cli.md`: every command with its flags, from the argparse parsers;
 * `reference/generated/http.md`: every path and schema, from the OpenAPI document that the server gives out;
+* `reference/generated/modules.md`: every module with the first sentence of its docstring;
 * `notebooks/*.ipynb`: copies of the repository's notebooks.
 
 Pages are written for GitHub, so their links are relative paths in the repository. While a page is read, links to what
@@ -12,6 +13,7 @@ has a page of its own in the site are turned to that page; other files must exis
 """
 
 import argparse
+import ast
 import importlib.metadata
 import os
 import re
@@ -175,10 +177,30 @@ def _http() -> str:
     return "\n".join(lines)
 
 
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's docstring, on one line."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    return re.split(r"(?<!Eq)(?<!Fig)\. (?=[A-Z`])", text)[0].removesuffix(".").replace("|", "\\|")
+
+
+def _modules() -> str:
+    """Tables of modules, one per folder."""
+    folders: dict[Path, list[Path]] = {}
+    for package in ("apt_jax", "serve"):
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            if path.name != "__init__.py" and not path.stem.endswith("_pb2"):
+                folders.setdefault(path.parent.relative_to(_ROOT), []).append(path)
+    lines = []
+    for folder, paths in sorted(folders.items()):
+        lines += [f"## {_escape(folder.as_posix())}", "", "| module | contents |", "|---|---|"]
+        lines += [*(f"| `{path.name}` | {first_sentence(path)} |" for path in paths), ""]
+    return "\n".join(lines)
+
+
 def _write(app: Sphinx) -> None:
     generated = _DOCS / "reference" / "generated"
     generated.mkdir(exist_ok=True)
-    for name, text in (("cli", _cli()), ("http", _http())):
+    for name, text in (("cli", _cli()), ("http", _http()), ("modules", _modules())):
         page = generated / f"{name}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

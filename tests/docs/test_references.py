@@ -41,6 +41,16 @@ def test_files_that_are_named_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_the_architecture_names_every_package() -> None:
+    """Add a row of one line to the tables under "Packages" of docs/design/architecture.md."""
+    text = (ROOT / "docs" / "design" / "architecture.md").read_text()
+    for root in ("apt_jax", "serve"):
+        rows = text.split(f"| `{root}/` | |\n", 1)[1].split("\n\n", 1)[0]
+        named = set(re.findall(r"^\| `([\w/]+)/`", rows, re.MULTILINE))
+        packages = {name.split("/")[1] for name in _files() if name.startswith(f"{root}/") and name.count("/") > 1}
+        assert named == packages, root
+
+
 def _exists(name: str) -> bool:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
