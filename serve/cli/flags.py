@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line that names the flag and the nearest right name; exit code 2.
 
     Attributes:
-        brief: flags that ``--help`` shows, by their longest names; the rest is in ``--help=all`` and ``--help=GROUP``. Empty:
-            it shows all.
+        brief: flags that ``--help`` shows, by their longest names; the rest is in ``--help=all`` and ``--help=GROUP``, or
+            with a space instead of ``=``. Empty: it shows all.
         example: what ``--help`` ends with, where it is brief.
     """
 
@@ -101,9 +101,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         given = sys.argv[1:] if args is None else list(args)
-        for word in given[: given.index("--")] if "--" in given else given:
+        words = given[: given.index("--")] if "--" in given else given
+        for at, word in enumerate(words):
             name, _, topic = word.partition("=")
             if word == "-h" or name == "--help":
+                if word == "--help" and at + 2 == len(words) and not words[-1].startswith("-"):
+                    topic = words[-1]
                 self._help_on(topic)
                 self.print_help()
                 self.exit()

@@ -6,7 +6,6 @@ and, by its path as it was sent, its API key.
 """
 
 import asyncio
-import difflib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -52,7 +51,7 @@ from serve.http_api.messages.request import count_tokens
 from serve.http_api.ollama import models as ollama
 from serve.http_api.openai_request import Body, parse_json
 from serve.http_api.openai_response import adapter_cards, model_card
-from serve.http_api.other_paths import ELSEWHERE
+from serve.http_api.other_paths import hint
 from serve.http_api.tokenization import detokenize, tokenize, tokenizer_info
 from serve.observability.call_log import log_failure
 from serve.observability.call_record import NO_ID, CallRecord
@@ -68,8 +67,6 @@ OPEN_PATHS = (b"/", b"/health", b"/ping", b"/ready", *(path.encode() for path in
 hold no data."""
 
 _SCRAPE_TIMEOUT_S = 10.0
-_LONGEST_HINT = 100
-"""Characters of a path that is compared with all that there are."""
 
 
 class HttpApp:
@@ -412,7 +409,10 @@ class HttpApp:
         assert isinstance(error, HTTPException)
         path = request.scope["path"]
         codes = {
-            404: ("not_found", f"there is nothing at {path!r:.200}{self._hint(path)}"),
+            404: (
+                "not_found",
+                f"there is nothing at {path!r:.200}{hint(path, {known for _, known in self.paths if '{' not in known})}",
+            ),
             405: ("method_not_allowed", f"{path!r:.200} does not take this method"),
         }
         code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
@@ -426,16 +426,6 @@ class HttpApp:
             headers = {"allow": ", ".join(sorted({method for r in routes for method in r.methods or ()}))}
         rejected = BadCallError(error.status_code, code, message, headers)
         return _error_response(to_http_error(rejected, NO_ID), request)
-
-    def _hint(self, path: str) -> str:
-        """Name the path that a client with a wrong base URL means; empty: not known."""
-        if path in ELSEWHERE:
-            return f"; {ELSEWHERE[path]}"
-        known = {known for _, known in self.paths}
-        meant = [other for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")) if other in known]
-        if not meant and len(path) <= _LONGEST_HINT:
-            meant = difflib.get_close_matches(path, known, n=1, cutoff=0.9)
-        return f"; did you mean {meant[0]}?" if meant else ""
 
     def _profiling(self, profiler: Profiler) -> list[Route]:
         def check(request: Request) -> None:

@@ -146,6 +146,19 @@ def test_help_of_one_group_or_of_the_flags_of_a_name(topic, shown, hidden):
     assert f"  {hidden} " not in out
 
 
+@pytest.mark.parametrize("topic", ["all", "scheduling", "max-num", "frobnicate"])
+def test_the_topic_of_help_may_be_a_word_of_its_own(topic):
+    assert run("serve", "--help", topic) == run("serve", f"--help={topic}")
+    assert run("serve", "model", "--help", topic) == run("serve", f"--help={topic}")
+
+
+@pytest.mark.parametrize(
+    "words", [("--help", "--port", "80"), ("-h", "all"), ("--help", "a", "b"), ("--help", "--port")]
+)
+def test_other_words_behind_help_are_no_topic(words):
+    assert run("serve", *words) == run("serve", "--help")
+
+
 @pytest.mark.parametrize("topic", ["frobnicate", "-", "--", "a b", "ALL!"])
 def test_help_of_an_unknown_group_is_one_line_that_lists_them(topic):
     code, out, err = run("serve", f"--help={topic}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 
@@ -10,11 +11,15 @@ from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.text.chat import ChatTemplate
 from apt_jax.version import __version__
 from serve.cli.commands.serve import _check_root_path
+from serve.http_api.app import HttpApp
+from serve.http_api.calls import AppConfig
 from serve.http_api.errors import DROPPED_REASON_KEYS, to_http_error
+from serve.http_api.other_paths import ELSEWHERE, hint
 from serve.security.api_keys import ApiKeys
 from serve.slo_headers import QUEUE_TTL_KEY, max_queue_s
 from tests.support.chat_templates import CHATML
 from tests.support.http_serving import HttpServed, run
+from tests.support.snapshots import parser_of
 from tests.support.toy_serving import VOCAB_SIZE, toy_parts
 
 
@@ -25,6 +30,59 @@ def run_chat(scenario) -> None:
 
 
 KEY = "sk-0123456789abcdefghij"
+
+
+SERVED = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models", "/v1/embeddings",
+    "/tokenize", "/health", "/api/chat", "/api/tags", "/api/generate",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/start_profile", "start the server with --profiler-dir DIR"),
+        ("/is_sleeping", "the server does not sleep"),
+        ("/abort_request", "close the connection of a request to cancel it"),
+        ("/v1/engines", "use /v1/models, /v1/completions and /v1/chat/completions"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/responses/r", "nothing is stored; send the whole conversation to /v1/responses"),
+        ("/v1/engines/gpt/completions", "use /v1/models, /v1/completions and /v1/chat/completions"),
+        ("/v1/vector_stores/vs_1/files", "nothing is stored; use /v1/embeddings and a vector store of your own"),
+        ("/v1/videos", "models of images, sound and video are not served"),
+        ("/v1/audio/speech", "models of images, sound and video are not served"),
+        ("/v1/responses/resp_1", "nothing is stored; send the whole conversation to /v1/responses"),
+        ("/v1/responses/resp_1/cancel", "nothing is stored; send the whole conversation to /v1/responses"),
+        ("/collective_rpc", "use /server_info and /metrics; workers take no calls by name"),
+        ("/slots/0", "use /metrics and /load"),
+        ("/v1/props", "use /v1/models and /server_info"),
+        ("/api/blobs/sha256:00", "the model is chosen when the server starts"),
+        ("/api/chats", "did you mean /api/chat?"),
+        ("/api/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/api/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "did you mean /v1/models?"),
+        ("/v1/api/tags", "did you mean /api/tags?"),
+        ("/api/models", "did you mean /v1/models?"),
+        ("/openai/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/api/", ""),
+        ("/", ""),
+        ("/v1", ""),
+        ("/x" * 4000, ""),
+    ],
+)  # fmt: skip
+def test_a_path_of_other_servers_names_what_to_use(path, told):
+    assert hint(path, SERVED) == (f"; {told}" if told else "")
+
+
+def test_hints_name_flags_and_paths_that_there_are():
+    app = HttpApp(AppConfig())
+    paths = {path for _, path in app.paths} | {f"/{name}" for name in ("v1/batches", "v1/files", "api/generate")}
+    flags = {flag for action in parser_of("serve")._actions for flag in action.option_strings}
+    for path, told in ELSEWHERE.items():
+        assert path not in paths, path
+        assert set(re.findall(r"(?<![\w/])/[\w/.]+\w", told)) <= paths, path
+        assert set(re.findall(r"--[\w-]+", told)) <= flags, path
+    app.close()
 
 
 def test_many_prompts_outputs_and_stop_strings_in_one_call():
@@ -116,7 +174,7 @@ def test_paths_that_others_have_and_hints_for_wrong_ones():
         assert (await served.http.post("/ping")).status_code == 200
         assert (await served.http.get("/version")).status_code == 401
         assert (await served.http.get("/version", headers=bearer)).json() == {"version": __version__}
-        for path, hint in (
+        for path, told in (
             ("/chat/completions", "; did you mean /v1/chat/completions?"),
             ("/models", "; did you mean /v1/models?"),
             ("/v1/tokenize", "; did you mean /tokenize?"),
@@ -126,7 +184,7 @@ def test_paths_that_others_have_and_hints_for_wrong_ones():
             ("/nothing", ""),
         ):
             error = (await served.http.get(path, headers=bearer)).json()["error"]
-            assert error["message"] == f"there is nothing at {path!r}{hint}"
+            assert error["message"] == f"there is nothing at {path!r}{told}"
         long = (await served.http.get("/" + "%0a" * 300, headers=bearer)).json()["error"]["message"]
         assert len(long) < 300
         assert "\n" not in long
