@@ -2,15 +2,19 @@
 
 import atexit
 import datetime
+import functools
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator
 from typing import Any
 
 # Environment variables, not calls: they also reach the workers, and the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What one test has compiled the others find, in this run alone.
     programs = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="apt-jax-tests-")
@@ -24,35 +28,52 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may ask the hub
 os.environ.setdefault("APT_JAX_FUZZ_SEED", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
 os.environ.setdefault("APT_JAX_SEED_BASE", f"{datetime.datetime.now(datetime.UTC):%Y%m%d}0000")
 
-import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.support.cases import mark_all_but_those_in_turn
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
+# Neither JAX nor Hypothesis is imported here: tests of scheduling, caches and the engine start without them
+# (test_start_up.py).
 
-# A slow or busy machine is no reason to fail; in CI the same examples come every time.
-settings.register_profile(
-    "suite",
-    deadline=None,
-    derandomize="CI" in os.environ,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("suite")
+
+@functools.cache
+def _load_hypothesis_profile() -> None:
+    from hypothesis import HealthCheck, settings
+
+    # A slow or busy machine is no reason to fail; in CI the same examples come every time.
+    settings.register_profile(
+        "suite",
+        deadline=None,
+        derandomize="CI" in os.environ,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("suite")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Load the profile before a module with Hypothesis tests is imported: their settings are made then."""
+    if isinstance(collector, pytest.Module) and b"hypothesis" in collector.path.read_bytes():
+        _load_hypothesis_profile()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave today's cases of tests that have a turn."""
     mark_all_but_those_in_turn(items)
+    is_loaded = _load_hypothesis_profile.cache_info().currsize > 0
+    if not is_loaded and any(hasattr(getattr(item, "obj", None), "hypothesis") for item in items):
+        raise pytest.UsageError("a test module that uses Hypothesis must import it itself")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep the garbage collector from what imports and collection have made: it would walk through it again and again
-    (10 % of the time of tests that trace programs or simulate)."""
+    (10 % of the time of tests that trace programs or simulate).
+
+    The plugin of Hypothesis imports all of it for its summary, so it goes where no test uses it.
+    """
+    if "hypothesis" not in sys.modules:
+        session.config.pluginmanager.unregister(name="hypothesispytest")
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
