@@ -6,7 +6,7 @@
 #   make fuzz        fuzzed requests, connections, texts, files and flags (docs/design/failure_model.md), at most 15 minutes each; FUZZ=release: more
 #   make chaos       200 random faults in a fleet of real processes, with a ledger of every request; CHAOS_FLAGS='--seed 7 --json FILE'
 #   make mutants     break one defence after the other: a named test must fail each time (docs/design/mutants.md)
-#   make clients     try eighteen clients of other people on a server, each in an environment of its own (docs/clients.md); CLIENTS='openai anthropic': these
+#   make clients     try other people's clients on a server, each in an environment of its own (docs/clients.md); CLIENTS='openai anthropic': these
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make gate-tpu    compile the TPU kernels and the engine's steps for v5e, v5p and v6e, which needs no TPU

@@ -1,6 +1,6 @@
 """Try other people's clients on a server, each in an environment of its own: `make clients`, `python -m tests.clients NAME ...`.
 
-Not part of the main tests: it installs eighteen packages with all that they need. The matrix goes to docs/clients.md.
+Not part of the main tests: it installs some twenty packages with all that they need. The matrix goes to docs/clients.md.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from apt_jax.models.loading.gguf.file import GgufFile
 from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer_files
 from apt_jax.models.loading.resolve import resolve_model
 from apt_jax.version import __version__
+from tests.clients.matrix import Outcome, matrix, update
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "clients.md"
-BEGIN, END = "<!-- matrix: written by `make clients` -->", "<!-- end of the matrix -->"
 LIMIT_S = 600.0
 """Time limit for one client."""
 
@@ -40,19 +40,16 @@ class Client:
     name: str
     packages: Sequence[str]
     script: str
+    python: str = ""
+    """Versions of Python that it runs with; empty: that of this process."""
 
     @property
     def is_javascript(self) -> bool:
         return self.script.endswith(".mjs")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Results of one client."""
-
-    version: str
-    features: Mapping[str, str]
-    """By feature: empty where it works, else what the client raised."""
+class NotInstalled(Exception):
+    """A client's environment could not be made; its text is what the installer wrote."""
 
 
 def read_clients() -> list[Client]:
@@ -63,19 +60,24 @@ def read_clients() -> list[Client]:
 def environment(client: Client, folder: Path) -> Path:
     """The interpreter of a client's environment, which is made if need be; for JavaScript the folder of its packages."""
     made = folder / client.name
-    if client.is_javascript:
-        if not (made / "node_modules").is_dir():
-            made.mkdir(parents=True, exist_ok=True)
-            subprocess.run(["npm", "install", "--silent", "--prefix", made, *client.packages], check=True)
-        return made
-    python, stamp = made / "bin" / "python", made / ".packages"
+    runs, stamp = made if client.is_javascript else made / "bin" / "python", made / ".packages"
     if stamp.exists() and stamp.read_text() == json.dumps(client.packages):
-        return python
-    uv = Path(sys.executable).with_name("uv")
-    subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, made], check=True)
-    subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *client.packages], check=True)
+        return runs
+    if client.is_javascript:
+        made.mkdir(parents=True, exist_ok=True)
+        _install(["npm", "install", "--silent", "--prefix", made, *client.packages])
+    else:
+        uv = Path(sys.executable).with_name("uv")
+        _install([uv, "venv", "--quiet", "--clear", "--python", client.python or sys.executable, made])
+        _install([uv, "pip", "install", "--quiet", "--python", runs, *client.packages])
     stamp.write_text(json.dumps(client.packages))
-    return python
+    return runs
+
+
+def _install(command: Sequence[str | Path]) -> None:
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise NotInstalled(done.stderr)
 
 
 @contextlib.contextmanager
@@ -117,7 +119,12 @@ def tokenizer_directory(model: str, folder: Path) -> Path:
     return folder
 
 
-def try_client(client: Client, python: Path, variables: Mapping[str, str]) -> Outcome:
+def try_client(client: Client, environments: Path, variables: Mapping[str, str]) -> Outcome:
+    about = {"server": __version__, "tried": str(datetime.datetime.now(datetime.UTC).date())}
+    try:
+        python = environment(client, environments)
+    except NotInstalled as error:
+        return Outcome(**about, features={"installs": str(error)})
     with tempfile.TemporaryDirectory() as folder:  # clients keep caches where they run
         command = [python, HERE / "cases" / client.script]
         if client.is_javascript:  # packages are looked for beside the script
@@ -143,30 +150,22 @@ def try_client(client: Client, python: Path, variables: Mapping[str, str]) -> Ou
             features[row["feature"]] = "" if row["ok"] else row["detail"] or "failed"
     if not features or any(features.values()):
         print(f"{client.name}:\n{errors[-4000:]}", file=sys.stderr)
+    version, runtime = _versions(client, python)
+    features = features or {"starts": errors[-200:] or "it printed nothing"}
+    return Outcome(**about, version=version, runtime=runtime, features=features)
+
+
+def _versions(client: Client, python: Path) -> tuple[str, str]:
+    """Versions of a client and of what runs it."""
     package = client.packages[0].split("[")[0].split("<")[0]
     if client.is_javascript:
+        node = subprocess.run(["node", "--version"], capture_output=True, text=True, check=False).stdout
         version = json.loads((python / "node_modules" / package / "package.json").read_text())["version"]
-    else:
-        code = f"from importlib.metadata import version; print(version({package!r}))"
-        version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False).stdout.strip()
-    return Outcome(version=version, features=features or {"starts": errors[-200:] or "it printed nothing"})
-
-
-def matrix(outcomes: Mapping[str, Outcome], note: str) -> str:
-    """The outcomes as a table of features by clients, their versions above it, and what failed below."""
-    features = dict.fromkeys(feature for outcome in outcomes.values() for feature in outcome.features)
-    rows = [f"| | {' | '.join(outcomes)} |", "|---" * (len(outcomes) + 1) + "|"]
-    for feature in features:
-        found = [outcome.features.get(feature) for outcome in outcomes.values()]
-        rows.append(f"| {feature} | {' | '.join('' if f is None else 'no' if f else 'yes' for f in found)} |")
-    versions = ", ".join(f"{name} ({outcome.version})" for name, outcome in outcomes.items())
-    failures = [
-        f"* {name}, {feature}: `{text[:200].replace('`', chr(39))}`"
-        for name, outcome in outcomes.items()
-        for feature, text in outcome.features.items()
-        if text
-    ]
-    return "\n".join([note, f"{versions}.", "", *rows, *(["", *failures] if failures else [])])
+        return version, f"node {node.strip().removeprefix('v')}"
+    code = f"import importlib.metadata, platform; print(importlib.metadata.version({package!r}), platform.python_version())"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    version, runtime = done.stdout.split()
+    return version, f"Python {runtime}"
 
 
 def main() -> int:
@@ -177,7 +176,7 @@ def main() -> int:
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-clients", help="folder of the environments")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
-    parser.add_argument("--write", action="store_true", help="write the matrix to docs/clients.md")
+    parser.add_argument("--write", action="store_true", help="replace the columns of these clients in docs/clients.md")
     options = parser.parse_args()
     clients = read_clients()
     unknown = set(options.names) - {client.name for client in clients}
@@ -198,16 +197,12 @@ def main() -> int:
         )
         for client in (bar := tqdm(chosen)):
             bar.set_description(client.name)
-            outcomes[client.name] = try_client(client, environment(client, options.environments), variables)
-    now = datetime.datetime.now(datetime.UTC).date()
-    python = ".".join(map(str, sys.version_info[:3]))
-    table = matrix(outcomes, f"{now}, apt-jax {__version__}, Python {python}, `apt-jax serve {options.model}`.")
-    print(table)
+            outcomes[client.name] = try_client(client, options.environments, variables)
+            if options.write:
+                PAGE.write_text(update(PAGE.read_text(), outcomes, [client.name for client in clients]))
+    print(matrix(outcomes))
     if options.json is not None:
         options.json.write_text(json.dumps({n: dataclasses.asdict(o) for n, o in outcomes.items()}, indent=1) + "\n")
-    if options.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
     return int(any(text for outcome in outcomes.values() for text in outcome.features.values()))
 
 
