@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.config import SLO, SloClass
+from apt_jax.core.kinds import CacheKindName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-CacheKindName = Literal["kv", "hidden"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.buckets import GREEDY, Buckets, SamplerVariant
 from apt_jax.executor.packing import StepFormat, pack_conversions, pack_forward, pack_masks
 from apt_jax.request import SamplingParams
-from apt_jax.sched.request_table import HIDDEN, KV
 
 DROPPED = 44
 BUCKETS = Buckets(

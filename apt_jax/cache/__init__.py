@@ -1,6 +1,6 @@
 """The unified block cache: which request holds which blocks (`hybrid_cache`), shared groups and cached prefixes."""
 
-from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, BlockPool, CacheIntegrityError, CacheKind
+from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, BlockPool, CacheIntegrityError
 from apt_jax.cache.hybrid_cache import HybridCache
 
-__all__ = ["NO_OWNER", "NO_SLOT", "BlockPool", "CacheIntegrityError", "CacheKind", "HybridCache"]
+__all__ = ["NO_OWNER", "NO_SLOT", "BlockPool", "CacheIntegrityError", "HybridCache"]

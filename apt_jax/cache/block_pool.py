@@ -1,25 +1,15 @@
 """Block ids on a free list, and the names that the modules of the cache share."""
 
-import enum
-
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.request_table import HIDDEN, KV
 
 NO_SLOT = -1
 """Slot of a request that holds no cache."""
 
 NO_OWNER = -1
 """Owner of a free slot."""
-
-
-class CacheKind(enum.IntEnum):
-    """Cached content of a request; the values are the columns of `sched.view`."""
-
-    KV = KV
-    HIDDEN = HIDDEN
 
 
 class CacheIntegrityError(AssertionError):

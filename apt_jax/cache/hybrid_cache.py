@@ -36,13 +36,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import integrity
-from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, CacheIntegrityError, CacheKind, require
+from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, CacheIntegrityError, require
 from apt_jax.cache.block_sharing import BlockSharing, HostBlocks
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
+from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
+from apt_jax.sched.request_table import RequestTable
 
 
 class HybridCache:
@@ -54,7 +55,7 @@ class HybridCache:
         num_groups: groups held, ceil(num_tokens / block_sizes[kind]).
         num_tokens: positions reserved.
         num_private: groups that nobody else holds.
-        kind: `CacheKind` held, `NO_KIND` on free slots.
+        kind: kind held, `NO_KIND` on free slots.
         block_sizes: positions of a group, by kind.
         blocks_per_group: its blocks, by kind.
         owner: who holds the slot, `NO_OWNER` on free slots.
@@ -166,9 +167,9 @@ class HybridCache:
         """Blocks that taken slots hold alone."""
         return self.num_private[slots] * self._cost[self.kind[slots]]
 
-    def blocks_by_kind(self) -> dict[CacheKind, int]:
+    def blocks_by_kind(self) -> dict[int, int]:
         """Blocks in use with each kind, shared ones counted once."""
-        return {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in CacheKind}
+        return {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in KINDS}
 
     # --- taking and giving back ------------------------------------------------------------------------------------
 

@@ -6,12 +6,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache.block_pool import NO_OWNER, CacheKind, require
+from apt_jax.cache.block_pool import NO_OWNER, require
 from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_tree import Node, PrefixTree
+from apt_jax.core.kinds import KINDS, NO_KIND
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.request_table import NO_KIND
 
 
 class CheckedCache(Protocol):
@@ -102,7 +102,7 @@ def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.
     for first in held[groups.prefixes.is_registered[held]].tolist():
         node = groups.prefixes.node_of.get(first)
         require(node is None or node.kind == kind_of[first], "a group is registered under another kind")
-    in_use = [int(np.count_nonzero(kind_of[held] == kind)) for kind in CacheKind]
+    in_use = [int(np.count_nonzero(kind_of[held] == kind)) for kind in KINDS]
     require(in_use == groups.in_use, "groups in use are miscounted")
     sums = np.zeros(refs.size, np.int64)
     np.add.at(sums, firsts, slots)
@@ -143,7 +143,7 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     reached = [n for root in prefixes.roots for c in root.children for n in prefixes.subtree(c)]
     resident = [node for node in reached if node.block != NULL_BLOCK]
     require(len(resident) == len(registered), "blocks and tree differ")
-    require(len(reached) == sum(prefixes.num_nodes(k) for k in CacheKind), "index and tree differ")
+    require(len(reached) == sum(prefixes.num_nodes(k) for k in KINDS), "index and tree differ")
     if groups.tier is None:
         require(len(resident) == len(reached), "a group is nowhere")
     else:

@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import CacheKind, HybridCache
+from apt_jax.cache import HybridCache
 from apt_jax.config import SchedulerConfig
+from apt_jax.core.kinds import NO_KIND
 from apt_jax.engine.request_states import RUNNING, WAITING, RequestStates
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from apt_jax.request import EngineRequest
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.request_table import NO_KIND
 from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
@@ -329,7 +329,7 @@ class AdmissionController:
         states: RequestStates,
         cache: HybridCache,
         clock: Clock,
-        offered: Sequence[CacheKind],
+        offered: Sequence[int],
         *,
         can_mask: bool,
     ) -> None:

@@ -5,8 +5,8 @@ import enum
 
 import numpy as np
 
+from apt_jax.core.kinds import NUM_KINDS
 from apt_jax.metrics import Distribution
-from apt_jax.sched.request_table import NUM_KINDS
 
 # Bounds of the distributions; tokens as in vLLM.
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -63,9 +63,10 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache import CacheIntegrityError, HybridCache
 from apt_jax.cache.block_sharing import LentBlocks
 from apt_jax.config import CacheConfig, SchedulerConfig
+from apt_jax.core.kinds import KINDS, NUM_KINDS, CacheKindSpec
 from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapshot
 from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
 from apt_jax.engine.commit import FillMasks, MaskFiller, TokenCommitter
@@ -86,7 +87,7 @@ from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.request_table import RequestTable
-from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import Plan, Policy, SchedulerView
 from apt_jax.structured.compiler import fill_one_by_one
 from apt_jax.utils.clock import Clock
 
@@ -105,7 +106,7 @@ class Engine:
         executor: runs steps; its pool and its slots set the limits.
         policy: decides each iteration.
         clock: the current time.
-        kinds: cache kinds as data, indexed by `sched.request_table.KV` and `HIDDEN`.
+        kinds: cache kinds as data, indexed by `core.kinds.KV` and `HIDDEN`.
         scheduler_config: limits and whether steps overlap.
         cache_config: block size.
         costs: iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
@@ -152,7 +153,7 @@ class Engine:
             raise ConfigError(
                 f"block_size={cache_config.block_size} differs from the executor's {executor.block_size} (--block-size)"
             )
-        if len(kinds) != len(CacheKind) or not any(k.offered for k in kinds):
+        if len(kinds) != NUM_KINDS or not any(k.offered for k in kinds):
             raise ConfigError(
                 f"kinds={[k.name for k in kinds if k.offered]}: at least one cache kind must be offered (--cache)"
             )
@@ -192,7 +193,7 @@ class Engine:
             cache.share_blocks(LentBlocks(cache.groups), self._is_best_effort)
         # Cheapest first: a request that fits with a later one fits with every earlier one too.
         self._offered = sorted(
-            (k for k in CacheKind if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group / cache.block_sizes[k]
+            (k for k in KINDS if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group / cache.block_sizes[k]
         )
         self._counters = EngineCounters()
         self._recorder = IterationRecorder(clock)

@@ -11,10 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
-from apt_jax.request import CacheKindName
-
-KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
-"""Names of the cache kinds, indexed by `sched.request_table.KV` and `HIDDEN`."""
+from apt_jax.core.kinds import CacheKindName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind
+from apt_jax.cache import NO_SLOT, CacheIntegrityError
 from apt_jax.cache.prefix_hits import Hit
 from apt_jax.cache.prefix_tree import extend_digests
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
 from apt_jax.executor import NULL_BLOCK
-from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND
 
 
-def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: InFlightStep | None) -> None:
+def check_engine(states: RequestStates, offered: Sequence[int], pending: InFlightStep | None) -> None:
     """Check the accounting of a living engine.
 
     Args:
@@ -107,7 +107,7 @@ def check_engine(states: RequestStates, offered: Sequence[CacheKind], pending: I
     _require((states.in_flight[ending] > 0).all(), "a request waits for a token that will not come")
 
 
-def _check_hits(states: RequestStates, offered: Sequence[CacheKind], rows: NDArray[np.int32]) -> None:
+def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.int32]) -> None:
     """Look up again what each waiting request would find, and compare."""
     table, cache = states.table, states.cache
     hits = states.prefixes.hits

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import NO_KIND
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
@@ -19,7 +20,6 @@ from apt_jax.request import (
     SamplingParams,
     TokenConstraint,
 )
-from apt_jax.sched.request_table import NO_KIND
 
 
 class OutputProcessor(Protocol):

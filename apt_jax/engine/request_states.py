@@ -10,20 +10,20 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.cache import NO_SLOT, CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
 from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
+from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, CacheKindSpec
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
-from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics, TokenConstraint
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, ColumnTable, RequestTable, column
-from apt_jax.sched.view import CacheKindSpec, SchedulerView, SharedBlocks
+from apt_jax.sched.request_table import ColumnTable, RequestTable, column
+from apt_jax.sched.view import SchedulerView, SharedBlocks
 from apt_jax.structured.token_rules import start_constraint
 from apt_jax.utils.clock import Clock
 
@@ -55,7 +55,7 @@ class RequestPrefixes:
         self,
         cache: HybridCache,
         table: RequestTable,
-        offered: Sequence[CacheKind],
+        offered: Sequence[int],
         salt: bytes | None = None,
         *,
         share: bool = False,

@@ -9,8 +9,8 @@ travel than for keys and values, and less is computed than from the tokens (the 
 from collections.abc import Callable, Sequence
 
 from apt_jax.cache.prefix_hits import Hit
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.request_table import HIDDEN, KV
 
 RESTORES = ("kv", "hidden", "converted", "recomputed")
 """Ways in which a request goes on that finds groups in host memory alone (`EngineStats.restores`)."""

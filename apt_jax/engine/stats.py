@@ -4,9 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from apt_jax.cache import CacheKind
+from apt_jax.core.kinds import KIND_NAMES, KINDS
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
-from apt_jax.engine.events import KIND_NAMES
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
 from apt_jax.executor import DiskCounts
 from apt_jax.metrics import Distribution
@@ -186,14 +185,11 @@ def collect_stats(
         free_blocks=cache.num_free,
         cached_blocks=cache.num_idle,
         blocks_by_kind={KIND_NAMES[kind]: n for kind, n in cache.blocks_by_kind().items()},
-        requests_by_kind={KIND_NAMES[kind]: int(np.count_nonzero(kinds == kind)) for kind in CacheKind},
+        requests_by_kind={KIND_NAMES[kind]: int(np.count_nonzero(kinds == kind)) for kind in KINDS},
         iterations=dict(counters.iterations),
         num_preemptions=counters.num_preemptions,
         kind_switches={
-            (KIND_NAMES[a], KIND_NAMES[b]): int(counters.kind_switches[a, b])
-            for a in CacheKind
-            for b in CacheKind
-            if a != b
+            (KIND_NAMES[a], KIND_NAMES[b]): int(counters.kind_switches[a, b]) for a in KINDS for b in KINDS if a != b
         },
         num_conversions=counters.num_conversions,
         recomputed_tokens=counters.recomputed_tokens,

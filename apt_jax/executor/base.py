@@ -73,7 +73,7 @@ class StepBatch:
     start: NDArray[np.int32]
     """(n,) positions cached before this step."""
     kind: NDArray[np.int8]
-    """(n,) `sched.request_table.KV` or `HIDDEN`."""
+    """(n,) `core.kinds.KV` or `HIDDEN`."""
     token_ids: NDArray[np.int32]
     """(T,) row after row. `TOKEN_ON_DEVICE` only in rows with `num_tokens == 1`, or as the last token of a row."""
     block_tables: NDArray[np.int32]

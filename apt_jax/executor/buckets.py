@@ -193,13 +193,6 @@ class Buckets:
         return shapes + [(self.decode[-1], size) for size in prompts] if mixed else shapes
 
 
-class KindSet(NamedTuple):
-    """Cache kinds that a program handles; indexed by `sched.request_table.KV` and `HIDDEN`."""
-
-    kv: bool
-    hidden: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class SamplerVariant:
     """Features of a sampling program; each needed combination is compiled."""

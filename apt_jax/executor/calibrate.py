@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.buckets import PREFIX_STEP
 from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
@@ -29,7 +30,6 @@ from apt_jax.sched.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_m
 from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
-from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.utils.cache_dir import cache_dir, log_not_kept, read_verified, write_verified
 
 logger = logging.getLogger(__name__)

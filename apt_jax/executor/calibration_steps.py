@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched.costs.programs import ProgramShapes
-from apt_jax.sched.request_table import HIDDEN, KV
 
 _MOST_CHUNKS = 8
 """Chunks of a step; in one that shall have a long hidden prefix, as many as that needs."""

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.buckets import bucket_for
 from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.ready_programs import Kind, ProgramName, ReadyPrograms
 from apt_jax.executor.runner import ProgramRunner
 from apt_jax.executor.warm_up import Program
-from apt_jax.sched.request_table import HIDDEN, KV
 
 logger = logging.getLogger("apt_jax.executor")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.block_tables import Changes
 from apt_jax.executor.buckets import (
@@ -21,7 +22,6 @@ from apt_jax.executor.buckets import (
     padded_prefix,
 )
 from apt_jax.request import SamplingParams
-from apt_jax.sched.request_table import HIDDEN, KV
 
 if TYPE_CHECKING:
     from jax import Array

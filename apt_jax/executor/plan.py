@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from apt_jax.backends import with_sharded_hidden
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import KindSet
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import choose_attention, needed_extras
-from apt_jax.executor.buckets import Buckets, KindSet
+from apt_jax.executor.buckets import Buckets
 from apt_jax.executor.packing import StepFormat
 from apt_jax.executor.programs import Programs
 from apt_jax.models import sharding as parallel

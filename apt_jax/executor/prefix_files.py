@@ -34,14 +34,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import KIND_NAMES
 from apt_jax.errors import ConfigError
 
 logger = logging.getLogger("apt_jax.executor")
 
 FORMAT = 1
 """Version of header and contents; a file of another one is not read."""
-KINDS = ("kv", "hidden")
-"""Names of cache kinds in those of files."""
 
 _MAGIC = b"aptprefx"
 _HEADER = struct.Struct("<8sIBBHQ32s16sII")
@@ -316,13 +315,13 @@ class PrefixFiles:
 
 
 def _name_of(kind: int, digest: bytes) -> str:
-    return f"{KINDS[kind]}-{digest.hex()}"
+    return f"{KIND_NAMES[kind]}-{digest.hex()}"
 
 
 def _key_of(name: str) -> tuple[int, bytes] | None:
     kind, _, digest = name.partition("-")
     try:
-        return KINDS.index(kind), bytes.fromhex(digest)
+        return KIND_NAMES.index(kind), bytes.fromhex(digest)
     except ValueError:
         return None
 

@@ -42,8 +42,9 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV, KindSet
 from apt_jax.executor.base import NO_TOKEN, NULL_BLOCK
-from apt_jax.executor.buckets import KindSet, SamplerVariant
+from apt_jax.executor.buckets import SamplerVariant
 from apt_jax.executor.compiler_options import compiler_options, options_of_program, without_places
 from apt_jax.executor.executables import ExecutableStore, kernel_facts
 from apt_jax.executor.packing import StepFormat
@@ -57,7 +58,6 @@ from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.lowered_once import lowered_once
 from apt_jax.ops.xla_common import ROOM_STEP
-from apt_jax.sched.request_table import HIDDEN, KV
 
 Pools = tuple[Any, ...]
 _OPS_FACTS = ("name", "branches", "tiles", "integer_products", "skips_rows", "rows_per_tile")

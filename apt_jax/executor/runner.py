@@ -17,10 +17,11 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
+from apt_jax.core.kinds import KindSet
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.executor.block_tables import Changes, SentTables
-from apt_jax.executor.buckets import KindSet, SamplerVariant
+from apt_jax.executor.buckets import SamplerVariant
 from apt_jax.executor.executables import described, described_static
 from apt_jax.executor.packing import Ints, empty_changes, pack_changes, pack_copies
 from apt_jax.executor.pool_memory import PoolMemory

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheConfig, EngineConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.cpu import build
 from apt_jax.errors import ConfigError
 from apt_jax.executor import DiskStore, is_out_of_memory
@@ -23,7 +24,7 @@ from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.early_start import Unprepared
 from apt_jax.frontend.progress import Progress, in_stage, of_stage
 from apt_jax.frontend.start_stages import KERNELS, LAYOUT, LOADING
-from apt_jax.sched import CacheKindSpec, make_policy
+from apt_jax.sched import make_policy
 from apt_jax.sched.view import converts, shares_blocks
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer

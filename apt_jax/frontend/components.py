@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheMode, EngineConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.errors import InvalidRequestError
 from apt_jax.executor import DiskStore, Executor
 from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
-from apt_jax.sched import CacheKindSpec, Policy, StepCosts, make_policy
+from apt_jax.sched import Policy, StepCosts, make_policy
 from apt_jax.sched.view import shares_blocks
 from apt_jax.structured.compiler import GrammarCompiler, MaskFiller, PendingGrammars
 from apt_jax.text.chat import ChatTemplate, Message, Tool, text_of

@@ -3,10 +3,10 @@
 import collections
 import dataclasses
 
-from apt_jax.engine.events import KIND_NAMES, Iteration
+from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV
+from apt_jax.engine.events import Iteration
 from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
 from apt_jax.sched.costs.programs import ProgramShapes
-from apt_jax.sched.request_table import HIDDEN, KV
 
 _PER_PROGRAM = 24
 """Latest steps kept of each compiled program: common ones do not crowd out rare ones."""

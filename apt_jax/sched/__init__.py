@@ -3,6 +3,7 @@
 from typing import Any
 
 from apt_jax.config import SchedulerConfig
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.knapsack.exact import solve_exact
 from apt_jax.sched.knapsack.greedy import solve_greedy
@@ -23,8 +24,8 @@ from apt_jax.sched.policies.tgi import TgiPolicy
 from apt_jax.sched.policies.unified import UnifiedPolicy
 from apt_jax.sched.policies.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
 from apt_jax.sched.registry import ENTRY_POINTS, PolicyMaker, find_policy, make, source_digest
-from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND, RequestTable
-from apt_jax.sched.view import INTERFACE_VERSION, CacheKindSpec, Plan, Policy, SchedulerView, has_classes
+from apt_jax.sched.request_table import RequestTable
+from apt_jax.sched.view import INTERFACE_VERSION, Plan, Policy, SchedulerView, has_classes
 
 __all__ = [
     "ENTRY_POINTS",

@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.sched.step_packer import Rows, held_blocks_for, start_options
 from apt_jax.sched.view import Plan, SchedulerView
 

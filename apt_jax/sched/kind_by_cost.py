@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.sched.step_packer import Rows, allowed_kinds
 from apt_jax.sched.view import SchedulerView
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.sched.view import Plan, Policy, SchedulerView
 
 _ARRAYS = (

@@ -6,14 +6,8 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import NO_KIND, NUM_KINDS
 from apt_jax.sched.output_lengths import BEGINNINGS, OutputLengths
-
-NO_KIND = -1
-"""`RequestTable.kind` of a request that holds no cache."""
-KV = 0
-HIDDEN = 1
-NUM_KINDS = 2
-"""Column numbers of the two cache kinds wherever options are arrays of shape (num_requests, num_kinds)."""
 
 
 class _Column(NamedTuple):

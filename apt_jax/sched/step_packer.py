@@ -7,7 +7,8 @@ to ten times faster than an index array.
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.request_table import NO_KIND, RequestTable
+from apt_jax.core.kinds import NO_KIND
+from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import Plan, SchedulerView
 
 Rows = NDArray[np.int32]

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import RequestTable
 
@@ -25,25 +26,6 @@ It rises when a policy that was right could misread a view or have its plan refu
 means something else, a promise of `Plan` is added or made stricter, a field of `Plan` has no default. It does not rise
 for columns, fields with a default and functions that are added.
 """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheKindSpec:
-    """A cache kind as data: its memory and its extra time over the KV kind (docs/design/scheduling.md, Value of a
-    request; Apt-Serve Eq. 6)."""
-
-    name: str
-    blocks_per_group: int
-    """Blocks of a group of token positions (`SchedulerView.block_sizes`): 2 for keys and values, 1 for layer inputs."""
-    offered: bool = True
-    """False: the model or the `--cache` flag rules this kind out."""
-    reprojected: bool = True
-    """Attention first restores the keys and values of all cached positions, in every step (Apt-Serve §3.1). False: it
-    works on what is cached."""
-    extra_base_s: float = 0.0
-    """c0 of t = c0 + c1 * tokens, seconds per request and decode iteration over KV; may be negative."""
-    extra_per_token_s: float = 0.0
-    """c1, seconds a cached token and decode iteration over KV; may be negative."""
 
 
 class SharedBlocks:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.engine.restore import RestoreChoice
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import synthetic_batch
@@ -30,7 +31,6 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.progress import ProgressBars
-from apt_jax.sched import HIDDEN, KV
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import with_transfers
 from benchmarks.engine.prefix_cache import draw, fresh, print_facts, serve

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
@@ -27,7 +28,6 @@ from apt_jax.models.decoder import logits
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.request import SamplingParams
-from apt_jax.sched import HIDDEN, KV
 
 BLOCK = 16
 ROPES: dict[str, dict[str, Any]] = {

@@ -24,13 +24,14 @@ import jax
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import load_weights
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.lora import TARGETS, LoraAdapter, target_shape
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import CacheKindSpec, make_policy
+from apt_jax.sched import make_policy
 from apt_jax.utils.clock import WallClock
 
 FIELDS = {"all": TARGETS, "attention": ("wq", "wk", "wv", "wo"), "qv": ("wq", "wv")}

@@ -20,12 +20,12 @@ from jax import Array
 from tqdm import tqdm
 
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import KV
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.packing import pack_forward
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.models.decoder import logits
-from apt_jax.sched.request_table import KV
 from apt_jax.text.tokenizer import load_tokenizer
 from benchmarks.engine.cpu_throughput import load
 from benchmarks.paper.common import new_file

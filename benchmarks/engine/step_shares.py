@@ -18,10 +18,10 @@ import numpy as np
 from tqdm import tqdm
 
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.cpu import build
 from apt_jax.executor.calibrate import step_time_s, synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched.request_table import HIDDEN, KV
 from benchmarks.engine.cpu_throughput import add_model_flags, load, machine_rates
 from benchmarks.paper.common import new_file
 

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from apt_jax.config import CacheConfig
-from apt_jax.executor.buckets import GREEDY, SAMPLED, KindSet
+from apt_jax.core.kinds import KindSet
+from apt_jax.executor.buckets import GREEDY, SAMPLED
 from apt_jax.executor.plan import ExecutorPlan, plan_executor
 from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.runner import ProgramCall, ProgramRunner

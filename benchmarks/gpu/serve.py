@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import SLO, CacheMode
+from apt_jax.core.kinds import HIDDEN
 from apt_jax.errors import QueueFullError
 from apt_jax.executor import calibrate
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -25,7 +26,6 @@ from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.costs.fit import CostModel
 from apt_jax.sched.costs.hardware import Hardware
-from apt_jax.sched.request_table import HIDDEN
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import save_hardware
 from apt_jax.sim.recording import run_recorded

@@ -29,10 +29,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import StepBatch, calibrate
 from apt_jax.executor.buckets import GREEDY, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched.request_table import HIDDEN, KV
 from benchmarks.gpu import whole_model
 from benchmarks.gpu.harness import Stage, Table, ceilings
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from apt_jax import backends
 from apt_jax.config import CacheConfig, EngineConfig
+from apt_jax.core.kinds import HIDDEN
 from apt_jax.executor import StepBatch, StepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
@@ -22,7 +23,6 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.auto_dtype import with_auto_dtype
 from apt_jax.models.loading.resolve import read_model_config, resolve_model
 from apt_jax.models.params import ModelParams, abstract_params, is_norm_scale, param_names
-from apt_jax.sched.request_table import HIDDEN
 from apt_jax.sim.trace import draw_arrivals, load_trace
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.device_memory import set_memory_fraction

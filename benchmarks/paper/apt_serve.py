@@ -24,18 +24,9 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import SLO
+from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import Engine
-from apt_jax.sched import (
-    HIDDEN,
-    KV,
-    AptPolicy,
-    CacheKindSpec,
-    KnapsackProblem,
-    RequestTable,
-    SchedulerView,
-    StepCosts,
-    solve_greedy,
-)
+from apt_jax.sched import AptPolicy, KnapsackProblem, RequestTable, SchedulerView, StepCosts, solve_greedy
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import SimulationResult, simulate

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError
 from apt_jax.sched import (
     POLICIES,
-    CacheKindSpec,
     KnapsackProblem,
     RequestTable,
     SchedulerView,

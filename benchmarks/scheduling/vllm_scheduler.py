@@ -206,9 +206,10 @@ def our_steps(case: Case, policy: str = "vllm-v1") -> list[Step]:
     import numpy as np
 
     from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+    from apt_jax.core.kinds import CacheKindSpec
     from apt_jax.engine import Engine
     from apt_jax.request import EngineRequest, SamplingParams
-    from apt_jax.sched import CacheKindSpec, Plan, SchedulerView, make_policy
+    from apt_jax.sched import Plan, SchedulerView, make_policy
     from apt_jax.sim.executor import SimulatedExecutor
     from apt_jax.utils.clock import VirtualClock
 

@@ -13,7 +13,7 @@ from serve.bench.backends import Backend, RequestFailed, StreamEvent, Target, ra
 from serve.bench.load import BenchRequest
 from serve.client import AsyncAptClient, channel_credentials, is_http_port
 from serve.errors import CommandError
-from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.protos.words import cache_kind_name, finish_reason_name
 from serve.slo_headers import TIER_KEY, TIER_OF_CLASS
 
 vllm: Any = vllm_engine_pb2  # generated without types that checkers can follow
@@ -100,12 +100,11 @@ class AptBackend:
                 event = StreamEvent(num_tokens=len(message.token_ids))
                 if message.HasField("finish"):
                     finish = message.finish
-                    event.finish_reason = _word(pb.FinishReason.Name(finish.reason))
+                    event.finish_reason = finish_reason_name(finish.reason)
                     event.prompt_tokens = finish.usage.prompt_tokens
                     event.num_preemptions = finish.num_preemptions
                     event.recomputed_tokens = finish.recomputed_tokens
-                    if finish.cache_kind:
-                        event.cache_kind = _word(pb.CacheKind.Name(finish.cache_kind))
+                    event.cache_kind = cache_kind_name(finish.cache_kind)
                 yield event
         except grpc.aio.AioRpcError as error:
             raise _failed(error) from None
@@ -114,11 +113,6 @@ class AptBackend:
 
     async def close(self) -> None:
         await self._client.close()
-
-
-def _word(name: str) -> str:
-    """``FINISH_REASON_STOP`` and ``CACHE_KIND_KV`` as "stop" and "kv"."""
-    return name.removeprefix("FINISH_REASON_").removeprefix("CACHE_KIND_").lower()
 
 
 class VllmBackend:

@@ -21,6 +21,7 @@ from serve.cli.server_chat import ServerChat, fetch_chat
 from serve.client import HTTP_SCHEMES, AsyncAptClient
 from serve.grpc_api import messages
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.protos.words import cache_kind_name, finish_reason_name
 
 
 class LocalCompleter:
@@ -154,7 +155,7 @@ def verdict(finish: pb.Finish) -> str:
     usage, timings, slo = finish.usage, finish.timings, finish.slo
     parts = [
         f"{usage.prompt_tokens} prompt and {usage.completion_tokens} output tokens",
-        f"ended by {pb.FinishReason.Name(finish.reason).removeprefix('FINISH_REASON_').lower()}",
+        f"ended by {finish_reason_name(finish.reason)}",
     ]
     if timings.HasField("ttft_ms"):
         parts.append(f"TTFT {timings.ttft_ms:.1f} ms")
@@ -162,8 +163,7 @@ def verdict(finish: pb.Finish) -> str:
         parts.append(f"P99 TBT {timings.p99_tbt_ms:.1f} ms")
     if slo.HasField("ttft_ms") or slo.HasField("tbt_ms"):
         parts.append(f"objectives {'attained' if slo.attained else 'missed'}")
-    if finish.cache_kind:
-        kind = pb.CacheKind.Name(finish.cache_kind).removeprefix("CACHE_KIND_").lower()
+    if kind := cache_kind_name(finish.cache_kind):
         parts.append(f"{kind} cache")
     if finish.num_preemptions:
         parts.append(f"preempted {finish.num_preemptions} times")

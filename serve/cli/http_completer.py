@@ -13,11 +13,11 @@ from apt_jax.text.chat import Message
 from serve.cli.completer import TextChunk
 from serve.errors import CommandError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.protos.words import cache_kind, finish_reason
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 _DEFAULT_LEN = 4096
 """Context length, tokens, of servers that do not say theirs."""
-_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 class HttpCompleter:
@@ -168,7 +168,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
 
 def _note(finish: pb.Finish, choice: dict[str, Any]) -> None:
     """Note how an output ended, and our server's timings if they are there."""
-    finish.reason = _REASONS.get(choice["finish_reason"], pb.FINISH_REASON_UNSPECIFIED)
+    finish.reason = finish_reason(choice["finish_reason"])
     told = choice.get("aptjax")
     if not told:
         return
@@ -176,6 +176,5 @@ def _note(finish: pb.Finish, choice: dict[str, Any]) -> None:
         for field in message.DESCRIPTOR.fields:
             if (value := told[name].get(field.name)) is not None:
                 setattr(message, field.name, value)
-    kinds = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
-    finish.cache_kind = kinds.get(told["cache_kind"], pb.CACHE_KIND_UNSPECIFIED)
+    finish.cache_kind = cache_kind(told["cache_kind"])
     finish.num_preemptions = told["num_preemptions"]

@@ -39,6 +39,7 @@ from serve.demo.workload import (
 )
 from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.protos.words import cache_kind_name
 
 RUNS: tuple[tuple[str, str, CacheMode], ...] = (
     ("fcfs, KV cache", "fcfs", "kv"),
@@ -165,9 +166,8 @@ async def _run(
                 async for message in stream:
                     facts: dict[str, Any] = {}
                     if message.HasField("finish"):
-                        kind = pb.CacheKind.Name(message.finish.cache_kind).rpartition("_")[2].lower()
                         facts = {
-                            "cache_kind": kind,
+                            "cache_kind": cache_kind_name(message.finish.cache_kind),
                             "num_preemptions": message.finish.num_preemptions,
                         }
                     yield len(message.token_ids), message.text, facts

@@ -16,6 +16,7 @@ from apt_jax.request import Logprob, RequestMetrics
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import MAX_LOGPROBS
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+from serve.protos.words import cache_kind, finish_reason
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, milliseconds
 
 Metadata = Sequence[tuple[str, str | bytes]]
@@ -24,15 +25,9 @@ Metadata = Sequence[tuple[str, str | bytes]]
 _SAMPLING_SCALARS = tuple(
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated and field.message_type is None
 )
-_FINISH_REASONS = {
-    "stop": pb.FINISH_REASON_STOP,
-    "length": pb.FINISH_REASON_LENGTH,
-    "abort": pb.FINISH_REASON_ABORT,
-}
 _PROMPT_ENTRIES = 1024
 """Prompt tokens whose log probabilities one message holds: clients take 4 MiB unless told otherwise."""
 _SLO_CLASSES = {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
-_CACHE_KINDS = {"kv": pb.CACHE_KIND_KV, "hidden": pb.CACHE_KIND_HIDDEN}
 
 
 def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str, Any]:
@@ -180,7 +175,7 @@ def _ms(seconds: float | None) -> float | None:
 def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
     metrics = delta.metrics
     finish = pb.Finish(
-        reason=_FINISH_REASONS.get(delta.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+        reason=finish_reason(delta.finish_reason),
         usage=pb.Usage(
             prompt_tokens=int(delta.request.prompt_token_ids.size),
             completion_tokens=num_tokens,
@@ -188,7 +183,7 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
         ),
         timings=timings(metrics),
         slo=_slo_result(metrics, ok=delta.finish_reason in ("stop", "length")),
-        cache_kind=_CACHE_KINDS.get(metrics.cache_kind or "", pb.CACHE_KIND_UNSPECIFIED),
+        cache_kind=cache_kind(metrics.cache_kind),
         num_preemptions=metrics.num_preemptions,
         num_kind_switches=metrics.num_kind_switches,
         recomputed_tokens=metrics.recomputed_tokens,
@@ -302,19 +297,19 @@ def _iteration(iteration: Iteration, served_since_s: float, shown: Callable[[str
                 request_id=shown(row.request_id),
                 num_tokens=row.num_tokens,
                 start=row.start,
-                kind=_CACHE_KINDS[row.kind],
+                kind=cache_kind(row.kind),
             )
             for row in iteration.scheduled
         ],
         preempted=[
-            pb.PreemptedRow(request_id=shown(row.request_id), num_tokens=row.num_tokens, kind=_CACHE_KINDS[row.kind])
+            pb.PreemptedRow(request_id=shown(row.request_id), num_tokens=row.num_tokens, kind=cache_kind(row.kind))
             for row in iteration.preempted
         ],
         switched=[
             pb.KindSwitch(
                 request_id=shown(switch.request_id),
-                old=_CACHE_KINDS[switch.old],
-                new=_CACHE_KINDS[switch.new],
+                old=cache_kind(switch.old),
+                new=cache_kind(switch.new),
             )
             for switch in iteration.switched
         ],

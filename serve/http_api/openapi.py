@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import apt_jax
 from apt_jax import validation
+from apt_jax.core.kinds import KIND_NAMES
 from apt_jax.request import SamplingParams
 from apt_jax.text import chat, template_kwargs
 from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, FieldSpec, RequestLimits
@@ -753,7 +754,7 @@ def _answers() -> Schema:
             "ttft_ms": maybe_number, "tbt_ms": maybe_number, "class": {"enum": ["rt", "be"]},
             **{name: _FLAG for name in ("ttft_attained", "tbt_attained", "attained")},
         }),
-        "cache_kind": {"enum": ["kv", "hidden", None]},
+        "cache_kind": {"enum": [*KIND_NAMES, None]},
         **{n: _COUNT for n in ("cached_prompt_tokens", "num_preemptions", "num_kind_switches", "num_conversions", "recomputed_tokens")},
     })  # fmt: skip
     named = {"token": _STRING, "logprob": _NUMBER, "bytes": {"type": "array", "items": _integer(0, 255)}}

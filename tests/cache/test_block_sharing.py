@@ -8,12 +8,12 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from apt_jax.cache import NO_SLOT, BlockPool, CacheKind, HybridCache
+from apt_jax.cache import NO_SLOT, BlockPool, HybridCache
 from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import NULL_BLOCK
 from tests.cache.test_hybrid_cache import histories
 
-KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 SIZE = 4
 LARGEST = 8
 

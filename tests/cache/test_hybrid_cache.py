@@ -6,12 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from apt_jax.cache import NO_SLOT, BlockPool, CacheIntegrityError, CacheKind, HybridCache
+from apt_jax.cache import NO_SLOT, BlockPool, CacheIntegrityError, HybridCache
 from apt_jax.cache.prefix_tree import extend_digests
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import NULL_BLOCK
 from tests.support.cases import num_cases
-
-KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
 
 
 def histories(few: int, every: int) -> settings:

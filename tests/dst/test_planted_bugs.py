@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import KV, NO_KIND
 from apt_jax.engine import Engine
-from apt_jax.sched.request_table import KV, NO_KIND
 from tests.support.simulation_harness import SimulationError, simulate
 
 SEEDS = [3, 5, 56, 79, 194, 278, 32, 33, 1, 383, 0, 14, 16, 20, 37, 42, 96]

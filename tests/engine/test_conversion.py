@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.request import SamplingParams
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.plan_check import check_plan
-from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sched.step_packer import decode_plan, split_running
 from apt_jax.sched.view import Plan, SchedulerView
 from tests.support.fake_executor import BatchContractError, FakeExecutor, Fault, FaultKind

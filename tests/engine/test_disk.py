@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.engine.disk_reads import DiskReads
 from apt_jax.request import EngineRequest
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import num_cases
 from tests.support.fake_disk import FakeDisk
 from tests.support.fake_executor import FakeHostMemory

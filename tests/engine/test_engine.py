@@ -10,6 +10,7 @@ import pytest
 
 from apt_jax.cache import CacheIntegrityError
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
 from apt_jax.engine.commit import finish_reason
 from apt_jax.engine.timeline import TimelineLog
@@ -23,8 +24,7 @@ from apt_jax.errors import (
 from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.request import EngineRequest, Grammar, SamplingParams
 from apt_jax.sched import make_policy
-from apt_jax.sched.request_table import HIDDEN, KV
-from apt_jax.sched.view import CacheKindSpec, Plan, Policy, SchedulerView
+from apt_jax.sched.view import Plan, Policy, SchedulerView
 from apt_jax.structured.compiler import GrammarError
 from apt_jax.utils.clock import VirtualClock
 from tests.support.cases import num_cases

@@ -6,9 +6,9 @@ import itertools
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import StepBatch
 from apt_jax.sched import POLICIES
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import cover, num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import (

@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.errors import InvalidRequestError
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.fake_serving import Served, prompt
 
 ADAPTERS = ("french", "sql")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.engine import Engine
 from apt_jax.sched import POLICIES
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import VOCAB_SIZE, Served, prompt

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apt_jax.config import CacheConfig
+from apt_jax.core.kinds import HIDDEN, KV, KindSet
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NULL_BLOCK, StepBatch
 from apt_jax.executor.block_tables import SentTables
-from apt_jax.executor.buckets import CHANGES_PER_CALL, KindSet
+from apt_jax.executor.buckets import CHANGES_PER_CALL
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.packing import pack_changes, pack_forward
 from apt_jax.executor.plan import plan_executor
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.generation import greedy
 from tests.support.paged_driver import CONFIG, Driver, few_programs, make_executor, reference_greedy
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.base import StepBatch
 from apt_jax.executor.buckets import Buckets, PromptSize, prompt_buckets
 from apt_jax.executor.packing import StepFormat, pack_forward
 from apt_jax.request import SamplingParams
-from apt_jax.sched.request_table import HIDDEN, KV
 
 
 def buckets(tokens: int = 512, context: int = 2048, **changed: Any) -> Buckets:

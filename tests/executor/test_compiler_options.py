@@ -7,7 +7,8 @@ import pytest
 
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig
-from apt_jax.executor.buckets import EVERYTHING, GREEDY, KindSet
+from apt_jax.core.kinds import KindSet
+from apt_jax.executor.buckets import EVERYTHING, GREEDY
 from apt_jax.executor.compiler_options import TRITON_TOKENS, compiler_options, options_of_program, without_places
 from apt_jax.executor.plan import plan_executor
 from apt_jax.executor.pool_memory import PoolMemory

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, check_plan, make_policy
+from apt_jax.sched import Policy, check_plan, make_policy
 from apt_jax.utils.clock import WallClock
 from tests.support.paged_driver import GREEDY, draw_greedily
 from tests.support.parallel_cases import MODELS

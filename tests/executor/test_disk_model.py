@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.disk_store import FileStore
@@ -21,7 +22,7 @@ from apt_jax.executor.model_identity import model_identity
 from apt_jax.executor.prefix_files import PrefixFiles
 from apt_jax.frontend.builder import open_disk_store
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import CacheKindSpec, make_policy
+from apt_jax.sched import make_policy
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from tests.support.host_executor import make_host_executor

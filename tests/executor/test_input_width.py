@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from apt_jax.backends import attention_ops
 from apt_jax.cache import HybridCache
 from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -24,7 +25,7 @@ from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
+from apt_jax.sched import Policy, make_policy
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import SchedulerView
 from apt_jax.utils.clock import WallClock

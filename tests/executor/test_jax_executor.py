@@ -13,6 +13,7 @@ import pytest
 
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.errors import ConfigError
 from apt_jax.executor import NO_TOKEN
 from apt_jax.executor import buckets as buckets_module
@@ -26,7 +27,6 @@ from apt_jax.models.reference import forward
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import ALL
 from tests.support.paged_driver import (
     CONFIG,

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.errors import ConfigError
 from apt_jax.executor.prefix_files import PrefixFiles, StoredGroup
-from apt_jax.sched.request_table import HIDDEN, KV
 
 BLOCK_BYTES = 256
 IDENTITY = bytes(range(32))

@@ -5,11 +5,10 @@ import pytest
 
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig
-from apt_jax.executor.buckets import KindSet
+from apt_jax.core.kinds import HIDDEN, KV, KindSet
 from apt_jax.executor.plan import plan_executor
 from apt_jax.executor.programs import Programs
 from apt_jax.models.sharding import TensorParallel
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.parallel_cases import MODELS
 
 BOTH = KindSet(kv=True, hidden=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.engine.stats import EngineStats
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -21,7 +22,7 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.models.reference import forward
 from apt_jax.request import EngineRequest, PromptLogprobs, SamplingParams
-from apt_jax.sched import CacheKindSpec, Policy, make_policy
+from apt_jax.sched import Policy, make_policy
 from apt_jax.utils.clock import WallClock
 from tests.support.fake_grammars import FakeGrammar
 from tests.support.parallel_cases import MODELS

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import StepBatch
 from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched import HIDDEN, KV, Policy, make_policy
+from apt_jax.sched import Policy, make_policy
 from tests.support.cases import num_cases
 from tests.support.host_executor import make_host_executor
 from tests.support.paged_driver import GREEDY, Driver, few_programs, make_executor, reference_greedy

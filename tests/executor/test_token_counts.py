@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.token_counts import IN_PROMPT, SentCounts
 from apt_jax.request import SamplingParams
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.paged_driver import Driver, draw_greedily, few_programs, make_executor, padded_forward
 
 SLOTS, VOCAB = 3, 9

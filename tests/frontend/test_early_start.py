@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.buckets import SAMPLED
 from apt_jax.executor.ready_programs import TRANSFERS, ProgramName
 from apt_jax.frontend.early_start import BackgroundPreparation, Unprepared
 from apt_jax.request import SamplingParams
 from apt_jax.sched import make_policy
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.executor.test_jax_executor import (
     GRAPHS,
     PROMPTS,

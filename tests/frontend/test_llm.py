@@ -17,6 +17,7 @@ import pytest
 
 from apt_jax import LLM, SLO, SamplingParams
 from apt_jax.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
 from apt_jax.frontend.builder import build_engine, use_compile_cache
 from apt_jax.frontend.components import build_components, with_policy
@@ -26,7 +27,6 @@ from apt_jax.frontend.progress import ProgressBars
 from apt_jax.models import LoadedModel, load_model
 from apt_jax.models.reference import forward
 from apt_jax.request import CompletionOutput, RequestOutput, StructuredOutputsParams
-from apt_jax.sched import CacheKindSpec
 from apt_jax.utils.activity import activity
 from tests.support.caches import calibrations_apart
 from tests.support.cases import ALL

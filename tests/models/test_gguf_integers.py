@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, EngineConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.errors import ModelLoadError
 from apt_jax.executor.calibrate import step_time_s, synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -19,7 +20,6 @@ from apt_jax.models.decoder import logits
 from apt_jax.models.quantize import widen_keys
 from apt_jax.models.weight_layout import fuse_products
 from apt_jax.ops.weights import GroupedMatrix
-from apt_jax.sched.request_table import HIDDEN, KV
 from benchmarks.engine.perplexity import hidden_states
 from tests.support import gguf_models
 from tests.support.gguf_models import hf_tensors, write_gguf

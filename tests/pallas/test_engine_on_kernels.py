@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from apt_jax.config import HiddenAttention
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import buckets
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
-from apt_jax.sched.request_table import HIDDEN, KV
 from tests.support.cases import cover
 from tests.support.paged_driver import CONFIG, PARAMS, Driver, few_programs, make_executor, reference_greedy
 from tests.support.parallel_cases import MODELS

@@ -13,12 +13,12 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from apt_jax.config import CacheMode
+from apt_jax.core.kinds import KV
 from apt_jax.cpu import build
 from apt_jax.executor import pool_memory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.models.params import dummy_params
-from apt_jax.sched import KV
 from tests.support.paged_driver import CONFIG, Driver, few_programs, make_executor
 
 build.load()

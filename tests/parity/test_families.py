@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from apt_jax.config import EngineConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.models import forward, load_model
 from apt_jax.models.decoder import logits
 from apt_jax.models.loading.loader import LoadedModel
-from apt_jax.sched import HIDDEN, KV
 from tests.support.family_models import MODELS
 from tests.support.paged_driver import Driver, make_executor
 

@@ -5,9 +5,9 @@ import pytest
 
 from apt_jax.assets import ASSETS, sonnet_prompts
 from apt_jax.config import EngineConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.models.loading.loader import load_model
 from apt_jax.request import SamplingParams
-from apt_jax.sched import HIDDEN, KV
 from tests.support.cases import num_cases
 from tests.support.generation import CONDITIONS, MODES, greedy, make_executor
 from tests.support.paged_driver import Driver

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from apt_jax.config import EngineConfig
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.frontend.builder import load_adapters
 from apt_jax.models import load_model
 from apt_jax.models.decoder import logits
-from apt_jax.sched import HIDDEN, KV
 from tests.support.lora_adapters import write_adapter
 from tests.support.paged_driver import Driver, make_executor
 

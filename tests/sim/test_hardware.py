@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.errors import ConfigError
 from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sim.hardware import known_hardware, load_hardware, save_hardware
 from tools.measured_hardware import DATA, describe
 

@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError
-from apt_jax.sched import CacheKindSpec, StepCosts, UnifiedPolicy, make_policy
+from apt_jax.sched import StepCosts, UnifiedPolicy, make_policy
 from apt_jax.sim.optimal.baselines import fcfs_schedule, policy_schedule
 from apt_jax.sim.optimal.check import check_schedule
 from apt_jax.sim.optimal.problem import (

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO
+from apt_jax.core.kinds import HIDDEN
 from apt_jax.errors import ConfigError
 from apt_jax.executor import StepBatch
-from apt_jax.sched import HIDDEN, POLICIES, Plan, SchedulerView, make_policy
+from apt_jax.sched import POLICIES, Plan, SchedulerView, make_policy
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware

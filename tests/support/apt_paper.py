@@ -8,7 +8,8 @@ can begin in it.
 
 import dataclasses
 
-from apt_jax.sched import HIDDEN, KV, NO_KIND, SchedulerView
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND
+from apt_jax.sched import SchedulerView
 
 NEAR_ZERO = 1e-9
 LEAST_PENDING_S = 1e-6

@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
+from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.executor import HostMemory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import HIDDEN, KV, CacheKindSpec, Policy, make_policy
+from apt_jax.sched import Policy, make_policy
 from apt_jax.utils.clock import WallClock
 
 CONDITIONS = ["one at a time", "batched", "forced preemptions", "chunked prefill"]

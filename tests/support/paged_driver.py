@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
+from apt_jax.core.kinds import KV
 from apt_jax.executor import TOKEN_ON_DEVICE, Executor, MaskedStepHandle, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
@@ -17,7 +18,6 @@ from apt_jax.models.reference import forward
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams
-from apt_jax.sched.request_table import KV
 from tests.support.cases import ALL
 
 CONFIG = ModelConfig(

@@ -6,18 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.sched import (
-    HIDDEN,
-    KV,
-    NO_KIND,
-    CacheKindSpec,
-    Plan,
-    Policy,
-    RequestTable,
-    SchedulerView,
-    StepCosts,
-    check_plan,
-)
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
+from apt_jax.sched import Plan, Policy, RequestTable, SchedulerView, StepCosts, check_plan
 
 
 def kinds(mode: str = "hybrid", base_s: float = 0.0, per_token_s: float = 1e-5) -> tuple[CacheKindSpec, CacheKindSpec]:

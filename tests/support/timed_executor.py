@@ -14,10 +14,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV, KindSet
 from apt_jax.executor import StepBatch
-from apt_jax.executor.buckets import Buckets, KindSet, PromptSize, bucket_for, padded_prefix
+from apt_jax.executor.buckets import Buckets, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched.request_table import HIDDEN, KV
 
 LAYERS, WIDTH, PIECE = 40, 5120, 8192
 KV_BYTES = LAYERS * 2 * WIDTH * 2

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
-from apt_jax.sched.request_table import HIDDEN, KV
-from apt_jax.sched.view import CacheKindSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.costs.programs import ProgramCosts
-from apt_jax.sched.view import CacheKindSpec
 
 MODES = ("kv", "reproject", "absorb")
 COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")
@@ -137,7 +137,7 @@ class Hardware:
         *,
         rho_us: float | None = None,
     ) -> tuple[CacheKindSpec, CacheKindSpec]:
-        """Both cache kinds, indexed by `sched.request_table.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
+        """Both cache kinds, indexed by `core.kinds.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
 
         Args:
             cache: kinds that may be used. ``hybrid`` means KV where the model has no hidden kind.

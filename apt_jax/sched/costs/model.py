@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.request_table import HIDDEN
+from apt_jax.core.kinds import HIDDEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.request_table import HIDDEN, KV
+from apt_jax.core.kinds import HIDDEN, KV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.sched.conversion import with_conversions
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
-from apt_jax.sched.request_table import HIDDEN, KV
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,

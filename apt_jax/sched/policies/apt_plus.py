@@ -4,11 +4,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import KV
 from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
 from apt_jax.sched.policies.apt import growth
-from apt_jax.sched.request_table import KV
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,

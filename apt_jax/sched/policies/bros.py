@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN
 from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.policies.overdue import OverdueRequests, share_of_step
-from apt_jax.sched.request_table import HIDDEN
 from apt_jax.sched.step_packer import (
     Rows,
     allowed_kinds,

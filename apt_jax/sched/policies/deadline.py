@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import KV
 from apt_jax.sched.policies.bros import prefix_step_s
 from apt_jax.sched.policies.vllm_v1 import BUDGET
-from apt_jax.sched.request_table import KV
 from apt_jax.sched.step_packer import (
     RequestNotes,
     Rows,

@@ -6,9 +6,9 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.kinds import HIDDEN, KV, NO_KIND
 from apt_jax.sched.conversion import with_conversions
 from apt_jax.sched.policies.fcfs import FcfsPolicy
-from apt_jax.sched.request_table import HIDDEN, KV, NO_KIND
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.request_table import KV, NO_KIND
+from apt_jax.core.kinds import KV, NO_KIND
 from apt_jax.sched.step_packer import Rows
 from apt_jax.sched.view import Plan, Policy, SchedulerView, converts
 

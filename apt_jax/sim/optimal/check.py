@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from apt_jax.sched.request_table import NO_KIND
+from apt_jax.core.kinds import NO_KIND
 from apt_jax.sim.optimal.problem import BatchRow, OptimalBatch, OptimalProblem, OptimalSchedule
 
 

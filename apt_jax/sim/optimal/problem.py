@@ -4,9 +4,8 @@ import dataclasses
 import math
 from typing import Literal
 
+from apt_jax.core.kinds import HIDDEN, CacheKindSpec
 from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.request_table import HIDDEN
-from apt_jax.sched.view import CacheKindSpec
 
 Objective = Literal["latency", "completion", "ttft", "slo"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "completion", "ttft", "slo")

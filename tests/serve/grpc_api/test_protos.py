@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from apt_jax.core.kinds import KIND_NAMES
+from serve.protos import words
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,3 +35,13 @@ def test_every_field_has_a_comment_or_speaks_for_itself():
             if field.name.endswith("_ms") and message.name in ("Slo", "Timings", "GenerateRequest"):
                 place = next(i for i, x in enumerate(lines) if f" {field.name} = " in x)
                 assert "illiseconds" in " ".join(lines[place - 2 : place]), field.full_name
+
+
+def test_every_cache_kind_and_finish_reason_has_a_word_that_leads_back_to_it():
+    kinds = [value for value in pb.CacheKind.values() if value]
+    assert [words.cache_kind_name(value) for value in kinds] == list(KIND_NAMES)
+    assert [words.cache_kind(name) for name in KIND_NAMES] == kinds
+    assert words.cache_kind_name(pb.CACHE_KIND_UNSPECIFIED) is None
+    assert words.cache_kind(None) == pb.CACHE_KIND_UNSPECIFIED
+    reasons = pb.FinishReason.values()
+    assert [words.finish_reason(words.finish_reason_name(value)) for value in reasons] == reasons

@@ -21,10 +21,11 @@ from smg_grpc_proto.generated import common_pb2
 
 from apt_jax import LLM
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched import CacheKindSpec, make_policy
+from apt_jax.sched import make_policy
 from apt_jax.utils.clock import VirtualClock
 from serve.grpc_api import vllm_service as vllm_grpc
 from serve.grpc_api.server import GrpcServer, ServerConfig

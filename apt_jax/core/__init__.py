@@ -1,0 +1,1 @@
+"""The vocabulary of the engine's parts, under all of them: NumPy only."""
