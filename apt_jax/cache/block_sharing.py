@@ -36,7 +36,7 @@ from apt_jax.cache.group_pool import GroupPool
 from apt_jax.executor import NULL_BLOCK
 
 Place = tuple[int, int]
-"""A request's slot (its place among those that hold cache) and an entry of its block table."""
+"""A request's slot, its index among requests with cache, and an entry of its block table."""
 
 
 class HostBlocks(Protocol):
@@ -138,7 +138,7 @@ class _Shared:
 
 
 class BlockSharing:
-    """Groups with two users, from which end each has them, and what has been checkpointed.
+    """Groups with two users: the end from which each uses them, and their checkpoints.
 
     Args:
         cache: whose block tables these are.
@@ -230,7 +230,7 @@ class BlockSharing:
         return blocks[slots]
 
     def preemptible(self, kind: int, running: set[int]) -> list[Place]:
-        """Groups that best-effort requests have alone, those with the most empty slots first (`FindPreemptBlock`).
+        """Groups used only by best-effort requests, most empty slots first (`FindPreemptBlock`).
 
         Args:
             kind: of the groups.
@@ -240,8 +240,7 @@ class BlockSharing:
         return [place for place in zip(slots.tolist(), entries.tolist(), strict=True) if place[0] not in running]
 
     def lone_groups(self, kind: int, *, down: bool) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Groups of requests of one class that nobody else has, those with the most empty slots first; of equal ones
-        those of the latest request, the last first.
+        """Unshared groups of requests of one class, most empty slots first; ties: the latest request's, last first.
 
         Args:
             kind: of the groups.
@@ -454,7 +453,7 @@ class BlockSharing:
         groups.in_use[int(self._cache.kind[slot])] += 1
 
     def _join(self, slot: int, entry: int, place: Place, *, down: bool) -> None:
-        """Have a request share a group that another one has alone."""
+        """Share another request's unshared group with a request."""
         groups, tables = self._groups, self._cache.tables
         other, their_entry = place
         first = int(tables[other, 0, their_entry])
@@ -481,7 +480,7 @@ class BlockSharing:
         self._hold(slot, entry, ids)
 
     def _leave(self, slot: int, first: int) -> None:
-        """Take a request from a shared group, which is the other's alone from now on."""
+        """Remove a request from a shared group; the other one keeps it."""
         groups = self._groups
         own, other = self.shared.pop(first).sides(slot)
         for each in (slot, other[0]):
@@ -534,7 +533,7 @@ class BlockSharing:
             self.num_holes[slot] += 1
 
     def _load(self, slot: int, num_tokens: int) -> None:
-        """Load what a request of `num_tokens` positions lacks into its groups, all of which it has again."""
+        """Load missing positions of a request of `num_tokens` positions into its groups, which it holds again."""
         table = self.preempted.pop(slot, {})
         for entry, checkpoint in table.items():
             require(checkpoint.host.size, "a request goes on whose slots were lost")
@@ -554,7 +553,7 @@ class BlockSharing:
             self.loaded_slots[self._cache.kind[slot]] += num
 
     def _cancel_saves(self, slot: int, checkpoint: Checkpoint) -> None:
-        """Do not save what this step was to save of a group."""
+        """Cancel this step's saves of a group."""
         host = set(checkpoint.host.tolist())
         self.saved_slots[self._cache.kind[slot]] -= checkpoint.kept_before - checkpoint.kept
         self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]

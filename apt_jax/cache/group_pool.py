@@ -91,7 +91,7 @@ class GroupPool:
         return self.pool.num_free + self.num_idle_blocks
 
     def allocate(self, num: int) -> NDArray[np.int32] | None:
-        """Take `num` blocks, empty ones first, then those of idle groups; None where both together are too few."""
+        """Take `num` blocks, empty ones first, then blocks of idle groups; None if both together are too few."""
         if num > self.pool.num_free:
             if num > self.num_free:
                 return None
@@ -145,7 +145,7 @@ class GroupPool:
             self.tracker.used(self.prefixes.node_of[int(changed[0])])
 
     def _mark_exclusive(self, firsts: NDArray[np.int32]) -> None:
-        """These groups have one holder left, who is charged for them from now on."""
+        """Charge these groups to their last holder."""
         if firsts.size:
             np.add.at(self.num_private, self.slot_sum[firsts], 1)
             self.ownership_changed = True
@@ -163,7 +163,7 @@ class GroupPool:
         return self._load(self.tier, nodes, slot)
 
     def _load(self, tier: HostTier, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
-        """`share` of groups some of which are in host memory alone."""
+        """`share` of groups of which some are only in host memory."""
         kind = nodes[0].kind
         present = [node for node in nodes if node.block != NULL_BLOCK]
         missing = [node for node in nodes if node.block == NULL_BLOCK]
@@ -306,7 +306,7 @@ class GroupPool:
             self.tracker.registered(new)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
-        """Take back the expectation that these groups will be registered, and free those that nobody holds."""
+        """Withdraw groups that were announced for registration, and free the unheld ones."""
         same = self.generation[firsts] == generations
         self.is_expected[firsts[same]] = False
         for first in firsts[same].tolist():
@@ -440,7 +440,7 @@ class GroupPool:
         return node
 
     def write_all(self, save: Callable[[NDArray[np.int32]], None], goes_on: Callable[[], bool]) -> None:
-        """Write all registered groups to disk, those that were used last first; nothing is held.
+        """Write all registered groups to disk, most recently used first; nothing is held.
 
         Args:
             save: saves blocks, as `StepBatch.saves`, between two steps.

@@ -164,7 +164,7 @@ class HybridCache:
         return held * self._cost[self.kind[slots]]
 
     def num_private_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Blocks that taken slots hold alone."""
+        """Blocks with one holder among the slots in use."""
         return self.num_private[slots] * self._cost[self.kind[slots]]
 
     def blocks_by_kind(self) -> dict[int, int]:
@@ -174,7 +174,7 @@ class HybridCache:
     # --- taking and giving back ------------------------------------------------------------------------------------
 
     def reserve(self, owner: int, num_tokens: int, kind: int) -> bool:
-        """Make room for the owner's positions [0, num_tokens), keeping what it has; takes a slot at the first call.
+        """Make room for the owner's positions [0, num_tokens), keeping its blocks; takes a slot at the first call.
 
         Returns:
             False when blocks or a slot are lacking; then nothing has changed.
@@ -379,7 +379,7 @@ class HybridCache:
         return slot
 
     def widen_tables(self, groups: int) -> None:
-        """Make room for so many groups in a row of `tables`."""
+        """Make room for this number of groups in a row of `tables`."""
         old = self.tables
         if groups <= old.shape[2]:
             return
@@ -411,7 +411,7 @@ class HybridCache:
         return True
 
     def drop_lost(self, nodes: Sequence[Node]) -> None:
-        """Drop groups whose copies in host memory are lost, and what builds on them."""
+        """Drop groups whose copies in host memory are lost, and their descendants."""
         for node in nodes:
             if self.groups.prefixes.find(node.kind, node.digest) is node:  # it is not below another
                 self.groups.drop(node)
@@ -477,7 +477,7 @@ class HybridCache:
         self.groups.discard(firsts, generations)
 
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
-        """Drop what is registered on this path behind its first `begin` groups."""
+        """Drop the registered groups of this path after its first `begin`."""
         if begin < len(digests):
             if self.tier is not None and self.tier.disk is not None:
                 self.tier.disk.remove(kind, digests[begin:])
@@ -524,10 +524,10 @@ class HybridCache:
         return np.where(self.sharing.downwards(slots, tables.shape[2])[:, None], -tables, tables)
 
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
-        """Check that nobody else reads the groups that positions from `start` on are written to.
+        """Check that no other request reads the groups that positions from `start` on are written to.
 
         Raises:
-            CacheIntegrityError: such a group is registered, or somebody else holds it as well.
+            CacheIntegrityError: such a group is registered, or has another holder.
         """
         if self.prefixes is None:
             return

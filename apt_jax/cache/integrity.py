@@ -80,7 +80,7 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
 
 
 def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Recount who holds which group; returns all blocks in use."""
+    """Recount the holders of every group; returns all blocks in use."""
     groups = cache.groups
     num_groups = cache.num_groups[taken]
     within = (np.arange(cache.tables.shape[2]) < num_groups[:, None]) & (cache.tables[taken, 0] != NULL_BLOCK)

@@ -24,9 +24,9 @@ class _Placed(NamedTuple):
     held: int
     """Groups from the root that requests hold."""
     resident: int
-    """Groups before the first that is in host memory alone."""
+    """Groups before the first one that is only in host memory."""
     num_host: int
-    """Groups that are in host memory alone."""
+    """Groups that are only in host memory."""
 
 
 class Hit(NamedTuple):
@@ -76,7 +76,7 @@ class PrefixHitTracker:
         self.restores: Callable[[int, int, int, int, int], bool] | None = None
         self.converts: Callable[[Hit, Hit, int], bool] | None = None
         self._own: dict[tuple[int, int], Hit] = {}
-        """By row and kind, what waiting requests find without conversion; kept where they may convert."""
+        """Cached prefixes of waiting requests without conversion, by row and kind; kept where they may convert."""
         self._converted: set[int] = set()
         self._place: dict[int, dict[int, Node]] = {}
         self._digests: dict[int, Sequence[list[bytes]]] = {}

@@ -35,7 +35,7 @@ def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
 
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: NDArray[np.int32], block_size: int) -> None:
-    """Append the digests of those full groups of `tokens`, `block_size` tokens each, that `digests` lacks."""
+    """Append the missing digests of the full groups of `tokens`, `block_size` tokens each."""
     num = len(digests)
     full = tokens.size // block_size
     if num >= full:
@@ -125,7 +125,7 @@ class PrefixTree:
         self._by_digest[node.kind][node.digest] = node
 
     def place(self, node: Node, block: int) -> None:
-        """A group that was in host memory alone is on the device too, with this first block."""
+        """Record that a group of host memory is now on the device too, with this first block."""
         node.block = block
         self.node_of[block] = node
         self.is_registered[block] = True

@@ -58,11 +58,11 @@ class Queue:
     uncached_tokens: int
     """Positions to be computed for the requests that come before the new one."""
     uncached_requests: int
-    """Number of those requests."""
+    """Number of these requests."""
     missing_blocks: int
-    """Blocks that they and the new request need beyond those that are free; negative: so many are left."""
+    """Blocks that they and the new request need beyond the free ones; negative: free blocks left."""
     missing_slots: int
-    """Slots of the batch that they need beyond those that are free."""
+    """Slots of the batch that they need beyond the free ones."""
     blocks_per_s: float
     """Recent rate of blocks given back by requests that end; 0: not known."""
     requests_per_s: float
@@ -342,7 +342,7 @@ class AdmissionController:
         self.can_mask = can_mask
 
     def check(self, request: EngineRequest, costs: StepCosts) -> tuple[int, float | None]:
-        """Reject what cannot be served.
+        """Reject requests that cannot be served.
 
         The check is on prompt + `max_tokens`: a request that fits a pool of its own always ends, since the policy can
         give it the whole pool. A kind that could hold only a part of it must never be chosen, or it would run until
@@ -393,7 +393,7 @@ class AdmissionController:
         return self._states.prefixes.num_cached(request) if asks else 0
 
     def min_blocks_for(self, num_tokens: int) -> int:
-        """Count the blocks of so many positions in the kind on offer that takes fewest."""
+        """Count the blocks of these positions in the cheapest kind on offer."""
         return min(self._cache.blocks_needed(num_tokens, kind) for kind in self._offered)
 
     def queue_snapshot(self, costs: StepCosts) -> QueueSnapshot:

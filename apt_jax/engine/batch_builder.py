@@ -76,7 +76,7 @@ class PlanFilter:
         return may
 
     def valid_rows(self, plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
-        """Return rows, numbers of tokens and kinds of a plan, without those that cannot run."""
+        """Return rows, numbers of tokens and kinds of a plan, without rows that cannot run."""
         rows, num_tokens, kind = (
             np.asarray(plan.rows, np.int32),
             np.asarray(plan.num_tokens, np.int32),
@@ -325,7 +325,7 @@ class BatchBuilder:
         return found, sources
 
     def _count_restore(self, row: int, kind: int, found: int) -> None:
-        """Count how a request that begins goes on with what it has found."""
+        """Count how a request that begins uses its cached prefix."""
         copied, hits = self._from_host.pop(row, 0), self._states.prefixes.hits
         assert hits is not None
         self._counters.host_hit_tokens += copied if found else 0
@@ -437,7 +437,7 @@ class BatchBuilder:
         return ok
 
     def _lost_slots(self, sharing: BlockSharing, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(n,) whether what a request has in host memory is lost."""
+        """(n,) True: the request's cache in host memory is lost."""
         if not sharing.preempted:
             return np.zeros(slots.size, np.bool_)
         spans, owners = sharing.lacking(slots)
@@ -576,7 +576,7 @@ class BatchBuilder:
     # --- after dispatch --------------------------------------------------------------------------------------------
 
     def account(self, batch: StepBatch, rows: NDArray[np.int32], requests: list[RequestState]) -> list[FilledBlocks]:
-        """Count what a dispatched step will have done; returns the groups that it will have filled."""
+        """Advance the counts by a dispatched step; returns the groups that it fills."""
         states, table, cache = self._states, self._table, self._cache
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end

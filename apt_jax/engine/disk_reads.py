@@ -21,7 +21,7 @@ from apt_jax.executor import DiskRead, DiskStore
 from apt_jax.utils.clock import Clock
 
 _STALLED_S = 2.0
-"""A read that returns nothing for so long is cancelled."""
+"""Seconds after which a read without a result is cancelled."""
 _NEWEST = 0.1
 """Weight of the last read in the speed of reads."""
 _FORGOTTEN = 0.05
@@ -32,7 +32,7 @@ _IDLE_WAIT_S = 0.005
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    """A read, and who waits for it."""
+    """A read, and the requests that wait for it."""
 
     of_disk: DiskRead
     digests: list[bytes]
@@ -152,7 +152,7 @@ class DiskReads:
         self._disk.wait(_IDLE_WAIT_S)
 
     def take(self) -> None:
-        """Give blocks of host memory to what has been read, and show policies the requests that have it all."""
+        """Register groups that have been read in host memory, and show policies the requests whose reads are complete."""
         for read in self._reads.copy():
             of_disk = read.of_disk
             is_done = of_disk.is_done  # before the last look at what there is
@@ -194,7 +194,7 @@ class DiskReads:
                 self.begin(self._states.state(row))
 
     def check_integrity(self) -> None:
-        """Check that the requests that are held are those that wait for a read."""
+        """Check that exactly the requests that wait for a read are held."""
         held = self._states.held.nonzero()[0].tolist()
         assert sorted(self._of_row) == held, "requests are held that wait for nothing"
         assert all(row in read.rows for row, read in self._of_row.items()), "a read without its request"

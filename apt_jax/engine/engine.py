@@ -96,7 +96,7 @@ logger = logging.getLogger("apt_jax.engine")
 CLOSE_S = 20.0
 """Most that the end of an engine waits for cached prefixes to be written to disk, seconds."""
 _COST_ERROR_EVERY = 8
-"""One in so many steps is compared with the cost model."""
+"""Steps per comparison with the cost model."""
 
 
 class Engine:
@@ -632,7 +632,7 @@ class Engine:
         return self._controller.num_cached(request)
 
     def min_blocks_for(self, num_tokens: int) -> int:
-        """Count the blocks of so many positions in the kind on offer that takes fewest. For any thread."""
+        """Count the blocks of these positions in the cheapest kind on offer. For any thread."""
         return self._controller.min_blocks_for(num_tokens)
 
     def queue_snapshot(self) -> QueueSnapshot:

@@ -133,7 +133,7 @@ class IterationSubscription:
             await self._has_unread.wait()
 
     def take(self) -> IterationBatch:
-        """Return what is unread now, without waiting; from any thread."""
+        """Return unread events without waiting; from any thread."""
         with self._lock:
             batch = IterationBatch(num_dropped=self._num_dropped, iterations=list(self._unread))
             self._unread.clear()

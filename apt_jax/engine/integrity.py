@@ -108,7 +108,7 @@ def check_engine(states: RequestStates, offered: Sequence[int], pending: InFligh
 
 
 def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.int32]) -> None:
-    """Look up again what each waiting request would find, and compare."""
+    """Look up the cached prefix of each waiting request again, and compare."""
     table, cache = states.table, states.cache
     hits = states.prefixes.hits
     cached_prefix_tokens, host_prefix_tokens, shared_prefix_blocks = (

@@ -19,7 +19,7 @@ STALL_LIMIT = 100
 
 
 class PolicyRunner:
-    """Owner of the policy, and of what is known of its mistakes.
+    """Owner of the policy and of the counts of its mistakes.
 
     Args:
         policy: decides each iteration.

@@ -37,7 +37,7 @@ class PromptScores:
         return PromptTargets(position=begin, token_ids=self._targets[begin:end]) if begin < end else None
 
     def add(self, targets: PromptTargets, found: PromptLogprobs) -> bool:
-        """Keep what a step has returned, unless another one has before.
+        """Keep the scores that a step has returned, unless an earlier step has.
 
         Returns:
             False: the model's output is not finite, and nothing was kept.

@@ -119,7 +119,7 @@ class RequestState:
 
     @property
     def needs_all_states(self) -> bool:
-        """True while what it asks of its prompt is missing: cached positions have neither states nor logits."""
+        """True while requested outputs of its prompt are missing: cached positions have neither states nor logits."""
         if self.pooled is not None and self.pooled.needs_all_states:
             return True
         return self.prompt_scores is not None and not self.prompt_scores.is_complete

@@ -96,7 +96,7 @@ class RequestPrefixes:
         return digests
 
     def track(self, state: RequestState, pinned_kind: int) -> None:
-        """Keep in the table what a waiting request would find, until `untrack`."""
+        """Keep a waiting request's cached prefix in the table, until `untrack`."""
         if self.hits is None:
             return
         kinds = [int(k) for k in self._offered if pinned_kind in (NO_KIND, k)]
@@ -263,7 +263,7 @@ class RequestStates(ColumnTable):
         costs: StepCosts,
         can_convert: bool,
     ) -> SchedulerView:
-        """Return what a policy is shown."""
+        """Return the policy's view of the requests."""
         table, cache = self.table, self.cache
         waiting, running = self.by_rank()
         unseen = (self.in_flight[waiting] > 0) | self.held[waiting]
@@ -363,7 +363,7 @@ class RequestStates(ColumnTable):
         self.await_hits(state)
 
     def await_hits(self, state: RequestState) -> None:
-        """Keep in the table what a waiting request would find cached. Not while a token of it is in flight."""
+        """Keep a waiting request's cached prefix in the table. Not while a token of it is in flight."""
         if not self.in_flight[state.row]:
             self.prefixes.track(state, int(self.pinned_kind[state.row]))
 
@@ -467,7 +467,7 @@ class RequestStates(ColumnTable):
         self.cache.ownership_changed = False
 
     def sync_checkpoints(self) -> None:
-        """Update what running rows have checkpointed."""
+        """Update the checkpoints of running rows."""
         if self.cache.sharing is not None:
             rows = self.rows(RUNNING)
             self.table.checkpointed_blocks[rows] = self.cache.sharing.checkpointed_blocks(self.slot[rows])

@@ -13,7 +13,7 @@ from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.sched.costs.model import StepCosts
 
 RESTORES = ("kv", "hidden", "converted", "recomputed")
-"""Ways in which a request goes on that finds groups in host memory alone (`EngineStats.restores`)."""
+"""Ways to continue a request that finds groups only in host memory (`EngineStats.restores`)."""
 
 
 class RestoreChoice:
@@ -50,20 +50,20 @@ class RestoreChoice:
         return copy_s <= self.compute_s(kind, total - resident, resident)
 
     def converts(self, converted: Hit, kv: Hit, total: int) -> bool:
-        """Tell whether keys and values had better be computed from cached layer inputs, as `PrefixHitTracker.converts`."""
+        """True if computing keys and values from cached layer inputs is cheaper, as `PrefixHitTracker.converts`."""
         own_s = self.copy_s(KV, kv.host) + self.compute_s(KV, total - kv.tokens, kv.tokens)
         conversion_s = self._costs().conversion_s(converted.tokens)
         rest_s = self.compute_s(KV, total - converted.tokens, converted.tokens)
         return self.copy_s(HIDDEN, converted.host) + conversion_s + rest_s < own_s
 
     def copy_s(self, kind: int, num_tokens: int) -> float:
-        """Seconds to load so many positions."""
+        """Seconds to load positions."""
         costs = self._costs()
         num_blocks = -(-num_tokens // self._block_sizes[kind]) * self._per_group[kind]
         return costs.transfer_s(0, num_blocks)
 
     def compute_s(self, kind: int, num_tokens: int, start: int) -> float:
-        """Seconds to compute so many positions over `start` cached ones."""
+        """Seconds to compute positions over `start` cached ones."""
         costs = self._costs()
         if num_tokens == 1 and start:
             return costs.decode_base_s + costs.decode_row_s(start, kind)

@@ -37,8 +37,7 @@ class EngineStats:
     """Those of `num_running` and `num_ending`."""
     waiting_prompt_tokens: int
     waiting_uncached_tokens: int
-    """Positions that the waiting requests have to compute, prompts and what preemptions took, cached prefixes not
-    counted."""
+    """Positions that the waiting requests have to compute: prompts and preempted positions, without cached prefixes."""
     total_blocks: int
     free_blocks: int
     """Blocks that can be allocated, idle cached ones among them."""
@@ -81,8 +80,8 @@ class EngineStats:
     host_hit_tokens: int
     """Positions, of new and of preempted requests, that were copied from host memory in place of being computed."""
     restores: dict[str, int]
-    """Requests that found groups in host memory alone, by how they went on: "kv" and "hidden" were copied, "recomputed"
-    computed again because that took less time. "converted" are those that began with keys and values computed from cached
+    """Requests that found groups only in host memory, by how they went on: "kv" and "hidden" were copied, "recomputed"
+    computed again because that took less time. "converted" requests began with keys and values computed from cached
     layer inputs, wherever these were."""
     num_lost_groups: int
     """Groups of blocks in host memory that were lost, by a failed transfer or a wrong checksum."""

@@ -49,7 +49,7 @@ class RequestTimeline:
     ended: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the sender of the request may see."""
+        """Return the part that the sender of the request may see."""
         return {
             "object": "request.decisions",
             "request_id": split_engine_id(self.request_id)[1],

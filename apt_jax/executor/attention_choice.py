@@ -95,7 +95,7 @@ def choose_attention(
 
 
 def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, frozenset[str]]) -> KernelBackend:
-    """`ops` with the ops of `xla` wherever one lacks what a call asks of it."""
+    """`ops` with the ops of `xla` for calls that need missing features."""
 
     def falls_back(op: str, given: Mapping[str, Any]) -> bool:
         extras = missing.get(op, frozenset())

@@ -1,4 +1,4 @@
-"""The contract between the engine and what runs a step: a device, a cost model, or a test double.
+"""The contract between the engine and its executor: a device, a cost model, or a test double.
 
 A step is dispatched by `execute` and its result fetched later by `StepHandle.result`, so that the engine can prepare
 the next step while the device works. Steps take effect in the order in which they were dispatched.
@@ -169,7 +169,7 @@ class StepResult:
     """Results of a step. Rows as in the batch."""
 
     token_ids: NDArray[np.int32]
-    """(n,) sampled token, `NO_TOKEN` where the row did not sample, or its mask left none."""
+    """(n,) sampled token, `NO_TOKEN` where the row did not sample or its mask excluded all tokens."""
     finite: NDArray[np.bool_]
     """(n,) False: the row's logits were not finite, its token is meaningless."""
     logprob: NDArray[np.float32] | None = None
@@ -250,7 +250,7 @@ class HostMemory(Protocol):
         ...
 
     def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Wait until these blocks have been saved, and check what is in them.
+        """Wait until these blocks have been saved, and check their contents.
 
         Returns:
             (n,) False: the contents are lost, by a transfer that failed or a checksum that differs.
@@ -268,7 +268,7 @@ class DiskRead:
     is_done: bool = False
     """No more will come: all have been read, or one could not be."""
     is_cancelled: bool = False
-    """Nobody needs those that have not been read yet."""
+    """Cancel reads that have not begun."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ class DiskCounts:
     """Counts of a `DiskStore` since it was made."""
 
     num_bytes: int = 0
-    """Bytes of all its files now, those of other servers among them as far as this one knows."""
+    """Bytes of all its files, including known files of other servers."""
     read_bytes: int = 0
     written_bytes: int = 0
     num_dropped_files: int = 0
@@ -313,7 +313,7 @@ class DiskStore(Protocol):
         ...
 
     def write(self, kind: int, digest: bytes, depth: int, blocks: Sequence[int], is_downward: bool) -> None:
-        """Write a group as it is in host memory, once what has been announced for its blocks is saved there. The blocks
+        """Write a group from host memory, after the saves announced for its blocks. The blocks
         may be given to others at once. Where it is there already, that is noted as a use of it.
 
         Args:
@@ -332,11 +332,11 @@ class DiskStore(Protocol):
         ...
 
     def remove(self, kind: int, digests: Sequence[bytes]) -> None:
-        """Remove groups that are no good."""
+        """Remove damaged groups."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has been read, or for so long."""
+        """Wait until something has been read, at most for this time."""
         ...
 
     def flush(self, timeout_s: float) -> bool:
@@ -372,7 +372,7 @@ class Executor(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """Check that the device has what it keeps by slot as the steps that were dispatched gave it. Waits for them.
+        """Check the device's per-slot arrays against the steps that were dispatched. Waits for them.
 
         Raises:
             RuntimeError: it has something else.
@@ -384,7 +384,7 @@ class Executor(Protocol):
         ...
 
     def prepare_prompt_logprobs(self) -> None:
-        """Compile what steps with `StepBatch.prompt_targets` need, unless that has been done. From any thread, while
+        """Compile the programs of steps with `StepBatch.prompt_targets` if they are not compiled yet. From any thread, while
         steps run; a step that comes before its end compiles what it needs itself."""
         ...
 

@@ -20,14 +20,14 @@ _STEEP_TOKENS = 256
 _OCTAVE = (16, 18, 21, 24, 28)
 """Sixteenths between a power of two and the next: steps of 12 to 17 %."""
 _PREFIX_ROOMS = (8192, 32_768)
-"""Positions of hidden prefixes, all rows together, that programs are compiled for beside those for any number."""
+"""Sizes of hidden prefixes, in positions of all rows, with programs of their own; another program takes any size."""
 _SPARSE_PREFIX = 4
 """Prompt sizes with hidden prefixes grow by such factors: what is computed of a prefix takes most of such a step."""
 _CONVERT_TOKENS = (128, 1024)
 """About how many layer inputs the programs convert that compute keys and values from them."""
 
 CHANGES_PER_CALL = 4096
-"""Entries of what the device keeps by slot that one program changes, where they do not fit into a step."""
+"""Entries of per-slot arrays that one program changes, if they do not fit into a step."""
 
 
 def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, sparse_below: int = 0) -> list[int]:
@@ -97,7 +97,7 @@ def prefix_sizes(
 
 
 PREFIX_STEP = 256
-"""Room for a hidden prefix is a multiple of so many positions: of every tile of the kernels."""
+"""Granularity of the room for a hidden prefix in positions: a multiple of every tile of the kernels."""
 
 
 def padded_prefix(length: _Length) -> _Length:
@@ -121,7 +121,7 @@ class Buckets:
     prefill: list[int]
     """Tokens of prompt chunks."""
     prefixed: list[PromptSize]
-    """Sizes of programs for prompts with hidden prefixes, where those of `prefill` are for prompts without."""
+    """Sizes of programs for prompts with hidden prefixes; `prefill` has the sizes for prompts without."""
     scored: list[int]
     """Tokens of prompt chunks in steps that give the states of all of them."""
     copies: list[int]

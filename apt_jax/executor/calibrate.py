@@ -260,7 +260,7 @@ class _Meter:
 
 
 def _num_lacking(points: list[StepPoint], *, has_chunks: bool) -> int:
-    """Points that are missing of what is measured whatever the budget."""
+    """Missing points that are measured whatever the budget."""
     num_prefill = sum(p.is_prefill for p in points)
     counts = (num_prefill, len(points) - num_prefill) if has_chunks else (len(points),)
     return sum(max(0, _MIN_POINTS - count) for count in counts)

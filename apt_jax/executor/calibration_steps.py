@@ -17,10 +17,9 @@ from apt_jax.sched.costs.programs import ProgramShapes
 _MOST_CHUNKS = 8
 """Chunks of a step; in one that shall have a long hidden prefix, as many as that needs."""
 _LOG_TOKENS = (4.6, 1.6)
-"""Mean and deviation of the logarithm of the tokens of ShareGPT's prompts, and about those of its answers (the bundled
-trace)."""
+"""Mean and deviation of the logarithm of prompt tokens in ShareGPT (the bundled trace); answers are similar."""
 _TRACE_MAX_LEN = 2048
-"""Longest context of those; lengths are scaled down where a model allows less."""
+"""Longest context of the trace; lengths are scaled down for models that allow less."""
 
 
 class Step(NamedTuple):

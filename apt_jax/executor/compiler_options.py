@@ -54,7 +54,7 @@ def options_of_program(platform: str, num_tokens: int) -> dict[str, Any]:
 
 
 def without_places(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that change what is compiled: not where the compiler keeps files."""
+    """The options that change compiled code, without the compiler's file locations."""
     return {name: value for name, value in options.items() if name != _RESULTS}
 
 

@@ -24,9 +24,9 @@ from apt_jax.executor.prefix_files import PrefixFiles, StoredGroup
 logger = logging.getLogger("apt_jax.executor")
 
 _MOST_BYTES = 256 << 20
-"""Contents that wait to be written, and those that have been read and not been taken, at most each."""
+"""Limit of contents that wait to be written, and of contents read but not yet taken."""
 _RETRY_S = 60.0
-"""After an error the disk is left alone for so long."""
+"""Seconds without disk access after an error."""
 
 
 class _Worker:
@@ -40,7 +40,7 @@ class _Worker:
         self._queue.put(function)
 
     def end(self) -> None:
-        """End the thread once it has called what has been submitted."""
+        """End the thread after all submitted calls."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -67,7 +67,7 @@ class FileStore:
         """Something has been read since `wait` was called last."""
         self._read_bytes = self._written_bytes = self._num_unwritten = 0
         self._pending: dict[tuple[int, bytes], object] = {}
-        """Groups to be written, each with what tells this write from another one of the same group."""
+        """Groups to be written, each with the identity of its write."""
         self._off_until_s = float("-inf")
         self._said: set[str] = set()
         self._closed = False

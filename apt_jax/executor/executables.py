@@ -183,7 +183,7 @@ def source_digest() -> str:
 
 
 def process_facts() -> list[str]:
-    """List what programs depend on in the process: sources, versions, options of JAX and XLA."""
+    """Inputs of compilation in the process: sources, versions, options of JAX and XLA."""
     # Of every installed package, as any may take part in tracing; by the names of directories, which takes no time.
     packages: set[str] = set()
     for path in sys.path:
@@ -205,7 +205,7 @@ def process_facts() -> list[str]:
 
 
 def device_facts(devices: Sequence[Any]) -> list[str]:
-    """List what programs depend on in the machine."""
+    """Inputs of compilation in the machine."""
     client = devices[0].client
     return [
         f"{client.platform} {client.platform_version}",
@@ -217,7 +217,7 @@ def device_facts(devices: Sequence[Any]) -> list[str]:
 
 
 def kernel_facts(ops_name: str) -> list[str]:
-    """List what programs depend on in the kernels for CPUs, which must have been loaded."""
+    """Inputs of compilation in the kernels for CPUs, which must have been loaded."""
     command = compiler.find_compiler()
     return [] if ops_name != "cpu" or command is None else [compiler.library_name(command), build.instructions()]
 

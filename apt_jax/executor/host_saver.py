@@ -1,4 +1,4 @@
-"""The thread that puts what programs read from the device into host memory."""
+"""The thread that copies program outputs from the device into host memory."""
 
 import collections
 import concurrent.futures

@@ -150,7 +150,7 @@ class HostSlots:
                 self.loaded_bytes += len(places[part]) * self._slot_bytes(kind)
 
     def are_ready(self, spans: Ints) -> NDArray[np.bool_]:
-        """Wait until slots have been saved, and check what is in them.
+        """Wait until slots have been saved, and check their contents.
 
         Args:
             spans: (n, 4) host block, first slot, number of slots and kind.

@@ -233,7 +233,7 @@ class JaxExecutor:
         return made if left >= num_blocks else runner(left)
 
     def allocate(self) -> None:
-        """Allocate the pool and what is kept by slot, unless that is done.
+        """Allocate the pool and the per-slot arrays, unless allocated.
 
         Raises:
             ConfigError: there is no room.
@@ -276,7 +276,7 @@ class JaxExecutor:
 
     @property
     def adapter_shapes(self) -> list[list[tuple[int, ...]]]:
-        """Shapes of what adapters add, layer by layer: the time of a step depends on them."""
+        """Shapes of adapter matrices by layer: the time of a step depends on them."""
         return [[leaf.shape for leaf in jax.tree.leaves(layer.adapters)] for layer in self.params.layers]
 
     @property
@@ -384,7 +384,7 @@ class JaxExecutor:
         return call.lower().compile().as_text()
 
     def reset(self) -> None:
-        """Allocate the pool and what is kept by slot again after a step that failed; all cache is lost.
+        """Allocate the pool and the per-slot arrays again after a failed step; all cache is lost.
 
         Raises:
             RuntimeError: other hosts are in that step too, at an unknown point.
@@ -400,7 +400,7 @@ class JaxExecutor:
             self.runner.check_integrity()
 
     def clear(self) -> None:
-        """Allocate the pool and what is kept by slot again, on all hosts; all cache is lost."""
+        """Allocate the pool and the per-slot arrays again, on all hosts; all cache is lost."""
         if self.platform != "cpu" or not self._huge_pages:
             self.runner.clear()
             return
@@ -522,7 +522,7 @@ class JaxExecutor:
         return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, step_format)))
 
     def _pack_penalties(self, batch: StepBatch, rows: NDArray[np.int64], bucket: int) -> Ints:
-        """Pack what the sampler needs for penalties, and send what does not fit."""
+        """Pack the sampler's inputs for penalties, and send the ones that do not fit."""
         runner, counting = self.runner, rows_that_count(batch, rows)
         changes = runner.sent_counts.take_changes(
             batch.slots[counting].tolist(), [batch.history[r] for r in counting], batch.prompt_len[counting].tolist()

@@ -87,7 +87,7 @@ class StepFormat:
 
     @property
     def slot_bytes(self) -> int:
-        """Device memory of what is kept by slot."""
+        """Device memory of the per-slot arrays."""
         return 4 * (self.max_num_seqs + math.prod(self.tables_shape) + math.prod(self.counts_shape))
 
     def num_table_changes(self, num_decode: int, num_prefill: int) -> int:

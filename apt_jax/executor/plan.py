@@ -1,5 +1,5 @@
-"""Plan of what an executor runs, from the model's configuration and the bounds of a step alone: cache kinds, attention
-ops, buckets, programs. Nothing is allocated, and no device is needed, so programs can be compiled from it for devices that
+"""Plan of an executor, from the model's configuration and the bounds of a step: cache kinds, attention ops, buckets,
+programs. Nothing is allocated, and no device is needed, so programs can be compiled from it for devices that
 are not there (`benchmarks.gpu`), and before the size of the pool is known."""
 
 import dataclasses
@@ -62,7 +62,7 @@ class ExecutorPlan:
         return self.hidden_mode == "absorb" and self.num_devices > 1
 
     def step_format(self, num_blocks: int) -> StepFormat:
-        """How steps over a pool of so many blocks are packed."""
+        """Packing of steps over a pool of this number of blocks."""
         return StepFormat(
             block_size=self.block_size,
             hidden_block_size=self.hidden_block_size,
@@ -77,7 +77,7 @@ class ExecutorPlan:
         )
 
     def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any, tuning_dir: Path | None = None) -> Programs:
-        """The programs over a pool of so many blocks.
+        """The programs over a pool of this number of blocks.
 
         Args:
             mesh: of the devices that share the model; None: one.
@@ -113,7 +113,7 @@ def plan_executor(
     adapt_keys: bool | None = None,
     shares_blocks: bool = False,
 ) -> ExecutorPlan:
-    """Decide what an executor runs.
+    """Plan the programs of an executor.
 
     Args:
         cache, max_num_seqs, max_num_batched_tokens, max_model_len, attention, mixed: as of `JaxExecutor`.

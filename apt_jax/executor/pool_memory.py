@@ -87,7 +87,7 @@ class PoolMemory:
     def num_blocks_that_fit(
         self, utilization: float, *, most: int, least: int, slot_bytes: int = 0, temporary_bytes: int = 0
     ) -> int:
-        """Blocks that there is memory for; where it is the host's, no more than `most`.
+        """Blocks that fit in memory; in host memory at most `most`.
 
         Args:
             utilization: share of the free memory.
@@ -119,7 +119,7 @@ class PoolMemory:
         return int(jax.jit(jnp.min, out_shardings=self.placed(P()))(all_said))
 
     def shortage(self, num_blocks: int, free: int, slot_bytes: int = 0, temporary_bytes: int = 0) -> ConfigError:
-        """The error that there is no room for the pool."""
+        """The error for a pool that does not fit in memory."""
         needed = (num_blocks + 1) * self.block_bytes // self._num_memories
         others = {"two steps": 2 * temporary_bytes, "block tables and token counts": slot_bytes}
         said = " and ".join(f"{name} take {count:,}" for name, count in others.items() if count)

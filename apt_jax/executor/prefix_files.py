@@ -44,8 +44,8 @@ FORMAT = 1
 
 _MAGIC = b"aptprefx"
 _HEADER = struct.Struct("<8sIBBHQ32s16sII")
-"""Magic, version, kind, lies from the right end, blocks, bytes of one, identity, digest, checksum of each block (0 where
-there is no second one); all of it is followed by its own CRC-32."""
+"""Magic, version, kind, whether it fills blocks from the end, blocks, bytes of a block, identity, digest, checksum of
+each block (0: no second block); all of it is followed by its own CRC-32."""
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _SALT_BYTES = 32
@@ -54,7 +54,7 @@ _LEFT_OVER_S = 3600.0
 _FILLED = 0.9
 """Share of the bound that is left when files have been removed."""
 _RECOUNTED = 0.05
-"""Share of the bound that is written between two looks at what others have written."""
+"""Share of the bound that is written between two scans for other servers' files."""
 _DEPTH_S = 1e-2
 """Seconds by which a group is older than the one before it in the prefix: the end of a prefix leaves before what it builds on."""
 
@@ -99,7 +99,7 @@ class PrefixFiles:
         self._since_scan = 0
         self._known: set[tuple[int, bytes]] = set()
         self._lock = threading.Lock()
-        """Guards what is known of the files."""
+        """Guards the index of the files."""
         self._numbers = itertools.count()
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -327,7 +327,7 @@ def _key_of(name: str) -> tuple[int, bytes] | None:
 
 
 def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Names of the files in an open directory, and what is said of them."""
+    """Names and attributes of the files in an open directory."""
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -336,7 +336,7 @@ def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _opened_directory(path: Path, above: int | None = None) -> int:
-    """Open a directory that must be this user's alone."""
+    """Open a directory that only this user may access."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -366,7 +366,7 @@ def _write_part(file: io.RawIOBase, part: memoryview) -> int:
 
 
 def _read_into(file: io.RawIOBase, blocks: NDArray[np.uint8]) -> None:
-    """Fill an array with what is left of a file; where that is too little, the checksum will tell."""
+    """Read the rest of a file into an array. A short file is caught by its checksum."""
     left = memoryview(blocks.reshape(-1))
     while left:
         num = file.readinto(left)

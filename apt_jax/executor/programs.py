@@ -167,7 +167,7 @@ class Programs:
         return jax.jit(on_all, static_argnames=static, donate_argnums=donated, compiler_options=self._compiler_options)
 
     def use_store(self, devices: Sequence[Any]) -> None:
-        """Load executables that an earlier start has kept, and keep those that are compiled.
+        """Load executables kept by an earlier start, and keep newly compiled ones.
 
         Args:
             devices: that the programs run on, in the order of the mesh.
@@ -192,7 +192,7 @@ class Programs:
         return True
 
     def options_of(self, num_tokens: int) -> dict[str, Any]:
-        """Options of the compiler for a program with products of so many rows, beside those of all programs."""
+        """Extra compiler options of a program whose products have this number of rows."""
         return options_of_program(self._platform, num_tokens)
 
     def count_late(self) -> None:
@@ -232,7 +232,7 @@ class Programs:
         )
 
     def hidden_rooms(self, num_decode: int, kinds: KindSet) -> list[int | None]:
-        """Values of `StepOptions.hidden_room` that programs with so many decode rows are compiled for, ascending.
+        """Ascending values of `StepOptions.hidden_room` with a program of their own, for a number of decode rows.
 
         The sum of scores over devices has a fixed size in a CUDA graph. A quarter of what block tables hold serves most
         steps of many rows, and sums a quarter of the bytes.
@@ -336,7 +336,7 @@ class Programs:
         return tables, batch, self._options(num_decode, kinds), sample_rows
 
     def _tables_of_rows(self, tables: Array, slots: Array, lens: Array, hidden: Array) -> Array:
-        """Block tables of rows with so many positions: (n, 2, J), `NULL_BLOCK` behind the blocks in use, where a slot may
+        """Block tables of rows with these numbers of positions: (n, 2, J), `NULL_BLOCK` behind the blocks in use, where a slot may
         still name those of a request before."""
         block_size = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
         num_blocks = (lens + block_size - 1) // block_size

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 _LOOKED_FOR = ("jaxlib.mlir.dialects", "jaxlib.mosaic.python", "jaxlib.thunky.python")
 """Where jaxlib's bindings look for the module of a dialect, for every operation of it."""
 _DIALECT = "tt"
-"""Triton's, of which jaxlib has none."""
+"""Names of Triton's modules, which jaxlib lacks."""
 
 
 @contextlib.contextmanager
 def quick_lowering() -> Iterator[None]:
-    """While it lasts, collections leave alone what there was before. It may be nested, and serve threads."""
+    """Within it, garbage collections skip the objects that existed before. It may be nested, and serve threads."""
     for package in _LOOKED_FOR:
         name = f"{package}.{_DIALECT}"
         if name not in sys.modules and not _exists(name):

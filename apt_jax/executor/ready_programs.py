@@ -67,7 +67,7 @@ class ReadyPrograms:
         return self._samplers is None
 
     def first(self) -> set[ProgramName]:
-        """The fewest programs that serve every step, without those of `TRANSFERS`."""
+        """The smallest set of programs that serves every step, without `TRANSFERS`."""
         fields: dict[Kind, str] = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
         names = {ProgramName(kind, getattr(self._all, fields[kind])[-1]) for kind in fields}
         prompts = {max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))}
@@ -87,7 +87,7 @@ class ReadyPrograms:
         return self.is_complete or variant == GREEDY
 
     def forget(self) -> None:
-        """From now on steps run nothing but what `add` names."""
+        """Restrict steps to the programs that `add` names."""
         self.sizes = Buckets(decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[])
         self._samplers, self._transfers = {}, {}
 
@@ -125,11 +125,11 @@ class ReadyPrograms:
         self.sizes, self._samplers = self._all, None
 
     def transfers(self, kind: Kind, sizes: Sequence[int]) -> Sequence[int]:
-        """Sizes, ascending, that programs of a kind of transfer may be run with, of all that there are."""
+        """Ascending sizes of ready programs of a kind of transfer, among all sizes."""
         return sizes if self._samplers is None else self._transfers[kind]
 
     def sampler(self, num_rows: int, variant: SamplerVariant) -> tuple[int, SamplerVariant]:
-        """Size and variant of the sampler for so many rows that need at least `variant`."""
+        """Size and variant of the sampler for a number of rows that need at least `variant`."""
         if self._samplers is None:
             return bucket_for(self._all.masked if variant.masked else self._all.decode, num_rows), variant
         for candidate in (variant, *variant.broader()):

@@ -81,8 +81,7 @@ class ProgramCall:
         return self.runner.programs.options_of(self.num_tokens)
 
     def compile(self) -> Compiled:
-        """The executable that calls of this `key` run from now on, loaded or compiled now if there is none yet; in any
-        thread."""
+        """The executable for calls of this `key`, loaded or compiled at the first use; in any thread."""
         programs, key = self.runner.programs, self.key
         found = programs.executables.get(key)
         if found is None:
@@ -159,7 +158,7 @@ class ProgramRunner:
         self._all_states: Array | None = None
 
     def clear(self) -> None:
-        """Replace the pool and what is kept by slot by empty ones, on all hosts; all cache is lost."""
+        """Replace the pool and the per-slot arrays by empty ones, on all hosts; all cache is lost."""
         if self.leader is not None:
             self.leader.announce(Plan(program="clear", arrays=[], static={}))
         for array in (*self.pools, self.tables, self.token_counts) if self.is_allocated else ():
@@ -192,7 +191,7 @@ class ProgramRunner:
             self.counts_call(part).run()
 
     def check_integrity(self) -> None:
-        """Check that the device has what was sent.
+        """Check the device's arrays against the sent ones.
 
         Raises:
             RuntimeError: it has something else.
@@ -229,7 +228,7 @@ class ProgramRunner:
         return ProgramCall(self, "forward", args, static, replaces=("pools", "tables"))
 
     def forward_all_call(self, ints: Ints, num_prefill: int) -> ProgramCall:
-        """Gives hidden states of the rows that sample, and those of all tokens."""
+        """Gives hidden states of the rows that sample, and of all tokens."""
         args, static = (self.params, self.pools, self.tables, self.last_tokens, ints), {"num_prefill": num_prefill}
         return ProgramCall(self, "forward_all", args, static, replaces=("pools", "tables"))
 
@@ -299,7 +298,7 @@ class ProgramRunner:
         return ProgramCall(self, "load", (self.pools, blocks, rows), {}, replaces=("pools",))
 
     def save_slots_call(self, places: Ints, width: int) -> ProgramCall:
-        """Gives the contents of slots of so many values."""
+        """Gives the contents of slots, each of this number of values."""
         return ProgramCall(self, "save_slots", (self.pools, places), {"width": width})
 
     def load_slots_call(self, places: Ints, slots: Any, width: int) -> ProgramCall:
@@ -315,34 +314,34 @@ class ProgramRunner:
         hidden_room: int | None = None,
         prefix_room: int | None = None,
     ) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         _, ints = self.step_format.empty_forward(num_decode, num_prefill)
         return self.forward_call(ints, num_decode, num_prefill, kinds, hidden_room, prefix_room)
 
     def empty_tables_call(self) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         return self.tables_call(empty_changes(math.prod(self.step_format.tables_shape)))
 
     def empty_counts_call(self) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         return self.counts_call(empty_changes(math.prod(self.step_format.counts_shape)))
 
     def empty_forward_all_call(self, num_prefill: int) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         return self.forward_all_call(self.step_format.empty_forward(0, num_prefill)[1], num_prefill)
 
     def empty_score_call(self, num_states: int, rows: int) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         states = self._empty_states(num_states)
         return self.score_call(states, np.zeros((2, rows), np.int32), rows)
 
     def empty_pool_call(self, num_states: int) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         states = self._empty_states(num_states)
         return self.pool_call(states, np.full(num_states, self.step_format.max_num_seqs, np.int32))
 
     def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         step_format = self.step_format
         _, ints = step_format.empty_sample(rows)
         hidden = self._empty_states(step_format.buckets.decode[-1])
@@ -353,7 +352,7 @@ class ProgramRunner:
     def empty_decode_call(
         self, rows: int, kinds: KindSet, variant: SamplerVariant, hidden_room: int | None = None
     ) -> ProgramCall:
-        """A call on padding alone."""
+        """A call on padding only."""
         _, ints = self.step_format.empty_forward(rows, 0)
         _, sample_ints = self.step_format.empty_sample(rows)
         return self.decode_call(ints, sample_ints, rows, kinds, variant, hidden_room)

@@ -51,7 +51,7 @@ class SentCounts:
         return np.stack([np.concatenate(places), np.concatenate(added)]).astype(np.int32)
 
     def _changes(self, slot: int, history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Tokens of a slot, and what is added to their counts."""
+        """Tokens of a slot, and the increments of their counts."""
         num_sent, old = self._lens[slot], self._tokens[slot][: self._lens[slot]]
         grows = prompt_len == self._prompt_lens[slot] and prompt_len <= num_sent <= len(history)
         if grows and np.array_equal(history[:num_sent], old):
@@ -85,7 +85,7 @@ class SentCounts:
 
 
 def _counts(history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-    """Tokens, some of them more than once, and what each adds to its count."""
+    """Tokens, some of them repeated, and the increment of each one's count."""
     prompt, outputs = np.unique(history[:prompt_len]), history[prompt_len:]
     ones = np.ones(len(outputs), np.int64)
     return np.concatenate([prompt, outputs]), np.concatenate([np.full(len(prompt), IN_PROMPT), ones])

@@ -36,8 +36,8 @@ def jaxlib_version() -> str:
 
 
 def prepare_tuning_dir(device: Any, shipped: Path = SHIPPED) -> Path | None:
-    """The directory for results of a GPU, with those that the package has for it; None: not a GPU, or JAX keeps no
-    compiled programs."""
+    """The directory for results of a GPU, including the shipped ones; None: not a GPU, or JAX keeps no compiled
+    programs."""
     kept = jax.config.jax_compilation_cache_dir
     if device.platform not in ("gpu", "cuda") or not kept or not jax.config.jax_enable_compilation_cache:
         return None

@@ -29,14 +29,14 @@ class Program:
     name: ProgramName
     call: Callable[[], ProgramCall]
     is_general: bool = True
-    """It takes rows of all cache kinds that there are, whatever their lengths."""
+    """It takes rows of every cache kind, whatever their lengths."""
 
     def compile(self) -> Any:
         """Compile it, or load it from the cache directory; in any thread. Calls of it run that."""
         return self.call().compile()
 
     def temporary_bytes(self) -> int:
-        """Device memory that it takes while it runs, beside its arguments and what replaces them."""
+        """Device memory that it takes while it runs, beside its arguments and their replacements."""
         memory = self.compile().memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.temp_size_in_bytes + max(0, results)

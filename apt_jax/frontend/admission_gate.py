@@ -33,7 +33,7 @@ class AdmissionGate:
         """Requests in the inbox that have arrived since `snapshot`."""
 
     def demand_of(self, request: EngineRequest) -> AdmissionDemand:
-        """Find out what a request asks of the engine. From any thread, better without the lock."""
+        """Determine the engine features that a request needs. From any thread, better without the lock."""
         prompt_len = uncached = int(request.prompt_token_ids.size)
         if self.snapshot is not None and prompt_len <= _MAX_PROMPT_LEN:
             uncached -= self._engine.num_cached(request)

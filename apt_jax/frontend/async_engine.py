@@ -163,7 +163,7 @@ class AsyncEngine:
         return RequestStreamGroup(streams, updated)
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Compile what the requests need and few servers do, while the engine runs; call it before they are submitted.
+        """Compile rarely used programs that the requests need, while the engine runs; call it before they are submitted.
 
         Nothing happens where it has been compiled. A request that is submitted without it waits for the compiler as all
         others do.
@@ -240,8 +240,8 @@ class AsyncEngine:
         return watch
 
     async def decisions(self, request_id: str) -> RequestTimeline | None:
-        """Return what the scheduler decided about the last request of this id of the engine; None: it is not, or no
-        longer, known."""
+        """Return the scheduler's decisions about the last request with this engine id; None: unknown, or no longer
+        known."""
         log = self._log
         if log is None:
             return None
@@ -456,8 +456,7 @@ class AsyncEngine:
             raise
 
     def _drain_arrivals_before_dispatch(self, _batch: StepBatch) -> None:
-        """Add the requests that arrived while a step was put together, then open the gate for those that arrive while
-        it runs. Requests behind a function in the inbox keep their place."""
+        """Add the requests that arrived while a step was prepared, then open the gate for later arrivals. Requests behind a function in the inbox keep their place."""
         while True:
             with self._work:
                 first = self._inbox[0] if self._inbox else None

@@ -165,7 +165,7 @@ def build_engine(
 
 
 def check_swap_space(swap_space: float) -> None:
-    """Check that so many GiB of host memory are free.
+    """Check that this many GiB of host memory are free.
 
     Raises:
         ConfigError: they are not.
@@ -248,7 +248,7 @@ def freeze_gc_heap() -> None:
 
 @contextlib.contextmanager
 def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
-    """Join the other hosts of this replica and report to them what is raised within; None: there are no others. The first
+    """Join the other hosts of this replica and report exceptions within to them; None: a single host. The first
     that looks at the devices, so it sets how much of their memory JAX takes."""
     import jax
 

@@ -1,4 +1,4 @@
-"""An engine and what front ends need beside it: tokenizer, limits of requests, output assembler."""
+"""An engine and its companions for front ends: tokenizer, limits of requests, output assembler."""
 
 import dataclasses
 import hashlib
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class FallbackSeeds:
-    """Seeds of requests that bring none, derived from the engine's seed and a running number. Calls from several
+    """Seeds of requests without a seed, derived from the engine's seed and a running number. Calls from several
     threads get different numbers under the GIL."""
 
     def __init__(self, seed: int) -> None:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 _IDLE_S = 1.0
 """Time without requests after which step costs are measured."""
 _SLICE_S = 0.5
-"""A request that arrives while they are measured waits for so long at most, and for the steps that are being timed: one on a
+"""Longest wait of a request that arrives while costs are measured, beside the steps that are being timed: one on a
 CPU, up to four elsewhere."""
 _POLL_S = 0.1
 _REPORT_EVERY_S = 10.0
@@ -56,7 +56,7 @@ class Unprepared:
     """Programs and step costs that an engine lacks that serves early."""
 
     programs: "Sequence[Program]"
-    """Not compiled yet, those first that help most."""
+    """Programs not compiled yet, most useful first."""
     calibration_s: float | None
     """Approximate duration of a calibration, seconds; None: step costs are known, or not wanted."""
 
@@ -66,7 +66,7 @@ class _StoppedError(Exception):
 
 
 class BackgroundPreparation:
-    """Does what `EngineComponents.unprepared` says, in a thread beside a running engine.
+    """Prepares `EngineComponents.unprepared` in a thread beside a running engine.
 
     Args:
         on_calibrated: called in the engine's thread when step costs have been measured and are in use.
@@ -84,7 +84,7 @@ class BackgroundPreparation:
             self._thread.start()
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Do no more, and wait a moment for what is being done. From any thread, any number of times.
+        """Stop, and wait a moment for the work in progress. From any thread, any number of times.
 
         Returns:
             False where a program is still being compiled: the process must be ended by `os._exit`.
@@ -135,7 +135,7 @@ class BackgroundPreparation:
         )
 
     def _add(self, programs: "Sequence[Program]", num_compilers: int) -> "list[Program]":
-        """Compile programs, so many at once, and have the engine use each; returns those that memory was lacking for."""
+        """Compile programs in parallel and have the engine use each; returns the ones that did not fit in memory."""
         executor, reported = _executor_of(self._engine), time.monotonic()
         waiting, lacking = iter(programs), []
         compiling: collections.deque[tuple[Program, concurrent.futures.Future[Any]]] = collections.deque()

@@ -19,7 +19,7 @@ def check_dimensions(dimensions: object, size: int) -> None:
 
 
 def embedding(pooled: NDArray[np.float32], *, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
-    """Cut (D,) pooled states to their first `dimensions`, and scale what is left to length 1 where asked for."""
+    """Cut (D,) pooled states to their first `dimensions`, and scale them to length 1 on request."""
     cut = pooled[:dimensions]
     if not normalize:
         return cut.copy()

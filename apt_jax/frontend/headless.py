@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_headless(config: EngineConfig, progress: Progress | None = None) -> None:
-    """Run what rank 0 runs, as another rank of its replica, until it ends.
+    """Run the steps of rank 0 as another rank of its replica, until it ends.
 
     Raises:
         ModelLoadError, ConfigError, HostError: as `build_engine`.

@@ -49,7 +49,7 @@ class ProgressBars:
     """
 
     _REPORT_EVERY_S: ClassVar = 4.0
-    """Less than the five seconds that a reader has to wait at most, by what a busy machine may delay the thread."""
+    """Below the five seconds that a reader waits at most, with a margin for a busy machine."""
     _TICK_S: ClassVar = 0.5
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
     """By stage of the start: the unit counted, and the word that reports the end."""

@@ -1,4 +1,4 @@
-"""Step costs from the steps that a server runs, for as long as none could be measured."""
+"""Step costs from the steps that a server runs, until costs have been measured."""
 
 import collections
 import dataclasses
@@ -50,8 +50,8 @@ class ServedSteps:
         self._num_seen += 1
 
     def points(self) -> list[StepPoint]:
-        """Return what is kept, once there are twice as many steps as at the last call that gave any, and enough of each phase
-        and of prompts of several sizes; else nothing. In the engine's thread."""
+        """Return the kept steps if their number has doubled since the last result and each phase and several prompt
+        sizes have enough; otherwise nothing. In the engine's thread."""
         if self._num_seen < 2 * self._fitted_at:
             return []
         points = [point for of_program in self._points.values() for point in of_program]

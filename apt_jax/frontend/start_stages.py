@@ -30,7 +30,7 @@ _MOST_KEPT = 32
 _LEAST_SHARE = 0.25
 """Part of a counted stage that must be done before its pace is believed: the first programs take longest."""
 _OVERDUE = 0.25
-"""Rest of a stage that has taken longer than expected, as a share of what it has taken."""
+"""Remaining time of a stage that takes longer than expected, as a share of its time so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class StartStatus:
     """One moment of a start."""
 
     stage: str
-    """Name of what is waited for, such as "loading the model"."""
+    """Name of the awaited stage, such as "loading the model"."""
     number: int
     """Number of the stage, from 1."""
     total: int
@@ -147,7 +147,7 @@ class StartStages:
 
 
 def planned(config: EngineConfig, *, calibrates: bool) -> StartStages:
-    """The stages of a start of this configuration, with the times of the last one, or of any other where there was none.
+    """The stages of a start of this configuration, with the times of its last start, or of any other start.
 
     Args:
         config: of the engine.

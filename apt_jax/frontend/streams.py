@@ -101,7 +101,7 @@ class RequestStream:
         raise StopAsyncIteration
 
     def _take(self) -> OutputDelta | None:
-        """Return what is unread, if anything; raises the error that ended the stream in place of a last delta, once."""
+        """Return unread output, if any; raises the error that ended the stream in place of a last delta, once."""
         with self._lock:
             delta, self._unread = self._unread, None
             if delta is not None:
@@ -127,7 +127,7 @@ class RequestStream:
             self._on_cancel(self)
 
     def push(self, delta: OutputDelta) -> None:
-        """Append to what is unread. The reader is not woken; see `OpenStreams.wake`."""
+        """Append unread output. The reader is not woken; see `OpenStreams.wake`."""
         with self._lock:
             if self._unread is None:
                 self._unread = delta
@@ -190,7 +190,7 @@ class RequestStreamGroup:
 
 
 class OpenStreams:
-    """The streams of the requests that the engine holds, and those whose readers are to be woken. For the engine
+    """The streams of the engine's requests, and the streams whose readers are to be woken. For the engine
     thread.
 
     Args:
@@ -205,7 +205,7 @@ class OpenStreams:
         self.by_request: dict[EngineRequest, RequestStream] = {}
         self._deadlines: dict[EngineRequest, float] = {}
         self._own_queue_limits: dict[EngineRequest, float] = {}
-        """Seconds that requests may wait for where these are fewer than `max_queue_s`, until they have waited for so long."""
+        """Queue time limits below `max_queue_s`, by request, until they have passed."""
         self._awaiting_first_schedule: dict[EngineRequest, RequestStream] = {}
         self._updated: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _TIMES_P99 = 20.0
-"""A step that takes so many times what 99 in 100 of the last steps took is taken to never end."""
+"""Multiple of the 99th percentile of recent step times after which a step counts as hung."""
 _NUM_STEPS = 512
 """Number of last steps that are remembered."""
 
