@@ -6,7 +6,7 @@ output is deterministic. Three ways to a description:
 * OPT on A100 40 GB: DistServe's published fits on 80 GB cards, scaled by memory bandwidth. The three sizes of
   Apt-Serve come ready from `opt_a100_iteration_model.csv`; tp 2 and tp 4 of BROS are scaled here in the same way.
 * Others on A100: operators of one layer (Vidur) + attention and all-reduce kernels, put together to whole steps on a
-  grid of sizes; a non-negative least squares fit on relative errors, a phase at a time, as `sched.costs.fit` does.
+  grid of sizes; a non-negative least squares fit on relative errors, a phase at a time, as `costs.fit` does.
 * H100 and H200: the same with matrix products from the kernel files in place of the layers.
 
 The hidden cache has no public measurements. Reprojection is the two products at their measured speed plus the bytes it
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from apt_jax.sched.costs.hardware import Hardware
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.hardware import Hardware
+from apt_jax.costs.model import StepCosts
 from apt_jax.sim.hardware import save_hardware
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from apt_jax.cache import HybridCache
 from apt_jax.config import SchedulerConfig
 from apt_jax.core.kinds import NO_KIND
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine.request_states import RUNNING, WAITING, RequestStates
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
 from apt_jax.request import EngineRequest
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")

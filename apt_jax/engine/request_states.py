@@ -15,13 +15,13 @@ from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, CacheKindSpec
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics, TokenConstraint
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sched.request_table import ColumnTable, RequestTable, column
 from apt_jax.sched.view import SchedulerView, SharedBlocks
 from apt_jax.structured.token_rules import start_constraint

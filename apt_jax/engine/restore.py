@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from apt_jax.cache.prefix_hits import Hit
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts
 
 RESTORES = ("kv", "hidden", "converted", "recomputed")
 """Ways to continue a request that finds groups only in host memory (`EngineStats.restores`)."""

@@ -18,6 +18,10 @@ import jax
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
+from apt_jax.costs.hardware import Hardware
+from apt_jax.costs.model import StepCosts
+from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.buckets import PREFIX_STEP
 from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
@@ -26,10 +30,6 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.ops.xla_decode import TOKENS_PER_TILE
 from apt_jax.ops.xla_prefill import PREFILL_KEY_TILE, PREFILL_QUERY_TILE
 from apt_jax.request import SamplingParams
-from apt_jax.sched.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
-from apt_jax.sched.costs.hardware import Hardware
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.utils.cache_dir import cache_dir, log_not_kept, read_verified, write_verified
 
 logger = logging.getLogger(__name__)

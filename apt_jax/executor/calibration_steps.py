@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.costs.programs import ProgramShapes
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched.costs.programs import ProgramShapes
 
 _MOST_CHUNKS = 8
 """Chunks of a step; in one that shall have a long hidden prefix, as many as that needs."""

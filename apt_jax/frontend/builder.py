@@ -40,12 +40,12 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from apt_jax.costs.fit import CostModel
     from apt_jax.distributed.hosts import Hosts, Leader
     from apt_jax.executor.jax_executor import JaxExecutor
     from apt_jax.models import LoadedModel, ModelParams
     from apt_jax.models.config import ModelConfig
     from apt_jax.models.lora import LoraAdapter
-    from apt_jax.sched.costs.fit import CostModel
 
 DEFAULT_CALIBRATION_S = 10.0
 """Approximate duration of a calibration at start, seconds; `apt-jax calibrate` takes longer and measures better."""

@@ -23,8 +23,8 @@ from apt_jax.utils.clock import Clock, WallClock
 from apt_jax.validation import GrammarSource, RequestLimits, build_requests, check_rows, check_text_length
 
 if TYPE_CHECKING:
+    from apt_jax.costs.fit import CostModel
     from apt_jax.frontend.early_start import Unprepared
-    from apt_jax.sched.costs.fit import CostModel
 
 
 class FallbackSeeds:

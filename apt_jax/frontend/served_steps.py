@@ -4,9 +4,9 @@ import collections
 import dataclasses
 
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV
+from apt_jax.costs.fit import CostModel, StepPoint, fit_cost_model
+from apt_jax.costs.programs import ProgramShapes
 from apt_jax.engine.events import Iteration
-from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
-from apt_jax.sched.costs.programs import ProgramShapes
 
 _PER_PROGRAM = 24
 """Latest steps kept of each compiled program: common ones do not crowd out rare ones."""

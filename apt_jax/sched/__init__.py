@@ -4,7 +4,7 @@ from typing import Any
 
 from apt_jax.config import SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts
 from apt_jax.sched.knapsack.exact import solve_exact
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import NOT_CHOSEN, KnapsackProblem, Schedule

@@ -83,6 +83,16 @@ def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
     return np.maximum(needed, table.num_blocks.take(rows))
 
 
+def growth(view: SchedulerView, rows: Rows) -> int:
+    """Blocks that running `rows` lack for all their tokens: the next position, or the rest of a prompt and one more."""
+    if not rows.size:
+        return 0
+    tokens = view.table.num_tokens.take(rows)
+    ahead = np.where(view.remaining(rows) > 1, target_tokens(view, rows, 1), tokens)
+    lacking = held_blocks_for(view, rows, ahead) - view.table.num_blocks.take(rows)
+    return int(np.maximum(lacking, 0).sum())
+
+
 def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
     """Return how many of all running `rows`, the last to be preempted first, keep their cache and get their blocks.
 

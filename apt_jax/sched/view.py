@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import CacheKindSpec
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts
 from apt_jax.sched.request_table import RequestTable
 
 INTERFACE_VERSION = 1

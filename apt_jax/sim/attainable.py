@@ -12,7 +12,7 @@ lower.
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts
 
 
 def attainable_share(

@@ -16,10 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+from apt_jax.costs.hardware import COEFFICIENTS, OPTIONAL_COEFFICIENTS, Hardware
+from apt_jax.costs.model import StepCosts
+from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.errors import ConfigError
-from apt_jax.sched.costs.hardware import COEFFICIENTS, OPTIONAL_COEFFICIENTS, Hardware
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.utils.text_files import read_text
 
 __all__ = [

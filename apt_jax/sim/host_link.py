@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from apt_jax.costs.hardware import Hardware
+from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
-from apt_jax.sched.costs.hardware import Hardware
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.swap_space import blocks_of
 
 _PCIE_BYTES_PER_S = {"a100": 32e9, "h100": 64e9, "h200": 64e9}

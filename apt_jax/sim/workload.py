@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.config import SLO
+from apt_jax.costs.hardware import Hardware
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.trace import Trace, draw_arrivals, prompts_of, scale_arrivals
 

@@ -31,6 +31,8 @@ from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.costs.fit import CostModel
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError, ModelLoadError
 from apt_jax.executor.calibrate import calibrate
@@ -41,8 +43,6 @@ from apt_jax.models import LoadedModel, load_model
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy
-from apt_jax.sched.costs.fit import CostModel
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from benchmarks.paper.common import new_file
 from serve.cli.flags import positive

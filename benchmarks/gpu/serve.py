@@ -18,14 +18,14 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheMode
 from apt_jax.core.kinds import HIDDEN
+from apt_jax.costs.fit import CostModel
+from apt_jax.costs.hardware import Hardware
 from apt_jax.errors import QueueFullError
 from apt_jax.executor import calibrate
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.components import EngineComponents, build_components, with_policy
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched.costs.fit import CostModel
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import save_hardware
 from apt_jax.sim.recording import run_recorded

@@ -44,7 +44,7 @@ def _sources(policy: str, *, has_host_memory: bool) -> str:
     with host memory of those that manage the cache."""
     files = set((ROOT / "apt_jax/sim/descriptions").glob("*.json"))
     files |= {ROOT / "apt_jax/sim" / name for name in ("simulator.py", "replica.py", "executor.py")}
-    files |= {*(ROOT / "apt_jax/sched").glob("*.py"), *(ROOT / "apt_jax/sched/costs").glob("*.py")}
+    files |= {*(ROOT / "apt_jax/sched").glob("*.py"), *(ROOT / "apt_jax/costs").glob("*.py")}
     files |= {ROOT / "apt_jax/sched/policies" / name for name in ("fcfs.py", "unified.py")}
     files.add(ROOT / "benchmarks/paper/infermax_fig15.py")
     if has_host_memory:

@@ -39,9 +39,9 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import SLO
+from apt_jax.costs.hardware import Hardware
 from apt_jax.engine import Engine
 from apt_jax.request import RequestMetrics
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sched.policies.unified import UnifiedPolicy
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.costs.hardware import Hardware
 from apt_jax.executor import Executor, StepBatch, StepHandle
 from apt_jax.executor.calibrate import calibrate, describe
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.request import RequestMetrics
 from apt_jax.sched import FcfsPolicy, Policy, UnifiedPolicy
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.recording import RecordingExecutor
 from apt_jax.sim.simulator import SimulationResult, simulate

@@ -28,9 +28,9 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.core.kinds import KV
+from apt_jax.costs.hardware import Hardware
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.metrics import Summary
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload

@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.engine.events import Iteration
 from apt_jax.frontend.components import EngineComponents, with_policy
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from benchmarks.paper.common import half_width
 from benchmarks.scheduling.simulator_fidelity import calibrated

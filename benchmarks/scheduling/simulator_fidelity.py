@@ -26,6 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.costs.fit import CostModel
+from apt_jax.costs.hardware import Hardware
 from apt_jax.executor import Executor, StepBatch, StepHandle
 from apt_jax.executor.calibrate import calibrate, describe
 from apt_jax.executor.jax_executor import JaxExecutor
@@ -34,8 +36,6 @@ from apt_jax.frontend.components import EngineComponents, with_policy
 from apt_jax.frontend.progress import ProgressBars
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
-from apt_jax.sched.costs.fit import CostModel
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.recording import difference, run_recorded, run_replayed
 from apt_jax.sim.simulator import simulate

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from apt_jax.config import SLO
+from apt_jax.costs.fit import CostModel
 from apt_jax.metrics import RequestRecord, Summary, summarize
-from apt_jax.sched.costs.fit import CostModel
 
 ARRIVAL_CV = 2.0
 """Coefficient of variation of the gaps between arrivals; 1 would be a Poisson process."""

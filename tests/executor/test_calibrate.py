@@ -14,6 +14,8 @@ import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
+from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.errors import ConfigError
 from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import (
@@ -31,8 +33,6 @@ from apt_jax.executor.calibration_steps import CalibrationSteps
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.params import dummy_params
 from apt_jax.sched import StepCosts
-from apt_jax.sched.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
-from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate

@@ -9,6 +9,8 @@ import pytest
 
 from apt_jax.config import SLO, CacheMode
 from apt_jax.core.kinds import HIDDEN
+from apt_jax.costs.fit import CostModel, StepPoint, fit_cost_model
+from apt_jax.costs.programs import ProgramShapes
 from apt_jax.executor.buckets import prefix_sizes, prompt_buckets
 from apt_jax.executor.calibrate import (
     calibrate,
@@ -18,8 +20,6 @@ from apt_jax.executor.calibrate import (
     store_calibration,
 )
 from apt_jax.executor.calibration_steps import CalibrationSteps
-from apt_jax.sched.costs.fit import CostModel, StepPoint, fit_cost_model
-from apt_jax.sched.costs.programs import ProgramShapes
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate

@@ -14,6 +14,7 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.disk_store import FileStore
@@ -23,7 +24,6 @@ from apt_jax.executor.prefix_files import PrefixFiles
 from apt_jax.frontend.builder import open_disk_store
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from tests.support.host_executor import make_host_executor
 from tests.support.parallel_cases import MODELS, distinct_params

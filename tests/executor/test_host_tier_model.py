@@ -14,6 +14,7 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.host_saver import PINNED, HostSaver, stages_in_pinned_memory
@@ -22,7 +23,6 @@ from apt_jax.executor.pool_memory import HostBlocks
 from apt_jax.frontend.builder import build_engine
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import Policy, make_policy
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 from apt_jax.utils.swap_space import blocks_of
 from tests.support.cases import num_cases

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from apt_jax.costs.model import StepCosts
 from apt_jax.errors import (
     AptJaxError,
     DuplicateRequestError,
@@ -21,7 +22,6 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.frontend.watchdog import Watchdog
 from apt_jax.request import EngineRequest
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.validation import build_request
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.faults import JumpingClock

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV
+from apt_jax.costs.model import StepCosts
+from apt_jax.costs.programs import ProgramShapes
 from apt_jax.engine.events import Iteration, ScheduledRow
 from apt_jax.frontend.early_start import BackgroundPreparation
 from apt_jax.frontend.served_steps import ServedSteps
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.costs.programs import ProgramShapes
 from tests.frontend.test_early_start import FakeEngine, _until
 
 COSTS = StepCosts(

@@ -155,9 +155,9 @@ def _load_gguf_tokenizer(path: Path) -> None:
 
 
 def _make_cache(path: Path, _rng: random.Random) -> None:
-    from apt_jax.sched.costs.fit import CostModel, FitQuality
-    from apt_jax.sched.costs.model import StepCosts
-    from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
+    from apt_jax.costs.fit import CostModel, FitQuality
+    from apt_jax.costs.model import StepCosts
+    from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 
     shapes = ProgramShapes(
         decode_buckets=(1, 4), prefill_buckets=(16, 64), max_num_seqs=4, mixed=True, rows_per_tile=1, tokens_per_tile=16, query_tile=16, key_tile=16,

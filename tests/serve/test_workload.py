@@ -2,9 +2,9 @@
 
 import pytest
 
+from apt_jax.costs.fit import CostModel, FitQuality
+from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.sched import StepCosts
-from apt_jax.sched.costs.fit import CostModel, FitQuality
-from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from serve.demo.workload import derive_workload
 
 SHAPES = ProgramShapes(

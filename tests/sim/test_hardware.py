@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.costs.hardware import Hardware
+from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
-from apt_jax.sched.costs.hardware import Hardware
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sim.hardware import known_hardware, load_hardware, save_hardware
 from tools.measured_hardware import DATA, describe
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from apt_jax.config import CacheMode
+from apt_jax.costs.hardware import Hardware
 from apt_jax.executor import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched import POLICIES, StepCosts
-from apt_jax.sched.costs.hardware import Hardware
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.recording import (
     RecordingExecutor,

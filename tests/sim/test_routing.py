@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.engine.admission import Admission, AdmissionDemand, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import POLICIES, make_policy
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import load_hardware

@@ -7,11 +7,11 @@ import numpy as np
 
 from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import Policy
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.utils.clock import WallClock
 
 Requests = list[tuple[list[int], str]]

@@ -13,6 +13,7 @@ from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,
     decode_plan,
+    growth,
     held_blocks_for,
     resolve_prefill_deadlock,
     split_running,
@@ -269,13 +270,3 @@ def can_begin(
     if num < order.size and used < tokens:
         num += split or lengths[num] > view.max_num_batched_tokens
     return order[: min(num, slots)]
-
-
-def growth(view: SchedulerView, rows: Rows) -> int:
-    """Blocks that running `rows` lack for all their tokens: the next position, or the rest of a prompt and one more."""
-    if not rows.size:
-        return 0
-    tokens = view.table.num_tokens.take(rows)
-    ahead = np.where(view.remaining(rows) > 1, target_tokens(view, rows, 1), tokens)
-    lacking = held_blocks_for(view, rows, ahead) - view.table.num_blocks.take(rows)
-    return int(np.maximum(lacking, 0).sum())

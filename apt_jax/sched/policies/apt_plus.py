@@ -8,10 +8,10 @@ from apt_jax.core.kinds import KV
 from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
-from apt_jax.sched.policies.apt import growth
 from apt_jax.sched.step_packer import (
     Rows,
     StepPacker,
+    growth,
     held_blocks_for,
     resolve_prefill_deadlock,
     split_running,

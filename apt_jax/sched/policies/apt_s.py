@@ -5,9 +5,10 @@ from numpy.typing import NDArray
 
 from apt_jax.sched.knapsack.greedy import solve_greedy
 from apt_jax.sched.knapsack.problem import KnapsackProblem
-from apt_jax.sched.policies.apt import AptPolicy, can_begin, growth, keeps_kind
+from apt_jax.sched.policies.apt import AptPolicy, can_begin, keeps_kind
 from apt_jax.sched.step_packer import (
     StepPacker,
+    growth,
     resolve_prefill_deadlock,
     split_running,
     start_options,

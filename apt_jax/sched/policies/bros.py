@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts, prefix_step_s
 from apt_jax.sched.kind_by_cost import kinds_by_cost
 from apt_jax.sched.policies.overdue import OverdueRequests, share_of_step
 from apt_jax.sched.step_packer import (
@@ -44,33 +44,6 @@ Kinds = Literal["first", "by-cost"]
 
 MOST_REPLACEMENTS = 4
 """Real-time requests that make way for best-effort ones in one step."""
-
-
-def prefix_step_s(
-    costs: StepCosts,
-    num_tokens: NDArray[np.int32],
-    start: NDArray[np.int32],
-    kind: NDArray[np.int8],
-) -> NDArray[np.float64]:
-    """(n,) what `costs.step_s` says about the first 1, 2, .. n rows, in one pass."""
-    c, m = num_tokens.astype(np.float64), start.astype(np.float64)
-    decode = (num_tokens == 1) & (start > 0)
-    chunk = ~decode
-    hidden = kind == HIDDEN
-    read_s = np.where(
-        decode,
-        (m + 1) * np.where(hidden, costs.decode_per_hidden_token_s, costs.decode_per_token_s),
-        costs.prefill_per_pair_s * c * (c + 2 * m)
-        + m * np.where(hidden, costs.prefill_per_hidden_prefix_s, costs.prefill_per_kv_prefix_s),
-    )
-    request_s = np.where(hidden, costs.decode_per_hidden_request_s, costs.decode_per_request_s)
-    decode_s = np.where(decode, request_s, 0.0).cumsum()
-    decode_s += costs.decode_base_s * np.logical_or.accumulate(decode)
-    tokens = c if costs.one_program else np.where(chunk, c, 0.0)
-    prefill_s = (costs.prefill_per_token_s * tokens + costs.prefill_per_request_s * chunk).cumsum()
-    prefill_s += costs.prefill_base_s
-    both_s = np.maximum(decode_s, prefill_s) if costs.one_program else decode_s + prefill_s
-    return np.where(np.logical_or.accumulate(chunk), both_s, decode_s) + read_s.cumsum()
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import KV
-from apt_jax.sched.policies.bros import prefix_step_s
+from apt_jax.costs.model import prefix_step_s
 from apt_jax.sched.policies.vllm_v1 import BUDGET
 from apt_jax.sched.step_packer import (
     RequestNotes,

@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from apt_jax.core.kinds import HIDDEN, CacheKindSpec
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts
 
 Objective = Literal["latency", "completion", "ttft", "slo"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "completion", "ttft", "slo")

@@ -47,8 +47,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, NO_KIND
+from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
-from apt_jax.sched.costs.model import StepCosts
 from apt_jax.sim.optimal.baselines import best_simple_schedule, schedule_of
 from apt_jax.sim.optimal.check import check_schedule
 from apt_jax.sim.optimal.problem import BatchRow, OptimalProblem, OptimalRequest, OptimalSchedule

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from apt_jax.costs.fit import FitQuality
 from apt_jax.executor.calibrate import (
     DEFAULT_BUDGET_S,
     calibrate,
@@ -13,7 +14,6 @@ from apt_jax.executor.calibrate import (
 )
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
-from apt_jax.sched.costs.fit import FitQuality
 from apt_jax.sim.hardware import save_hardware
 from serve.cli import options
 from serve.cli.output import print_table, starting_bars, write_json

@@ -3,10 +3,10 @@
 import pytest
 
 from apt_jax.core.kinds import KV
+from apt_jax.costs.fit import CostModel, FitQuality
+from apt_jax.costs.model import StepCosts
+from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.executor.calibrate import synthetic_batch
-from apt_jax.sched.costs.fit import CostModel, FitQuality
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
 from benchmarks.gpu.served_steps import TimedSteps, step_error_row
 from tests.support.timed_executor import Processor, TimedExecutor, opt_buckets
 

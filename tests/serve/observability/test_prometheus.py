@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 import serve
-from apt_jax.sched.costs.model import StepCosts
+from apt_jax.costs.model import StepCosts
 from serve.observability.prometheus import INTER_TOKEN_S, LATENCY_S, TTFT_S, token_buckets
 from tests.support.http_serving import HttpServed, run
 
@@ -266,7 +266,7 @@ def test_buckets_are_those_of_vllm():
 
 
 def test_how_good_the_cost_model_is_is_told_where_there_is_one():
-    from apt_jax.sched.costs.fit import CostModel, FitQuality
+    from apt_jax.costs.fit import CostModel, FitQuality
 
     def quality(mean: float) -> FitQuality:
         return FitQuality(num_points=9, num_held_back=3, r2=0.9, worst_relative_error=1.0, mean_relative_error=mean)

@@ -8,10 +8,10 @@ import numpy as np
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.costs.model import StepCosts
 from apt_jax.engine.request_states import WAITING
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.sched import make_policy
-from apt_jax.sched.costs.model import StepCosts
 from serve.http_api.app import HttpApp
 from serve.http_api.calls import AppConfig
 from serve.observability.prometheus import ServerMetrics

@@ -125,3 +125,30 @@ class StepCosts:
     def conversion_s(self, num_tokens: int) -> float:
         """Extra time of a step for `Plan.convert` of rows with so many cached tokens together, seconds."""
         return self.convert_per_hidden_token_s * num_tokens
+
+
+def prefix_step_s(
+    costs: StepCosts,
+    num_tokens: NDArray[np.int32],
+    start: NDArray[np.int32],
+    kind: NDArray[np.int8],
+) -> NDArray[np.float64]:
+    """Return (n,) `costs.step_s` of the first 1, 2, .. n rows, computed in one pass."""
+    c, m = num_tokens.astype(np.float64), start.astype(np.float64)
+    decode = (num_tokens == 1) & (start > 0)
+    chunk = ~decode
+    hidden = kind == HIDDEN
+    read_s = np.where(
+        decode,
+        (m + 1) * np.where(hidden, costs.decode_per_hidden_token_s, costs.decode_per_token_s),
+        costs.prefill_per_pair_s * c * (c + 2 * m)
+        + m * np.where(hidden, costs.prefill_per_hidden_prefix_s, costs.prefill_per_kv_prefix_s),
+    )
+    request_s = np.where(hidden, costs.decode_per_hidden_request_s, costs.decode_per_request_s)
+    decode_s = np.where(decode, request_s, 0.0).cumsum()
+    decode_s += costs.decode_base_s * np.logical_or.accumulate(decode)
+    tokens = c if costs.one_program else np.where(chunk, c, 0.0)
+    prefill_s = (costs.prefill_per_token_s * tokens + costs.prefill_per_request_s * chunk).cumsum()
+    prefill_s += costs.prefill_base_s
+    both_s = np.maximum(decode_s, prefill_s) if costs.one_program else decode_s + prefill_s
+    return np.where(np.logical_or.accumulate(chunk), both_s, decode_s) + read_s.cumsum()

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.costs.programs import ProgramCosts, ProgramShapes
+from apt_jax.costs.model import StepCosts
+from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

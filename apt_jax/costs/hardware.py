@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.costs.model import StepCosts
+from apt_jax.costs.programs import ProgramCosts
 from apt_jax.errors import ConfigError
-from apt_jax.sched.costs.model import StepCosts
-from apt_jax.sched.costs.programs import ProgramCosts
 
 MODES = ("kv", "reproject", "absorb")
 COEFFICIENTS = tuple(f.name for f in dataclasses.fields(StepCosts) if f.name != "one_program")

@@ -1,0 +1,1 @@
+"""Costs of steps: models of their time, fits to measured ones, descriptions of hardware; NumPy only."""
