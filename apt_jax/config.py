@@ -116,7 +116,7 @@ class SchedulerConfig:
     """Scheduling policy, batch limits and admission."""
 
     policy: str = option("apt-plus", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
-    """Scheduling policy: a name from `apt_jax.sched.POLICIES`, an installed one, or ``package.module:Class``; with
+    """Scheduling policy: a name from `apt_jax.sched.all_policies`, an installed one, or ``package.module:Class``; with
     options as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
     violation_decay: float = option(0.0, metavar="FACTOR", low=0, high=1)
     """Weight of requests already past their SLO, in [0, 1]; 0: near zero. Apt-Serve §6.6 uses 0.4."""
@@ -191,7 +191,7 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Configuration of one engine, for `apt_jax.llm.build_engine`."""
+    """Configuration of one engine, for `apt_jax.build_engine`."""
 
     model: str
     """A bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a hub

@@ -128,7 +128,7 @@ def test_each_ban_is_noticed(source: str) -> None:
     [
         "import torch\ntorch.load(path, weights_only=True)",
         "re.compile(pattern)",
-        "importlib.import_module('apt_jax.llm')",
+        "importlib.import_module('apt_jax.lab')",
         "subprocess.run(line, shell=False)",
         "yaml.safe_load(text)",
         "model.eval()",

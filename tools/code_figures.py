@@ -22,6 +22,7 @@ PACKAGES = ("apt_jax", "serve")
 # From the top: a module imports from its own layer and from those below. Names of the tree before the layers had
 # folders stand beside today's, so that both can be measured.
 LAYERS = (
+    "lab",
     "serve",
     "frontend llm async_engine",
     "sim",

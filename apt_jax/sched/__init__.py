@@ -1,6 +1,6 @@
 """Scheduling: the view that a policy gets, the knapsack and its solvers, the value model, the policies."""
 
-from typing import Any
+import importlib
 
 from apt_jax.config import SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
@@ -13,16 +13,11 @@ from apt_jax.sched.policies.apt import AptPolicy
 from apt_jax.sched.policies.apt_plus import AptPlusPolicy
 from apt_jax.sched.policies.apt_s import AptSPolicy
 from apt_jax.sched.policies.bros import BrosPolicy
-from apt_jax.sched.policies.deadline import EdfPolicy, FairBatchingPolicy, QoServePolicy
-from apt_jax.sched.policies.fastgen import FastGenPolicy
+from apt_jax.sched.policies.edf import EdfPolicy
 from apt_jax.sched.policies.fcfs import FcfsPolicy
-from apt_jax.sched.policies.fcfs_hybrid import FcfsHybridPolicy
-from apt_jax.sched.policies.random_order import RandomPolicy
 from apt_jax.sched.policies.real_time_first import RealTimeFirst
-from apt_jax.sched.policies.round_robin import RoundRobinPolicy
-from apt_jax.sched.policies.tgi import TgiPolicy
 from apt_jax.sched.policies.unified import UnifiedPolicy
-from apt_jax.sched.policies.vllm_v1 import HrrnPolicy, LeastComputedPolicy, VllmV1Policy, VtcPolicy
+from apt_jax.sched.policies.vllm_v1 import VllmV1Policy
 from apt_jax.sched.registry import ENTRY_POINTS, PolicyMaker, find_policy, make, source_digest
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import INTERFACE_VERSION, Plan, Policy, SchedulerView, has_classes
@@ -41,30 +36,20 @@ __all__ = [
     "BrosPolicy",
     "CacheKindSpec",
     "EdfPolicy",
-    "FairBatchingPolicy",
-    "FastGenPolicy",
-    "FcfsHybridPolicy",
     "FcfsPolicy",
-    "HrrnPolicy",
-    "KindSpec",
     "KnapsackProblem",
-    "LeastComputedPolicy",
     "Plan",
     "PlanError",
     "Policy",
     "PolicyMaker",
-    "QoServePolicy",
-    "RandomPolicy",
     "RealTimeFirst",
     "RequestTable",
-    "RoundRobinPolicy",
     "Schedule",
     "SchedulerView",
     "StepCosts",
-    "TgiPolicy",
     "UnifiedPolicy",
     "VllmV1Policy",
-    "VtcPolicy",
+    "all_policies",
     "check_plan",
     "check_policy",
     "make_policy",
@@ -73,65 +58,72 @@ __all__ = [
     "solve_greedy",
 ]
 
-KindSpec = CacheKindSpec
-"""The former name, for policies from outside; it goes with version 0.3."""
-
-_UNIFIED: dict[str, dict[str, Any]] = {
-    "fcfs": {"first": "prefill", "hybrid": False, "chunked": False, "prefill_tokens": 4096},
-    "infermax": {"longest_first": True, "reserve": "estimate"},
-    "rank-i": {"first": "nobody", "order": "input"},
-    "rank-o": {"first": "nobody", "order": "output"},
-    "rank-org": {"first": "nobody"},
-    "sarathi": {},
-    "sarathi-nocp": {"chunked": False, "prefill_tokens": 4096},
-    "sarathi-nohy": {"hybrid": False, "chunked": False, "prefill_tokens": 4096},
-    "sarathi-pc": {"prefill_tokens": 4096},
-    "vllm-hy": {"first": "prefill", "chunked": False, "prefill_tokens": 4096},
-}
-"""Configurations of InferMax Algorithm 1: Table 1, §4.6 and §6. P is at most C (`max_num_batched_tokens`)."""
-
-_EVICTION_FREE = ("fcfs", "sarathi", "sarathi-nocp", "sarathi-nohy", "sarathi-pc", "vllm-hy")
-"""Those of Table 1, which have a twin `<name>-ef` (§4.4)."""
-
-
 POLICIES: dict[str, PolicyMaker] = {
-    "apt": PolicyMaker(AptPolicy),
-    "apt-plus": PolicyMaker(AptPlusPolicy),
-    "apt-s": PolicyMaker(AptSPolicy),
-    "bros": PolicyMaker(BrosPolicy),
-    "edf": PolicyMaker(EdfPolicy),
-    "fairbatching": PolicyMaker(FairBatchingPolicy),
-    "fastgen": PolicyMaker(FastGenPolicy),
-    "fcfs": PolicyMaker(FcfsPolicy),
-    "fcfs-hybrid": PolicyMaker(FcfsHybridPolicy),
-    "hrrn": PolicyMaker(HrrnPolicy),
-    "least-computed": PolicyMaker(LeastComputedPolicy),
-    "qoserve": PolicyMaker(QoServePolicy),
-    "random": PolicyMaker(RandomPolicy),
-    "round-robin": PolicyMaker(RoundRobinPolicy),
-    "tgi": PolicyMaker(TgiPolicy),
-    "vllm-v0": PolicyMaker(FcfsPolicy, {"name": "vllm-v0"}),
-    "vllm-v1": PolicyMaker(VllmV1Policy),
-    "vllm-v1-8192": PolicyMaker(VllmV1Policy, {"name": "vllm-v1-8192", "budget": 8192}),
-    "vtc": PolicyMaker(VtcPolicy),
-    **{
-        name: PolicyMaker(UnifiedPolicy, {"name": name, **settings})
-        for name, settings in _UNIFIED.items()
-        if name != "fcfs"
-    },
-    **{
-        f"{name}-ef": PolicyMaker(UnifiedPolicy, {"name": f"{name}-ef", **_UNIFIED[name], "reserve": "all"})
-        for name in _EVICTION_FREE
-    },
+    "apt": PolicyMaker(
+        AptPolicy,
+        source="Apt-Serve §4.2, §5",
+        summary="prefill or decode by pending time; a knapsack over that queue chooses requests and cache kinds, again "
+        "in every iteration",
+    ),
+    "apt-plus": PolicyMaker(
+        AptPlusPolicy,
+        source="ours",
+        summary="mixed batches, cost-based cache kind; requests pause for others only where that costs no attainment, "
+        "best-effort ones first",
+    ),
+    "apt-s": PolicyMaker(
+        AptSPolicy,
+        source="Apt-Serve §6.7",
+        summary="both decisions in every step, no iteration type: chunks and mixed steps of at most 512 tokens",
+    ),
+    "bros": PolicyMaker(
+        BrosPolicy,
+        source="BROS §4 and §5",
+        summary="real-time requests by the time left to their deadline, best-effort ones in what is left; with "
+        "`--swap-space` both may share blocks",
+    ),
+    "fcfs": PolicyMaker(
+        FcfsPolicy, source="vLLM's first scheduler", summary="prefill first, by arrival; evict the latest"
+    ),
+    "vllm-v1": PolicyMaker(
+        VllmV1Policy,
+        source="vLLM 0.32, `vllm/v1/core/sched`",
+        summary="running requests first, chunks, 2048 tokens per step; preempt the last",
+    ),
+    "sarathi": PolicyMaker(
+        UnifiedPolicy,
+        {"name": "sarathi"},
+        source="Sarathi-Serve, InferMax Table 1",
+        summary="decodes first, then chunks, 512 tokens per step in all; evict the latest",
+    ),
+    "edf": PolicyMaker(
+        EdfPolicy,
+        source="earliest deadline first",
+        summary="one order by when the next token is due, mixed steps of 2048 tokens; preempt the one that is due last",
+    ),
 }
-"""Bundled policies by the name that `--scheduling-policy` takes."""
+"""Policies to serve with, by the name that `--scheduling-policy` takes. `all_policies` has those for comparisons too."""
+
+_LAB = "apt_jax.lab.policies"
+"""The module of the other bundled policies, loaded by name when one of them is asked for."""
+
+
+def all_policies() -> dict[str, PolicyMaker]:
+    """`POLICIES`, and those of the laboratory, by name."""
+    return POLICIES | importlib.import_module(_LAB).POLICIES
+
+
+def _bundled(text: str) -> dict[str, PolicyMaker]:
+    """Bundled policies among which the one that `text` names is found, if it is bundled."""
+    name = text.partition("?")[0]
+    return POLICIES if name in POLICIES or ":" in name else all_policies()
 
 
 def make_policy(name: str | None = None, config: SchedulerConfig | None = None, *, seed: int = 0) -> Policy:
     """A policy by name.
 
     Args:
-        name: a key of `POLICIES`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`; with options
+        name: a key of `all_policies`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`; with options
             of its constructor, as in `apt?violation_decay=0.4`. None: `config.policy`.
         config: what the policy reads its settings from.
         seed: of policies that draw at random.
@@ -141,17 +133,17 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
     """
     config = SchedulerConfig() if config is None else config
     text = config.policy if name is None else name
-    policy = make(text, POLICIES, config, seed)
+    policy = make(text, _bundled(text), config, seed)
     if config.best_effort_last and not has_classes(policy):
-        return RealTimeFirst(policy, make(text, POLICIES, config, seed))
+        return RealTimeFirst(policy, make(text, _bundled(text), config, seed))
     return policy
 
 
 def check_policy(name: str) -> None:
     """Raise the `ConfigError` of a name or of options that `make_policy` would refuse, without making the policy."""
-    find_policy(name, POLICIES)
+    find_policy(name, _bundled(name))
 
 
 def policy_digest(name: str) -> str | None:
     """Digest of the source files of a policy from outside this package; None for a bundled one."""
-    return source_digest(name, POLICIES)
+    return source_digest(name, _bundled(name))

@@ -50,6 +50,10 @@ class PolicyMaker:
 
     cls: type[Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    """The paper or the server that it is taken from."""
+    summary: str = ""
+    """One line for lists of policies."""
 
     def __call__(self, config: SchedulerConfig, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
         values: dict[str, Any] = {"violation_decay": config.violation_decay, "seed": seed}

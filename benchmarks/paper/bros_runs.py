@@ -13,13 +13,13 @@ import numpy as np
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
+from apt_jax.lab.policies.round_robin import RoundRobinPolicy
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import (
     AptPlusPolicy,
     BrosPolicy,
     Plan,
     Policy,
-    RoundRobinPolicy,
     SchedulerView,
     make_policy,
 )

@@ -23,7 +23,7 @@ import numpy as np
 
 from apt_jax import __version__
 from apt_jax.config import SchedulerConfig
-from apt_jax.sched import POLICIES
+from apt_jax.sched import all_policies
 from apt_jax.sim.sweep import Store
 from benchmarks.paper.common import compare, targets
 
@@ -50,11 +50,11 @@ def _sources(policy: str, *, has_host_memory: bool) -> str:
     if has_host_memory:
         files |= {*(ROOT / "apt_jax/cache").glob("*.py"), ROOT / "apt_jax/sim/host_link.py"}
         files |= {ROOT / "apt_jax/engine" / name for name in ("batch_builder.py", "restore.py")}
-    if policy in POLICIES:
-        made = POLICIES[policy](SchedulerConfig(policy=policy), 0)
+    if policy in all_policies():
+        made = all_policies()[policy](SchedulerConfig(policy=policy), 0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
     else:  # a variant that a script makes
-        files |= set((ROOT / "apt_jax/sched/policies").glob("*.py"))
+        files |= {*(ROOT / "apt_jax/sched/policies").glob("*.py"), *(ROOT / "apt_jax/lab/policies").glob("*.py")}
         files.add(ROOT / "benchmarks/paper/longest_wait.py")
     digest = hashlib.sha256()
     for file in sorted(files):

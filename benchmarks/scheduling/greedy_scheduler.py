@@ -23,11 +23,11 @@ import numpy as np
 from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError
 from apt_jax.sched import (
-    POLICIES,
     KnapsackProblem,
     RequestTable,
     SchedulerView,
     StepCosts,
+    all_policies,
     make_policy,
     solve_exact,
     solve_greedy,
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     parser.add_argument(
         "--policies",
-        default=",".join(sorted(POLICIES)),
+        default=",".join(sorted(all_policies())),
         metavar="POLICY[,POLICY...]",
         help="whose calls are timed; package.module:Class too (default: all)",
     )

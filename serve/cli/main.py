@@ -27,6 +27,7 @@ _COMMANDS = {
     "info": ("serve.cli.commands.info", "versions, devices, kernels, model and cache, or a server's numbers"),
     "optimal": ("serve.cli.commands.optimal", "find the best possible schedule of a few requests"),
     "simulate": ("serve.cli.commands.simulate", "what a policy would do to a workload on other hardware"),
+    "policies": ("serve.cli.commands.policies", "list the scheduling policies"),
     "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
     "calibrate": ("serve.cli.commands.calibrate", "measure what steps cost on this machine"),
 }  # fmt: skip

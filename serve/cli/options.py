@@ -32,8 +32,8 @@ MODEL_HELP = (
     "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
 )
 POLICY_HELP = (
-    f"{', '.join(sorted(POLICIES))}, an installed one, or package.module:Class; with options as in 'apt?violation_decay=0.4' "
-    "(docs/policies.md)"
+    f"{', '.join(POLICIES)}, another one of `apt-jax policies`, or package.module:Class; with options as in "
+    "'apt?violation_decay=0.4' (docs/policies.md)"
 )
 
 

@@ -136,7 +136,7 @@ class ServerMetrics:
     # Called in the engine's thread, which alone writes the sums.
 
     def ended(self, delta: OutputDelta) -> None:
-        """See `apt_jax.async_engine.Observer`."""
+        """See `apt_jax.frontend.async_engine.Observer`."""
         sums, metrics, of_class = self._sums, delta.metrics, delta.request.slo_class
         times_s = metrics.token_times_s
         if times_s:
@@ -158,7 +158,7 @@ class ServerMetrics:
         self._count_slos(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
 
     def refused(self, request: EngineRequest) -> None:
-        """See `apt_jax.async_engine.Observer`."""
+        """See `apt_jax.frontend.async_engine.Observer`."""
         record = RequestRecord(arrival_s=request.arrival_s, ok=False, slo=request.slo)
         self._count_slos(record, request)
 

@@ -8,7 +8,7 @@ import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import StepBatch
-from apt_jax.sched import POLICIES
+from apt_jax.sched import all_policies
 from tests.support.cases import cover, num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import (
@@ -208,7 +208,7 @@ def test_tokens_do_not_depend_on_it(overlap):
     assert (totals > 0).all(), totals
 
 
-@pytest.mark.parametrize("policy", cover(sorted(POLICIES), LEADING))
+@pytest.mark.parametrize("policy", cover(sorted(all_policies()), LEADING))
 def test_every_policy_keeps_its_promises_with_it(policy):
     rng = np.random.default_rng(1)
     served = Served(policy, num_blocks=40, num_host_blocks=200, budget=40)

@@ -9,7 +9,7 @@ import pytest
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.engine import Engine
-from apt_jax.sched import POLICIES
+from apt_jax.sched import all_policies
 from tests.support.cases import num_cases
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.fake_serving import VOCAB_SIZE, Served, prompt
@@ -204,7 +204,7 @@ class TestHits:
         assert not found[0] & found[1]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", all_policies())
 def test_every_policy_reckons_with_what_is_shared(policy):
     """80 blocks hold two of these requests on their own, and all four where they share; a step computes what is new."""
     most = {}
@@ -486,7 +486,7 @@ def converse(served: Served, num: int, seed: int, p_preempt: float) -> int:
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", all_policies())
 def test_many_conversations_say_what_they_say_without_cache(policy):
     """Held against streams that no cache was used for; tight pools, evictions, preemptions, both kinds, faults."""
     total: dict[str, int] = dict.fromkeys(("hits", "queries", "copies", "resets"), 0)

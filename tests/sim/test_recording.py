@@ -10,7 +10,7 @@ from apt_jax.config import CacheMode
 from apt_jax.costs.hardware import Hardware
 from apt_jax.executor import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched import POLICIES, StepCosts
+from apt_jax.sched import StepCosts, all_policies
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.recording import (
     RecordingExecutor,
@@ -78,9 +78,9 @@ def config_of(policy: str, cache: CacheMode) -> SimulationConfig:
 @pytest.mark.seeds
 @pytest.mark.parametrize(
     ("policy", "cache"),
-    [(policy, "hybrid") for policy in sorted(POLICIES)]
+    [(policy, "hybrid") for policy in sorted(all_policies())]
     + [(policy, "kv") for policy in KV_ALONE]
-    + [pytest.param(policy, "kv", marks=pytest.mark.slow) for policy in sorted(set(POLICIES) - set(KV_ALONE))],
+    + [pytest.param(policy, "kv", marks=pytest.mark.slow) for policy in sorted(set(all_policies()) - set(KV_ALONE))],
 )
 def test_the_same_trace_and_times_give_the_same_decisions(executor: JaxExecutor, policy: str, cache: CacheMode) -> None:
     config, work = config_of(policy, cache), workload()

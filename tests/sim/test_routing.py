@@ -15,7 +15,7 @@ from apt_jax.engine import Engine
 from apt_jax.engine.admission import Admission, AdmissionDemand, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
-from apt_jax.sched import POLICIES, make_policy
+from apt_jax.sched import all_policies, make_policy
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor
 from apt_jax.sim.hardware import load_hardware
@@ -97,12 +97,12 @@ def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMe
 
 
 @pytest.mark.seeds
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(all_policies()))
 def test_one_replica_is_the_engine_alone(policy):
     """In `make test` with one router for each policy, in turn."""
     config, workload = dataclasses.replace(BUSY, policy=policy), bursts(25)
     alone = served_alone(config, workload)
-    routers, turn = list(ROUTING_POLICIES), sorted(POLICIES).index(policy)
+    routers, turn = list(ROUTING_POLICIES), sorted(all_policies()).index(policy)
     for routing in routers if ALL else [routers[turn % len(routers)]]:
         result = simulate(dataclasses.replace(config, routing_policy=routing), workload=workload)
         assert result.requests == alone

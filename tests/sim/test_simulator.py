@@ -11,7 +11,7 @@ from apt_jax.core.kinds import HIDDEN
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.errors import ConfigError
 from apt_jax.executor import StepBatch
-from apt_jax.sched import POLICIES, Plan, SchedulerView, make_policy
+from apt_jax.sched import Plan, SchedulerView, all_policies, make_policy
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.host_link import block_bytes, num_host_blocks, with_transfers
@@ -154,7 +154,7 @@ def test_time_of_the_host_is_hidden_behind_the_device_as_far_as_it_is_shorter():
 
 @pytest.mark.in_turn(7)
 @pytest.mark.seeds
-@pytest.mark.parametrize("policy", cover(sorted(POLICIES), LEADING))
+@pytest.mark.parametrize("policy", cover(sorted(all_policies()), LEADING))
 def test_every_policy_serves_all_with_overlap(policy):
     config = dataclasses.replace(CROWDED, policy=policy, overlap=True)
     result = simulate(config, debug=True)
@@ -219,7 +219,7 @@ def test_narrow_layer_inputs_take_fewer_blocks():
 
 @pytest.mark.in_turn(12)
 @pytest.mark.seeds
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(all_policies()))
 def test_every_policy_serves_all_and_a_seed_fixes_the_run(policy):
     config = dataclasses.replace(CROWDED, policy=policy)
     first = simulate(config, debug=True)

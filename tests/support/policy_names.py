@@ -1,8 +1,8 @@
 """Bundled policies by name, and which of them are other settings of one that is tested at length."""
 
-from apt_jax.sched import POLICIES
+from apt_jax.sched import all_policies
 
-NAMES = sorted(POLICIES)
+NAMES = sorted(all_policies())
 VARIANTS = [
     n for n in NAMES if n.endswith(("-ef", "-pc", "-nocp", "-nohy", "-hy", "rank-o", "rank-org", "-v0", "-8192"))
 ]

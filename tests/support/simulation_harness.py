@@ -34,7 +34,7 @@ from apt_jax.errors import (
 )
 from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
-from apt_jax.sched import POLICIES, check_plan, make_policy
+from apt_jax.sched import all_policies, check_plan, make_policy
 from apt_jax.sched.view import Plan, Policy, SchedulerView
 from apt_jax.utils.clock import VirtualClock
 from tests.support.fake_disk import FakeDisk
@@ -49,7 +49,7 @@ VOCAB_SIZE = 31
 
 DRAIN_ITERATIONS = 5_000
 
-REAL_POLICIES = tuple(POLICIES)
+REAL_POLICIES = tuple(all_policies())
 
 
 class SimulationError(AssertionError):

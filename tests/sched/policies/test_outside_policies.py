@@ -19,8 +19,6 @@ from apt_jax.errors import ConfigError
 from apt_jax.sched import (
     ENTRY_POINTS,
     INTERFACE_VERSION,
-    KV,
-    POLICIES,
     AptPolicy,
     CacheKindSpec,
     Plan,
@@ -28,6 +26,7 @@ from apt_jax.sched import (
     SchedulerView,
     StepCosts,
     UnifiedPolicy,
+    all_policies,
     check_policy,
     make_policy,
     policy_digest,
@@ -438,19 +437,6 @@ def test_the_benchmark_of_speed_takes_them():
 
 
 def test_bundled_policies_are_made_as_before():
-    for name in POLICIES:
+    for name in all_policies():
         assert make_policy(name, seed=1).name == name
     assert make_policy("apt-s", SchedulerConfig(violation_decay=0.4)).violation_decay == 0.4  # type: ignore[attr-defined]
-
-
-def test_former_names_work_for_a_release():
-    from apt_jax.sched import KindSpec, policy
-
-    assert KindSpec is CacheKindSpec
-    assert policy.unblock is apt_jax.sched.step_packer.resolve_prefill_deadlock
-    world = World(num_blocks=100, mode="kv", max_num_seqs=4)
-    world.hold(world.add(40), KV, cached=16)
-    packer = policy.StepPacker(world.view())
-    assert packer.seats_left == packer.slots_left == 3
-    assert packer.go_on(policy.split_running(world.view())[1])
-    assert packer.plan().num_tokens.tolist() == [24]

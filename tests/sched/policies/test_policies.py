@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
-from apt_jax.sched import POLICIES, AptPolicy, Plan, StepCosts, check_plan, make_policy
+from apt_jax.sched import POLICIES, AptPolicy, Plan, StepCosts, all_policies, check_plan, make_policy
 from tests.support.cases import ALL, cover, num_cases
 from tests.support.policy_names import LEADING, NAMES, VARIANTS
 from tests.support.sched_world import HIDDEN, KV, Arrival, World, blocks, drain
@@ -206,10 +208,41 @@ def test_policies_by_name():
         make_policy("lifo")
 
 
-def test_every_policy_has_a_line_in_the_documents():
-    table = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    assert set(POLICIES) <= set(re.findall("`([^`]+)`", " ".join(rows)))
+def test_the_documents_list_every_policy_as_the_command_does():
+    """The first table has the policies to serve with, the last one all others."""
+    text = (Path(__file__).parents[3] / "docs" / "policies.md").read_text()
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    tables = text.split("| name | source | in one line |\n|---|---|---|\n")[1:]
+    rows = [[line.strip("| ").split(" | ") for line in t.split("\n\n")[0].splitlines()] for t in tables]
+    assert len(tables) == 2
+    expected = [[f"`{name}`", maker.source, maker.summary] for name, maker in all_policies().items()]
+    assert rows[0] == expected[: len(POLICIES)]
+    assert rows[1] == expected[len(POLICIES) :]
+
+
+@pytest.mark.parametrize("name", sorted(all_policies()))
+def test_a_policy_is_of_the_room_that_lists_it(name: str):
+    maker = all_policies()[name]
+    assert maker.is_bundled
+    assert make_policy(name).name == name
+    assert maker.summary
+    assert maker.source
+    if name in POLICIES:
+        assert maker.cls.__module__.startswith("apt_jax.sched.")
+
+
+def test_policies_to_serve_with_are_made_without_the_laboratory():
+    code = """
+import sys
+from apt_jax.sched import POLICIES, check_policy, make_policy, policy_digest
+for name in POLICIES:
+    check_policy(name), make_policy(name), policy_digest(name)
+make_policy("apt_jax.sched.policies.fcfs:FcfsPolicy")
+assert not any(name.startswith("apt_jax.lab") for name in sys.modules)
+make_policy("tgi")
+assert "apt_jax.lab.policies.tgi" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- check_plan ----------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ def test_everything_is_imported_without_the_optional_libraries():
     code = (
         "import sys\n"
         "for name in ('gguf', 'jinja2', 'orbax', 'orbax.checkpoint', 'huggingface_hub'): sys.modules[name] = None\n"
-        "import apt_jax.llm, apt_jax.models.loading.convert, serve.cli, serve.cli.commands.chat, serve.cli.commands.convert, serve.cli.commands.info\n"
+        "import apt_jax.frontend.llm, apt_jax.models.loading.convert, serve.cli, serve.cli.commands.chat, serve.cli.commands.convert, serve.cli.commands.info\n"
         "sys.exit(serve.cli.main(['info', '/absent.gguf']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

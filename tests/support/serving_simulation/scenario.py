@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from apt_jax.sched import POLICIES
+from apt_jax.sched import all_policies
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -81,7 +81,7 @@ def draw_scenario(rng: np.random.Generator) -> ServingScenario:
         block_size=int(rng.choice([3, 4, 8])),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + int(rng.choice([3, 16, 64])),
-        policy=str(rng.choice(tuple(POLICIES))),
+        policy=str(rng.choice(tuple(all_policies()))),
         overlap=bool(rng.random() < 0.7),
         debug=bool(rng.random() < 0.15),
         prefix_caching=bool(rng.random() < 0.8),

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from apt_jax.sched import TgiPolicy, make_policy
+from apt_jax.lab.policies.tgi import TgiPolicy
+from apt_jax.sched import make_policy
 from tests.support.sched_world import KV, World
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from apt_jax.sched import FastGenPolicy, SchedulerView, make_policy
+from apt_jax.lab.policies.fastgen import FastGenPolicy
+from apt_jax.sched import SchedulerView, make_policy
 from tests.support.sched_world import HIDDEN, KV, Arrival, World, blocks
 
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from apt_jax.sched import FcfsHybridPolicy, FcfsPolicy, make_policy
+from apt_jax.lab.policies.fcfs_hybrid import FcfsHybridPolicy
+from apt_jax.sched import FcfsPolicy, make_policy
 from tests.support.sched_world import HIDDEN, KV, Arrival, World, drain
 
 

@@ -1,52 +1,12 @@
-"""Earliest deadline first, FairBatching, QoServe: the rule of each."""
+"""FairBatching, QoServe: the rule of each."""
 
 import numpy as np
 import pytest
 
-from apt_jax.sched import EdfPolicy, FairBatchingPolicy, Policy, QoServePolicy, StepCosts
-from apt_jax.sched.policies.deadline import line_deadline_s, next_deadline_s
+from apt_jax.lab.policies.deadline import FairBatchingPolicy, QoServePolicy, line_deadline_s
+from apt_jax.sched.policies.edf import next_deadline_s
+from tests.support.deadline_world import decode, step, world_of
 from tests.support.sched_world import KV, World
-
-COSTS = StepCosts(
-    prefill_base_s=0.01,
-    prefill_per_token_s=0.001,
-    decode_base_s=0.01,
-    decode_per_request_s=0.001,
-)
-"""A step takes 10 ms and 1 ms per token."""
-
-
-def world_of(*, num_blocks: int = 10**5, max_num_batched_tokens: int = 1000, block_size: int = 4) -> World:
-    return World(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        mode="kv",
-        max_num_seqs=50,
-        max_num_batched_tokens=max_num_batched_tokens,
-        costs=COSTS,
-    )
-
-
-def decode(
-    world: World,
-    *,
-    last_s: float = 0.0,
-    outputs: int = 1,
-    arrival_s: float = 0.0,
-    ttft_s: float = np.inf,
-    tbt_s: float = np.inf,
-) -> int:
-    """A request that decodes and had its last token at `last_s`."""
-    row = world.add(8, 100, arrival_s=arrival_s, ttft_s=ttft_s, tbt_s=tbt_s)
-    world.hold(row, KV, num_outputs=outputs)
-    world.table.last_token_s[row] = last_s
-    return row
-
-
-def step(world: World, policy: Policy) -> tuple[str, dict[int, int], list[int]]:
-    plan = world.schedule(policy)
-    tokens = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
-    return plan.iteration, tokens, plan.preempt.tolist()
 
 
 def test_deadlines_of_the_next_token():
@@ -64,34 +24,6 @@ def test_deadlines_of_the_next_token():
     assert next_deadline_s(world.view(), rows) == pytest.approx([1.5, 3.2, np.inf, np.inf])
     # The line does not know when the last token came: 1 + 0.5 + 4 * 0.2.
     assert line_deadline_s(world.view(), rows) == pytest.approx([1.5, 2.3, np.inf, np.inf])
-
-
-# --- edf -------------------------------------------------------------------------------------------------------------
-
-
-def test_edf_serves_everybody_in_one_order():
-    world = world_of()
-    decode(world, last_s=0.0, tbt_s=0.5)  # due at 0.5
-    world.add(30, arrival_s=0.0, ttft_s=0.3)  # 0.3
-    world.hold(world.add(40, arrival_s=0.0, ttft_s=0.4), KV, cached=20)  # 0.4
-    world.add(30, arrival_s=0.0, ttft_s=0.2)  # 0.2
-    plan = world.schedule(EdfPolicy(budget=70))
-    assert plan.rows.tolist() == [3, 1, 2]
-    assert plan.num_tokens.tolist() == [30, 30, 10]
-    assert step(world, EdfPolicy()) == ("mixed", {3: 30, 1: 30, 2: 20, 0: 1}, [])
-
-
-def test_edf_preempts_the_last_due_and_none_for_waiting_requests():
-    world = world_of(block_size=4)
-    for tbt_s in (0.5, 0.1, 0.3):
-        decode(world, last_s=0.0, tbt_s=tbt_s)  # 4 blocks, 2 more now
-    world.add(4, arrival_s=-9.0, ttft_s=0.1)  # overdue
-    world.num_blocks = 16
-    assert step(world, EdfPolicy()) == ("decode", {1: 1, 2: 1}, [0])
-    world.num_blocks = 18
-    assert step(world, EdfPolicy()) == ("decode", {1: 1, 2: 1, 0: 1}, [])
-    world.num_blocks = 20
-    assert step(world, EdfPolicy()) == ("mixed", {3: 4, 1: 1, 2: 1, 0: 1}, [])
 
 
 # --- fairbatching ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from apt_jax.sched import RoundRobinPolicy, make_policy
+from apt_jax.lab.policies.round_robin import RoundRobinPolicy
+from apt_jax.sched import make_policy
 from tests.support.cases import num_cases
 from tests.support.sched_world import KV, World
 

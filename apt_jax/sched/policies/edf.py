@@ -1,0 +1,83 @@
+"""Earliest deadline first."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.policies.vllm_v1 import BUDGET
+from apt_jax.sched.step_packer import (
+    Rows,
+    admissible,
+    blocks_after,
+    num_that_fit,
+    share_tokens,
+    step_plan,
+)
+from apt_jax.sched.view import Plan, SchedulerView
+
+
+def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
+    """(n,) when the next token is due: TTFT after the arrival for the first one, TBT after the last one for others;
+    never for a best-effort request."""
+    table = view.table
+    last_s, arrival_s = table.last_token_s.take(rows), table.arrival_s.take(rows)
+    has_token = (table.num_delivered.take(rows) > 0) | (last_s > arrival_s)
+    due_s = np.where(has_token, last_s + table.slo_tbt_s.take(rows), arrival_s + table.slo_ttft_s.take(rows))
+    due_s[table.best_effort.take(rows)] = np.inf
+    return due_s
+
+
+def in_order(view: SchedulerView, rows: Rows, key: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions of `rows` by `key`, equal ones by arrival."""
+    return np.lexsort((view.table.rank.take(rows), key))
+
+
+class EdfPolicy:
+    """Earliest deadline first: one order of all requests by the time when their next token is due.
+
+    The next token is due TTFT after the arrival, or TBT after the last token. In this order requests take their tokens
+    from the budget of a step, decodes and prompts (in chunks) alike. Memory:
+
+    * A waiting request is admitted when the blocks of its whole prompt are free beside what running ones need in this
+      step. The first that does not fit ends the admission. Nobody is preempted for a waiting request: in an overload
+      all that wait are overdue, and they would throw out each other's work.
+    * When running requests do not fit, the ones due last lose their cache, of equals the one that came last, and nobody
+      is admitted.
+
+    Overdue requests are the first, as the rule says: in an overload everybody becomes late.
+
+    Args:
+        name: of the policy.
+        budget: tokens of a step; at most `max_num_batched_tokens`.
+    """
+
+    def __init__(self, name: str = "edf", budget: int = BUDGET) -> None:
+        self.name = name
+        self.budget = budget
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        table, running = view.table, view.running
+        budget = min(self.budget, view.max_num_batched_tokens)
+        due_s = next_deadline_s(view, running)
+        order = in_order(view, running, due_s)
+        running, due_s = running[order], due_s[order]
+        wanted = view.remaining(running)
+        num_tokens = share_tokens(wanted, budget)
+        num = num_that_fit(view, running, num_tokens)
+        if num < running.size:
+            rows, preempt = running[:num], running[num:]
+            return step_plan(view, rows, num_tokens[:num], table.kind[rows], preempt)
+        kind = table.kind[running]
+        if view.waiting.size and running.size < view.max_num_seqs:
+            growth = blocks_after(view, running, num_tokens) - table.num_blocks[running]
+            free = view.free_blocks - int(growth.sum())
+            waiting_s = next_deadline_s(view, view.waiting)
+            first = in_order(view, view.waiting, waiting_s)
+            started, their_tokens, their_kind = admissible(view, view.waiting[first], free)
+            running = np.concatenate([running, started])
+            kind = np.concatenate([kind, their_kind])
+            wanted = np.concatenate([wanted, their_tokens])
+            due_s = np.concatenate([due_s, waiting_s[first[: started.size]]])
+            order = in_order(view, running, due_s)
+            running, kind = running[order], kind[order]
+            num_tokens = share_tokens(wanted[order], budget)
+        return step_plan(view, running, num_tokens, kind, view.running[:0])
