@@ -40,7 +40,7 @@ _TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
 class _MissingBackendError(Exception):
-    """This version of JAX lacks what kernels are written in."""
+    """This version of JAX lacks the kernels' language."""
 
 
 def _xla(chip: str | None) -> KernelBackend:
@@ -101,7 +101,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         ) from None
 
     def bound(op: Callable[..., Any]) -> Callable[..., Any]:
-        """The op, traced and lowered once for all layers and programs that call it alike: Pallas takes 0.1 s for a
+        """The op, traced and lowered once for all layers and programs with equal calls: Pallas takes 0.1 s for a
         kernel."""
         known = inspect.signature(op).parameters
         named = ("block_size", "with_hidden", "out_dtype", "hidden_block_size", "tensor", "room")

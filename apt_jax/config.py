@@ -137,12 +137,12 @@ class SchedulerConfig:
     """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on
     rejects."""
     default_slo: SLO = SLO()
-    """Default SLO, for real-time requests that have none."""
+    """Default SLO of real-time requests without objectives."""
     default_slo_class: SloClass = option("rt", rule="be 'rt' or 'be'")
-    """Class of requests that name none: rt, real time, or be, best effort."""
+    """Default class of requests: rt, real time, or be, best effort."""
     best_effort_last: bool = option(False)
-    """Run best-effort requests in what real-time ones leave under policies that do not tell them apart too (default:
-    only with --batch-dir; docs/policies.md)."""
+    """Run best-effort requests only with capacity left by real-time ones, under every policy (default: only with
+    --batch-dir; docs/policies.md)."""
     overlap: bool = True
     """Dispatch the next step before the last one's tokens are fetched."""
 
@@ -199,7 +199,7 @@ class EngineConfig:
     tokenizer: str | None = option(None, metavar="DIR")
     """Directory with a tokenizer.json, or .gguf file (default: the model's)."""
     chat_template: str | None = option(None, metavar="FILE")
-    """File of the chat template (Jinja), or none (default: the model's)."""
+    """File of the chat template (Jinja) (default: the model's)."""
     dtype: DType = option("float32")
     """Data type of weights, activations and cache; auto: float32 on CPUs, else the 16-bit type of the model's files,
     bfloat16 where they have none."""
@@ -239,7 +239,7 @@ class EngineConfig:
     """Load programs that an earlier start has compiled, on one host, without tracing and lowering them again (default:
     on)."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")
-    """Random seed of dummy weights and of sampled requests that have none."""
+    """Random seed of dummy weights and of sampled requests without a seed."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -93,7 +93,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be sampled, end tokens among them. None: all."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many of the prompt's last tokens; -1: as many as leave room for the output. None: all."""
+    """Keep only the prompt's last tokens, at most this many; -1: as many as leave room for the output. None: all."""
 
     @property
     def is_greedy(self) -> bool:
@@ -124,7 +124,7 @@ class TokenConstraint(Protocol):
         ...
 
     def fill_mask(self, row: NDArray[np.int32]) -> bool:
-        """Write what may come next: bit i % 32 of ``row[i // 32]`` for token i, every word of it.
+        """Write the mask of allowed next tokens: bit i % 32 of ``row[i // 32]`` for token i, every word of it.
 
         Returns:
             False: nothing may follow, the output is complete (or no token of the vocabulary leads on).
@@ -188,7 +188,7 @@ class EngineRequest:
 
     @property
     def has_token_rules(self) -> bool:
-        """True if tokens are masked besides what `grammar` says."""
+        """True if tokens are masked for other reasons than `grammar`."""
         return self.params.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
     @property
@@ -242,7 +242,7 @@ class RequestMetrics:
     cache_kind: CacheKindName | None = None
     """The kind held last."""
     num_blocks: int | None = None
-    """Blocks of its cache when it was last given back, those that it shared among them; None: it never was."""
+    """Blocks of its cache when it was last released, shared ones included; None: never released."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
 
     @property

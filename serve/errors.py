@@ -37,7 +37,7 @@ class OperatorKeyError(Exception):
 
 
 class ProfilerStateError(Exception):
-    """A profile is to start while one is running, or to stop while none is."""
+    """A profile cannot start while one is running, or stop while no profile is running."""
 
 
 class ProfileWriteError(Exception):

@@ -66,7 +66,7 @@ class Transport(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Send what follows the output of all requests."""
+        """Send the end of the answer, after the output of all requests."""
         ...
 
     def disconnect_reason(self, error: Exception) -> str | None:
@@ -78,12 +78,12 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the call holds."""
+        """Release the call's resources."""
         ...
 
 
 class CallService:
-    """The engine behind one protocol's endpoints, and what their calls share; one event loop.
+    """The engine behind one protocol's endpoints, and the state that their calls share; one event loop.
 
     Args:
         logger: of the protocol.
@@ -102,7 +102,7 @@ class CallService:
         starting: Callable[[], StartStatus | None] = lambda: None,
     ) -> None:
         self.work = Preprocessing() if work is None else work
-        """Threads and budgets for what comes before the engine."""
+        """Threads and budgets for work before the engine."""
         self.log = CallLog(logger)
         """A line for each call that has ended."""
         self.num_open = 0

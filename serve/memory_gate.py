@@ -45,14 +45,14 @@ class MemoryGate:
         self._read_s = self._logged_s = -_LOG_PERIOD_S
 
     def model_loaded(self) -> None:
-        """Set the limit by what is in use now."""
+        """Set the limit from the current use."""
         if self._total_bytes is not None:
             used = self._used_bytes()
             soft = int(self._total_bytes * self._share)
             self._limit_bytes = soft if used < soft else (used + self._total_bytes) // 2
 
     def check(self) -> None:
-        """Check that there is memory for another call.
+        """Check that memory is left for another call.
 
         Raises:
             EngineClosedError: there is not.

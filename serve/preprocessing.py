@@ -247,7 +247,7 @@ class Preprocessing:
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[[], T], owner: Owner, *, num_bytes: int) -> T:
-        """Call `function` in a thread, where one who waits for `num_bytes` of text expects to be.
+        """Call `function` in the thread for work on `num_bytes` of text.
 
         Raises:
             QueueFullError: too much waits.
@@ -284,7 +284,7 @@ class Preprocessing:
             queue.close()
 
     def _trim_later(self) -> None:
-        """Give what large calls have freed back to the system, once for all that end in the next second."""
+        """Return memory freed by large calls to the system, once for all calls that end in the next second."""
         if self._trim is not None:
             return
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_FILES = 65_536
 _OTHER_FILES = 32
-"""Files that are no connections."""
+"""Number of open files other than connections."""
 
 ENGINE_LOST = 1
 """Exit code if the engine has ended by itself."""
@@ -271,7 +271,7 @@ def find_model(config: EngineConfig) -> None:
 
 
 def _lower_compute_thread_priority(others: set[int]) -> None:
-    """Let threads that serve calls run before those of the model, which take every core of a CPU.
+    """Let threads that serve calls run before the model's threads, which take every core of a CPU.
 
     Args:
         others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each

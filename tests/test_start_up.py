@@ -1,4 +1,4 @@
-"""What collecting tests imports: a change to a scheduling policy is tested in seconds."""
+"""Modules that collecting tests imports: a change to a scheduling policy is tested in seconds."""
 
 import subprocess
 import sys

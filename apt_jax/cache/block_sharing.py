@@ -184,7 +184,7 @@ class BlockSharing:
         return min(max(tokens - entry * size, 0), size)
 
     def on_device(self, place: Place) -> int:
-        """Those of them that are on the device."""
+        """Number of these blocks that are on the device."""
         checkpoint = self.preempted.get(place[0], {}).get(place[1])
         return self.used(place) if checkpoint is None else checkpoint.kept
 
@@ -349,7 +349,7 @@ class BlockSharing:
         return need <= self._groups.num_free and fresh <= len(cache.free_slots)
 
     def reserve(self, owner: int, num_tokens: int, kind: int, running: set[int], *, copied: bool = False) -> bool:
-        """Restore what a request lacks and make room for its positions [0, num_tokens).
+        """Restore a request's missing positions and make room for [0, num_tokens).
 
         Args:
             owner: takes a slot at the first call.

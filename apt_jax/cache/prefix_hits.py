@@ -35,7 +35,7 @@ class Hit(NamedTuple):
     tokens: int
     """Positions that need no computing."""
     host: int
-    """Those of them that are copied from host memory."""
+    """Positions that are copied from host memory, a part of the cached ones."""
     shared_blocks: int
     """Blocks that requests hold already."""
 

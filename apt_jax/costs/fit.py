@@ -108,7 +108,7 @@ class CostModel:
         return self.programs.step_s(*point.arrays())
 
     def decode_s(self, kv_lens: Sequence[int], hidden_lens: Sequence[int]) -> float:
-        """Predicted time of a decode step over so many cached tokens, seconds."""
+        """Predicted time of a decode step over cached tokens, seconds."""
         lens = [*kv_lens, *hidden_lens]
         kind = [KV] * len(kv_lens) + [HIDDEN] * len(hidden_lens)
         point = StepPoint(num_tokens=[1] * len(lens), start=lens, kind=kind, time_s=0.0)
@@ -150,7 +150,7 @@ def _smoothness(
     shapes: ProgramShapes, is_measured: NDArray[np.bool_], prefill_s: float, decode_s: float
 ) -> NDArray[np.float64]:
     """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on the lines between their
-    neighbours, and those beyond what was measured equal the last that was.
+    neighbours, and bases beyond the measured ones equal the last measured one.
 
     Args:
         is_measured: (num_coefficients,) what occurs in points.
@@ -235,7 +235,7 @@ def _quality(
     held: NDArray[np.bool_],
     rows: NDArray[np.bool_],
 ) -> FitQuality:
-    """The quality on the rows that were held back, on all rows where none were."""
+    """The quality on the held-back rows, or on all rows without any held back."""
     check = held & rows if (held & rows).any() else rows
     if not check.any():
         return FitQuality(num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0)
@@ -252,7 +252,7 @@ def _quality(
 
 
 def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
-    """Fit both models to what is not held back, to state the quality, then to all points.
+    """Fit both models without the held-back points, to state the quality, then to all points.
 
     Where no point of a phase is marked as held back, every fourth is.
 

@@ -21,7 +21,7 @@ class Hardware:
     """One model on one kind and number of devices. Times are seconds, sizes tokens and blocks."""
 
     name: str
-    """The kind of device, what ``--hardware`` takes: ``a100-40gb``."""
+    """The kind of device, as ``--hardware`` takes it: ``a100-40gb``."""
     model: str
     """The value of ``--model``: ``opt-13b``."""
     num_devices: int

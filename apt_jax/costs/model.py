@@ -10,7 +10,7 @@ from apt_jax.core.kinds import HIDDEN
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Time of a step as a linear model of what is in it (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS
+    """Time of a step as a linear model of its contents (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS
     §4.1).
 
     From calibration or a hardware description; all in seconds, zero where nothing is known. A row decodes when it
@@ -123,7 +123,7 @@ class StepCosts:
         return max(load_s, self.save_per_block_s * num_saved)
 
     def conversion_s(self, num_tokens: int) -> float:
-        """Extra time of a step for `Plan.convert` of rows with so many cached tokens together, seconds."""
+        """Extra time of a step for `Plan.convert` of rows with these cached tokens in total, seconds."""
         return self.convert_per_hidden_token_s * num_tokens
 
 

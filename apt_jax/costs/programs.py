@@ -43,13 +43,13 @@ class ProgramShapes:
     query_tile: int
     """Tokens of a chunk that attend together."""
     key_tile: int
-    """Positions that those read at a time."""
+    """Positions that these kernels read at a time."""
     by_kind: bool = False
     """A step with chunks runs another program where it has hidden rows, and another one where chunks attend to hidden
     prefixes."""
     prefix_sizes: tuple[tuple[int, int | None], ...] = ()
-    """(tokens, positions of hidden prefixes) of programs for steps with chunks that attend to such, those of few tokens
-    first, then those of few positions; None: any number of them. Empty: those of `prefill_buckets`, for any number."""
+    """(tokens, positions of hidden prefixes) of programs for steps with chunks over hidden prefixes, by tokens, then by
+    positions; None: any number of them. Empty: `prefill_buckets`, for any number."""
     prefix_step: int = 1
     """Multiple to which positions of each hidden prefix are rounded up before a program is chosen."""
 
@@ -90,7 +90,7 @@ class ProgramShapes:
 
     @functools.cached_property
     def _rooms(self) -> list[int | None]:
-        """Positions of hidden prefixes that there are programs for, ascending."""
+        """Ascending sizes of hidden prefixes with programs, in positions."""
         return sorted({room for _, room in self.prefix_sizes}, key=lambda room: room or np.inf) or [None]
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class ProgramShapes:
     def programs_of(
         self, num_decode: int, num_chunk_tokens: int, hidden_prefix: int = 0
     ) -> tuple[list[tuple[int, int]], int | None]:
-        """Those of `programs` that a step runs, and its room for hidden prefixes.
+        """The sizes in `programs` that a step runs, and its room for hidden prefixes.
 
         Raises:
             ValueError: there is none that large.
@@ -124,7 +124,7 @@ class ProgramShapes:
     def features(
         self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
     ) -> NDArray[np.float64]:
-        """(num_coefficients,) what is in a step; arguments as of `StepCosts.step_s`, at least one row."""
+        """(num_coefficients,) features of a step; arguments as of `StepCosts.step_s`, at least one row."""
         decode, hidden = num_tokens == 1, kind == HIDDEN
         chunk = ~decode
         num_decode = int(np.count_nonzero(decode))

@@ -80,8 +80,7 @@ _begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
 
 
 def begin() -> None:
-    """Have the kernels compiled in a thread, if this machine will need them and has none: they take as long as all else
-    that a first start does."""
+    """Compile missing kernels that this machine needs in a thread: they take as long as the rest of a first start."""
     # Devices of other kinds come with a package of their own; which one JAX will choose is not known before it starts.
     plugins = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
     if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu" or any(map(importlib.util.find_spec, plugins)):
@@ -110,7 +109,7 @@ def is_compiling() -> bool:
 
 
 def wait() -> None:
-    """Wait for what `begin` has begun, however it ends: `load` tells."""
+    """Wait for the end of the build that `begin` started; `load` reports its result."""
     concurrent.futures.wait(list(_begun.values()))
 
 
@@ -201,7 +200,7 @@ def _alone(directory: Path | None) -> Iterator[None]:
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
-    """The library that is kept there, if it is whole and nobody else may have written it; None: compile it."""
+    """The cached library, if it is whole and only this user could write it; None: compile it."""
     descriptor = open_private(path)
     if descriptor is None:
         return None

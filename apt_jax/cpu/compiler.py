@@ -96,7 +96,7 @@ def left_s() -> float | None:
 
 
 def _note_cpu_s(pid: int, used_s: dict[int, float]) -> None:
-    """Note the processor seconds of a process and of those that it has started; Linux has them."""
+    """Record the processor seconds of a process and of its children, on Linux."""
     process = Path(f"/proc/{pid}")
     try:
         fields = (process / "stat").read_text().rpartition(")")[2].split()

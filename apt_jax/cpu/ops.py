@@ -247,7 +247,7 @@ def _decode(
 
 
 def _optional(slot_ranges: Array | None, rules: LogitModifiers | None) -> tuple[Array, Array]:
-    """Slot ranges and ALiBi's slopes, empty where there are none."""
+    """Slot ranges and ALiBi's slopes, empty arrays for None."""
     return (
         jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges,
         _or_empty(None if rules is None else rules.slopes),

@@ -57,7 +57,7 @@ class JoinKey:
         return cls(key)
 
     def mac(self, role: bytes, nonces: bytes) -> bytes:
-        """Return the proof that who has this role has the key."""
+        """Return the proof that the holder of this role has the key."""
         return hmac.digest(self._key, role + b"\0" + nonces, "sha256")
 
 

@@ -273,7 +273,7 @@ class Follower(Hosts):
         self._tell(drain={})
 
     def plans(self) -> Iterator[Plan]:
-        """Yield what to run, until rank 0 ends."""
+        """Yield the calls to run, until rank 0 ends."""
         self._follows = True
         while (call := self._plans.get()) is not None:
             yield Plan.from_message(call)

@@ -1,4 +1,4 @@
-"""Settings that all ranks of a replica must have alike, compared before anything is loaded."""
+"""Settings that must be equal on all ranks of a replica, compared before anything is loaded."""
 
 import dataclasses
 import hashlib
@@ -31,7 +31,7 @@ class StoredModel(Protocol):
 
 
 def settings_of(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel) -> dict[str, str]:
-    """Return everything that ranks must have alike, by name."""
+    """Return all settings that must be equal on all ranks, by name."""
 
     def flat(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
         for key, item in value.items():

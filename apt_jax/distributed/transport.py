@@ -69,7 +69,7 @@ class Stream:
         self._done = threading.Event()
 
     def attach(self, call: Any, incoming: Iterator[bytes], transmit: Callable[[bytes | None], object]) -> None:
-        """Take the gRPC call of this end, an iterator over what it receives, and a function that sends (None: no
+        """Take the gRPC call of this end, an iterator over received messages, and a function that sends (None: no
         more)."""
         self._cancel, self._incoming, self._transmit = call.cancel, incoming, transmit
         if not call.add_callback(self._done.set):

@@ -21,7 +21,7 @@ class PlanRunner(Protocol):
 
 
 def follow(executor: PlanRunner, follower: Follower) -> None:
-    """Run what rank 0 runs until it ends. Raises StepError where a step failed."""
+    """Run the steps of rank 0 until it ends. Raises StepError if a step failed."""
     import jax
 
     flying: collections.deque[Any] = collections.deque()

@@ -32,9 +32,9 @@ class EngineStats:
     num_ending: int
     """Requests whose last token is in flight."""
     num_waiting_best_effort: int
-    """Those of `num_waiting` of class "be"."""
+    """Requests of `num_waiting` of class "be"."""
     num_running_best_effort: int
-    """Those of `num_running` and `num_ending`."""
+    """Requests of `num_running` and `num_ending` of class "be"."""
     waiting_prompt_tokens: int
     waiting_uncached_tokens: int
     """Positions that the waiting requests have to compute: prompts and preempted positions, without cached prefixes."""
@@ -56,7 +56,7 @@ class EngineStats:
     recomputed_tokens: int
     """Positions recomputed after preemptions and failures."""
     recomputed_by_cause: dict[str, int]
-    """Those of `recomputed_tokens`, by the names of `RecomputeCause` in lower case."""
+    """`recomputed_tokens` by the names of `RecomputeCause` in lower case."""
     prefix_cache_queries: int
     """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
     prefix_cache_hits: int
@@ -107,9 +107,9 @@ class EngineStats:
     generation_tokens: int
     """Tokens delivered."""
     best_effort_prompt_tokens: int
-    """Those of `prompt_tokens` of requests of class "be"."""
+    """`prompt_tokens` of requests of class "be"."""
     best_effort_generation_tokens: int
-    """Those of `generation_tokens`."""
+    """`generation_tokens` of requests of class "be"."""
     num_deferred_requests: int
     """Rows of plans that did not run because no block was free after all."""
     num_discarded_tokens: int

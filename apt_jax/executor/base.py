@@ -264,7 +264,7 @@ class DiskRead:
 
     kind: int
     groups: "collections.deque[DiskGroup]" = dataclasses.field(default_factory=collections.deque)
-    """Those that have been read and not been taken from the left yet, in their order."""
+    """Groups that have been read and not been taken from the left yet, in their order."""
     is_done: bool = False
     """No more will come: all have been read, or one could not be."""
     is_cancelled: bool = False

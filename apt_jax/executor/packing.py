@@ -326,7 +326,7 @@ def pack_sampling(
 
 
 def rows_that_count(batch: StepBatch, rows: NDArray[np.int64]) -> list[int]:
-    """Those of the rows whose tokens count."""
+    """Return the rows whose tokens count."""
     return [r for r in rows.tolist() if batch.params[r].counts_tokens]
 
 

@@ -54,7 +54,7 @@ class ProgramCall:
     runner: "ProgramRunner"
     program: str
     args: tuple[Any, ...]
-    """Those from the host are the last ones, and the first of these is an array."""
+    """Arguments from the host come last, and the first of these is an array."""
     static: dict[str, Any]
     replaces: tuple[str, ...] = ()
     """Attributes of the runner that the first results replace, in order."""

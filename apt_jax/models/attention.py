@@ -407,7 +407,7 @@ def _absorb_keys(
 def _with_low_rank(
     a: AttentionInputs, out: Array, x: Array, more: LowRank | None, index: Array | None, *, onto_inputs: bool
 ) -> Array:
-    """`_head_products` with what the adapter of each row adds, where any hidden row has one."""
+    """`_head_products` plus each row's adapter, if any hidden row has one."""
     if more is None or index is None:
         return out
 

@@ -1,4 +1,4 @@
-"""Contract of a model adapter, and what adapters share: where in a checkpoint a leaf of our parameters comes from.
+"""Contract of a model adapter and its shared helpers: the tensors of a checkpoint behind each leaf of our parameters.
 
 An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor, only
 with heads and their width in one axis; others are a part of a fused one (`Source.take`).
@@ -30,7 +30,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 NORM_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$"
 )
-"""Bare names of what older files stored beside the weights: masks and frequencies, which are computed."""
+"""Bare names of tensors that older files stored beside the weights: masks and frequencies, which are computed."""
 
 TIED_HEAD = "lm_head.weight"
 """Bare name of an output head that may be stored although it is tied, as a copy of the embedding table."""

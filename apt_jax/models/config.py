@@ -99,7 +99,7 @@ class ModelConfig:
     """Rotary embedding of the layers in `local_layers`, which does not follow from their windows: those may be dropped
     where no context outgrows them (Gemma-3)."""
     local_layers: tuple[int, ...] = ()
-    """Indices of the layers with `local_rope`, those beyond the last layer ignored; the others have `rope`."""
+    """Indices of the layers with `local_rope`; the others have `rope`. Indices beyond the last layer are ignored."""
     alibi_slopes: tuple[float, ...] = ()
     """(N,) slope of each head: `slope * (j - i)` is added to the score of query i and key j."""
     attention_scale: float | None = None
@@ -109,7 +109,7 @@ class ModelConfig:
     logits_softcap: float | None = None
     """The same for the logits."""
     layer_windows: tuple[int | None, ...] = ()
-    """A layer attends to its last so many positions, its own included; None: all. Empty: no layer has a window."""
+    """Positions that a layer attends to, its own included; None: all. Empty: no layer has a window."""
     clip_qkv: float | None = None
     """Queries, keys and values are clipped to [-clip, clip] (MPT)."""
     qkv_bias: bool = True
@@ -185,7 +185,7 @@ class ModelConfig:
 
     @property
     def hidden_ratio(self) -> float:
-        """Elements of a token's layer input over those of its keys and values: D / 2E."""
+        """Elements of a token's layer input over the elements of its keys and values: D / 2E."""
         return self.hidden_size / (2 * self.lane)
 
     def hidden_block_size(self, block_size: int) -> int:

@@ -260,7 +260,7 @@ def _layer(
 
 
 _shared_layer = jax.jit(_layer, static_argnames=("rope", "config", "options", "rest"))
-"""`_layer` as a function of its own in the program, which is traced and lowered once for all layers that are alike. The
+"""`_layer` as a function of its own in the program, traced and lowered once for equal layers. The
 compiler puts its body in the place of each call."""
 
 

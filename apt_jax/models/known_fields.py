@@ -79,7 +79,7 @@ class FamilyFields:
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Values, beside null, with which a field does nothing; any other is refused."""
     ignored: frozenset[str] = frozenset()
-    """Change nothing in this family, beside those of `IGNORED`."""
+    """Fields without effect in this family, in addition to `IGNORED`."""
     nested: Mapping[str, "FamilyFields"] = dataclasses.field(default_factory=dict)
     """Fields of the objects within, by the name of the object."""
 
@@ -170,7 +170,7 @@ BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
 
 
 def markdown(families: Mapping[str, FamilyFields]) -> str:
-    """The table, and the list of what is ignored."""
+    """The table, and the list of ignored fields."""
 
     def names(found: Any) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found))

@@ -113,7 +113,7 @@ def adapted(
     index: Int32[Array, " T"] | None,
     ops: KernelBackend,
 ) -> Array:
-    """A product of rows with what their adapters add to it; as it is where no adapter adds anything.
+    """A product of rows plus their adapters' additions; unchanged without adapters.
 
     Args:
         y: the product with the layer's own matrices, without activation.

@@ -1,4 +1,4 @@
-"""Memory that a model takes on each of several devices, from its configuration alone: nothing is allocated."""
+"""Memory that a model takes on each of several devices, from its configuration; nothing is allocated."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ class MemoryPlan:
     leaves: list[Leaf]
     weight_bytes: int
     pool_bytes: int
-    """`device_memory_utilization` of what the weights leave, in whole blocks."""
+    """`device_memory_utilization` of the memory beside the weights, in whole blocks."""
     num_blocks: int
     tokens: dict[str, int]
     """Tokens that the pool holds if all are of one kind of cache."""
@@ -46,8 +46,8 @@ class MemoryPlan:
     host_tokens: dict[str, int]
     """Tokens that they hold if all are of one kind of cache."""
     step_bytes: int
-    """Memory of a step's temporaries, the scores over the vocabulary of every row and the widest activations, and of
-    what is kept for each of `max_num_seqs` requests."""
+    """Memory of a step's temporaries (the scores over the vocabulary of every row and the widest activations) and of
+    the arrays kept for each of `max_num_seqs` requests."""
 
 
 class _NoRoomError(ConfigError):
@@ -67,7 +67,7 @@ def memory_plan(
     memory_fraction: float = 1.0,
     int8: bool = False,
 ) -> MemoryPlan:
-    """Plan a model on so many devices of so many bytes each, of which JAX takes `memory_fraction`.
+    """Plan a model on `num_devices` devices of equal memory, of which JAX takes `memory_fraction`.
 
     Args:
         max_model_len: longest context; None: the model's.
@@ -186,7 +186,7 @@ def _leaves(
     by_feature: bool,
     kept: tuple[str, ...] | None = None,
 ) -> list[Leaf]:
-    """The leaves of one layer for all, and those outside of layers.
+    """The leaves of one layer, equal for all, and the leaves outside of layers.
 
     Args:
         by_feature: as of `sharding.leaf_spec`.

@@ -16,7 +16,7 @@ from apt_jax.ops.weights import NormParams
 
 
 class _Part(nnx.Module):
-    """The fields of a dataclass of parameters as attributes, but for those that are None.
+    """The fields of a dataclass of parameters as attributes, without None fields.
 
     Args:
         params: arrays become an `nnx.Param`, norms a `Norm`.

@@ -64,8 +64,8 @@ def delete_replaced(before: ModelParams, after: ModelParams) -> None:
 
 
 def widen_keys(params: ModelParams, dtype: Any) -> ModelParams:
-    """wk and wv of a `GroupedMatrix` as what its integers stand for, in `dtype`: attention over layer inputs absorbs or
-    reprojects with them by themselves."""
+    """wk and wv of a `GroupedMatrix` dequantized to `dtype`: attention over layer inputs absorbs or reprojects with
+    each by itself."""
 
     def widened(w: Any) -> Any:
         return w.dequantized(dtype).reshape(w.shape) if isinstance(w, GroupedMatrix) else w

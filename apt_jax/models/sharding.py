@@ -93,7 +93,7 @@ def sizes_that_fit(config: ModelConfig) -> list[int]:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raises ConfigError where a model cannot be sharded over so many devices."""
+    """Raise ConfigError if a model cannot be sharded over this number of devices."""
     fit = sizes_that_fit(config)
     if size not in fit:
         raise ConfigError(
@@ -103,7 +103,7 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
-    """The first so many devices, as many of each host.
+    """The first devices, equally many of each host.
 
     Raises:
         ConfigError: there are fewer.
@@ -128,7 +128,7 @@ def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
 
 
 def hidden_refusal(config: ModelConfig, size: int) -> str | None:
-    """Reason for which layer inputs cannot be cached on so many devices; None where they can."""
+    """Reason why layer inputs cannot be cached on this number of devices; None: they can."""
     if size == 1:
         return None
     if config.hidden_size % size:
@@ -155,7 +155,7 @@ def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> 
 
 
 def cuts_by_feature(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
-    """True if so many devices share W_k and W_v by feature: layer inputs can be cached and attention over them absorbs
+    """True if the devices share W_k and W_v by feature: layer inputs can be cached and attention over them absorbs
     both. Raises ConfigError where they are the only kind and not offered."""
     absorbs = cache.hidden_attention != "reproject" and config.hidden_mode == "absorb"
     return num_devices > 1 and absorbs and offers_hidden(with_repeated_heads(config, num_devices), cache, num_devices)
@@ -203,7 +203,7 @@ def _specs_by_name(config: ModelConfig, size: int, by_feature: bool) -> dict[str
 
 
 def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = False) -> P:
-    """Partition of a leaf of `param_names` over so many devices.
+    """Partition of a leaf of `param_names` over the devices.
 
     Args:
         by_feature: what `cuts_by_feature` says.

@@ -100,7 +100,7 @@ class StepOptions:
     kinds: tuple[bool, bool]
     """(KV rows can occur, hidden rows can occur)."""
     ops: KernelBackend
-    """`ops.branches` says whether what no row needs is branched around on the device."""
+    """`ops.branches` says whether the device branches around parts that no row needs."""
     tensor: TensorParallel | None = None
     """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and
     its `ModelConfig` is `sharding.own_config`."""

@@ -43,8 +43,7 @@ class KernelBackend:
     """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of
     the activation, to (T, F) in the dtype of the rows; None: not provided."""
     add_norm: Callable[..., tuple[Array, Array]] | None = None
-    """Sum and norm of the residual stream and what is added to it (`cpu.ops.add_norm`); None: not provided, like the
-    next."""
+    """Sum of the residual stream and an addend, and its norm (`cpu.ops.add_norm`); None: not provided, like the next."""
     split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
     """Cut one product for q, k and v into the three (`cpu.ops.split_qkv`)."""
     decode_layer: Callable[..., tuple[Array, Array]] | None = None
@@ -75,7 +74,7 @@ class KernelBackend:
         return self.extras
 
     def for_rows(self, live: Array) -> "KernelBackend":
-        """The same where only the first `live` rows of products and what lies between them matter."""
+        """The same backend for steps of which only the first `live` rows matter."""
         if not self.skips_rows:
             return self
         bound = {name: functools.partial(getattr(self, name), live=live) for name in _OF_ROWS}

@@ -69,7 +69,7 @@ def modified_scores(
     query_position: Int32[Array, ""],
     rules: LogitModifiers | None,
 ) -> tuple[Float[Array, "N S"], Bool[Array, " S"]]:
-    """Scores of one query by the rules, and which keys it may see of those at `position`, itself the last."""
+    """Scores of one query by the rules, and a mask of the keys at `position` that it may see, itself the last."""
     sees = position <= query_position
     if rules is None:
         return scores, sees

@@ -110,7 +110,7 @@ def _largest_threshold(
 
 
 def _normalise(relative: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Probabilities from what they are relative to the largest, at most 1. Their sum is of three times 13 bits, of
+    """Probabilities from their ratios to the largest one. Their sum is of three times 13 bits, of
     fewer than 2¹⁹."""
     scale, rest = 2.0**13, _split(relative)
     digits = []
@@ -135,7 +135,7 @@ def restrict(
     min_p: Float[Array, " B"],
     branches: bool = True,
 ) -> Float[Array, "B V"]:
-    """Scores with every token outside top-k, then top-p of what is left, then min-p, at -inf. Ties at a border stay.
+    """Scores with every token outside top-k, then top-p of the rest, then min-p, at -inf. Ties at a border stay.
 
     The most likely token always stays. Top-p sums probabilities as multiples of 2⁻³¹.
 
@@ -197,7 +197,7 @@ def allow(scores: Float[Array, "B V"], masks: Int32[Array, "B W"]) -> Float[Arra
 
 
 def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) -> Float[Array, "B V"]:
-    """Noise that depends on a row's seed and position alone, so that a draw never depends on its neighbours."""
+    """Noise that depends only on a row's seed and position, so that a draw never depends on its neighbours."""
 
     def row(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
@@ -206,7 +206,7 @@ def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) 
 
 
 def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
-    """The lowest index of a row that is marked, 0 where none is. CPUs are several times faster at this than at argmax,
+    """The lowest marked index of a row, 0 without marks. CPUs are several times faster at this than at argmax,
     which reduces pairs."""
     index = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
     lowest = jnp.min(jnp.where(found, index, found.shape[1]), axis=1)

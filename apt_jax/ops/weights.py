@@ -203,7 +203,7 @@ class PreNormLayer:
 
 
 FLAT_MATRICES = (QuantizedMatrix, GroupedMatrix, TiledMatrix, IntegerTiles)
-"""Matrices that are no arrays: (outputs, inputs), whatever axes the outputs had."""
+"""Matrices in other forms than arrays: (outputs, inputs), whatever axes the outputs had."""
 
 
 def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Shaped[Array, "T I"]:

@@ -16,7 +16,7 @@ MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
 
 ROOM_STEP = 128
-"""Positions of a row are counted in multiples of it where what a step has memory for is chosen on the host."""
+"""Granularity of a row's positions where the host chooses the memory of a step."""
 
 Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T), its position

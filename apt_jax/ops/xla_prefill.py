@@ -55,7 +55,7 @@ class _Row:
 
     index: Array
     offset: Array
-    """Its first token among those of all chunks."""
+    """Its first token among the tokens of all chunks."""
     length: Array
     prefix_len: Array
     query_tiles: Array
@@ -207,7 +207,7 @@ def _attend_prefix(chunks: _Chunks, row: _Row, reader: _PrefixReader, state: _Fl
 
 
 def _attend_chunk(chunks: _Chunks, row: _Row, state: _FlashState, out: Array) -> Array:
-    """The outputs with those of a row, whose tokens attend to each other after the prefix that is in `state`.
+    """The outputs with one row's added, whose tokens attend to each other after the prefix that is in `state`.
 
     Tokens of the next row in the last tile get zeros here, and their values when it is their turn.
     """

@@ -178,7 +178,7 @@ def plan_for(heads: int, width: int) -> Plan | None:
 
 
 def why_not(chip: str | None, q_absorbed: Array, pool: Array) -> str | None:
-    """Say in a few words what the kernel lacks for a call; None: nothing.
+    """Reason why the kernel cannot take a call; None: it can.
 
     Args:
         q_absorbed: (B, N, D), of the dtype that results are to have.

@@ -39,8 +39,7 @@ def _token_slots(
     T: tl.constexpr,
     RANGED: tl.constexpr,
 ):
-    """Pool slots of a row's tokens [tile * T, tile * T + T), and the mask of those that exist (the slot is the row's
-    own)."""
+    """Pool slots of a row's tokens [tile * T, tile * T + T), and the mask of existing ones (the slot is the row's own)."""
     position = tile * T + tl.arange(0, T)
     entry, order = position // C, position % C
     own = position < length

@@ -146,7 +146,7 @@ def _vmem_bytes(q: Any, pool: Any, num_blocks: int, out_dtype: Any) -> int | Non
 
 
 def _own(axis: int, tile: Array, length: Array, ranges: Any, first_range: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """Mask of the row's own slots among those of a tile that its query sees, along `axis` of two, and positions."""
+    """Mask of the row's own slots of a tile that its query sees, along `axis` of two, and positions."""
     g, c = sizes.blocks, sizes.block_size
     slot = lax.broadcasted_iota(jnp.int32, (1, g * c) if axis else (g * c, 1), axis)
     if ranges is None:

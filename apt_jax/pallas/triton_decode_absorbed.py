@@ -68,7 +68,7 @@ class Wave(NamedTuple):
     active: Bool[Array, " B"] | None
     """Which of them are of this wave; None: all."""
     num_tiles: int
-    """Tiles that there is memory for."""
+    """Tiles that fit in memory."""
     most_tiles: int
     """Most that a row has."""
 

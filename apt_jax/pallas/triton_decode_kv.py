@@ -29,7 +29,7 @@ from apt_jax.pallas.triton_work_list import (
 )
 
 PROGRAMS_PER_PROCESSOR = 8
-"""Twice what a processor runs at once."""
+"""Twice the number that a processor runs at once."""
 
 
 def _kv_kernel(

@@ -63,7 +63,7 @@ class PrefixPlan:
     begins: Int32[Array, " B"]
     """The first position of a row that any of its queries sees, rounded down to a whole tile."""
     starts: Int32[Array, " B"]
-    """Where that position lies among those of all rows."""
+    """Offset of that position among the positions of all rows."""
     tiles: Int32[Array, "TILES 3"]
     """Row, first position and length of the prefix (0: nothing to do) of every tile of positions."""
     count: Int32[Array, " 1"]

@@ -43,7 +43,7 @@ class QueryTiles:
     fields: Int32[Array, "TILES 12"]
     """`TILE_FIELDS` of every tile, twice; zeros beyond the last tile."""
     count: Int32[Array, " 1"]
-    """Tiles that there are."""
+    """Number of tiles."""
     programs: int
     """Programs of a kernel that take them in turn, for each key/value head."""
 

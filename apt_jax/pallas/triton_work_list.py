@@ -217,7 +217,7 @@ def store_piece(
 def join_pieces(
     work: WorkList, results: Sequence[Array], partial: Sequence[Array], *, interpret: bool
 ) -> tuple[Array, ...]:
-    """The results with those of rows of several pieces in them, in place; a program takes some lanes of some heads."""
+    """The results with rows of several pieces filled in, in place; a program takes some lanes of some heads."""
     if not work.joins.shape[0]:
         return tuple(results)
     _, num_heads, width = results[0].shape

@@ -109,7 +109,7 @@ _LAB = "apt_jax.lab.policies"
 
 
 def all_policies() -> dict[str, PolicyMaker]:
-    """`POLICIES`, and those of the laboratory, by name."""
+    """`POLICIES` and the policies of the laboratory, by name."""
     return POLICIES | importlib.import_module(_LAB).POLICIES
 
 

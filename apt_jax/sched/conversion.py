@@ -74,7 +74,7 @@ def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
 
 
 def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> NDArray[np.int32]:
-    """Rows that it pays to convert in this step, those with the most expensive decode steps first.
+    """Rows worth converting in this step, most expensive decode steps first.
 
     Args:
         view: the state.
@@ -115,7 +115,7 @@ def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> 
 
 
 def with_conversions(view: SchedulerView, plan: Plan, rows: Rows, reserved: int = 0) -> Plan:
-    """A decode plan that also converts those of its `rows` that it pays for.
+    """A decode plan that also converts the `rows` worth converting.
 
     Args:
         view: the state.

@@ -1,4 +1,4 @@
-"""The cache kind of a waiting request, by what the memory that it takes is worth (docs/apt-plus.md, rule 2)."""
+"""The cache kind of a waiting request, by the value of its memory (docs/apt-plus.md, rule 2)."""
 
 import numpy as np
 from numpy.typing import NDArray

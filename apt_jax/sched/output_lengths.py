@@ -99,7 +99,7 @@ class OutputLengths:
         return np.array(numbers, np.int32)
 
     def end(self, numbers: NDArray[np.int32]) -> None:
-        """Give back what `begin` returned."""
+        """Give back the reservation that `begin` returned."""
         for number in numbers.tolist():
             self._num_users[number] -= number > 0
 

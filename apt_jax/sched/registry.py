@@ -221,7 +221,7 @@ def _prefixes(name: str) -> set[str]:
 
 
 def _told(error: BaseException) -> str:
-    """An error of somebody else's code in a line, with the place that raised it."""
+    """One-line description of an exception from third-party code, with file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _in_this_package(frames[-1].filename):
         return f"{one_line(str(error)):.300}"  # it names the option and its bounds

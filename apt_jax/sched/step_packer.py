@@ -77,7 +77,7 @@ def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
 
 
 def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(n,) blocks that running `rows` hold after `num_tokens` more positions, those shared with others left out."""
+    """(n,) blocks that running `rows` hold after `num_tokens` more positions, without shared blocks."""
     table = view.table
     needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
     return np.maximum(needed, table.num_blocks.take(rows))
@@ -132,7 +132,7 @@ def step_plan(
     kind: NDArray[np.int8],
     preempt: Rows,
 ) -> Plan:
-    """The step of `rows`, those of no tokens left out; its name says what is in it."""
+    """The step of `rows` with tokens; its name says the phases in it."""
     runs = num_tokens > 0
     if not runs.all():
         rows, num_tokens, kind = rows[runs], num_tokens[runs], kind[runs]
@@ -173,7 +173,7 @@ class RequestNotes:
 
 
 def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
-    """Running rows that decode (one token to compute), and those whose prompt is only partly computed."""
+    """Running rows that decode (one token to compute), and rows whose prompt is only partly computed."""
     remaining = view.remaining(view.running)
     if (remaining == 1).all():
         return view.running, view.running[:0]
@@ -323,7 +323,7 @@ def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
 
 
 def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
-    """Only partly computed prompts hold cache, and none can go on: the youngest give theirs up until the oldest can.
+    """Only partly computed prompts hold cache, and no prompt can go on: the youngest release their cache until the oldest can.
 
     Policies reserve the blocks of a prompt before they begin it, so that this happens only after something outside
     their plans (a failed allocation, another policy).

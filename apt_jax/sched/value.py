@@ -32,7 +32,7 @@ class PendingValue:
 
 
 def pending_value(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
-    """Pending times of `rows`, and who has violated an objective."""
+    """Pending times of `rows`, and which rows have violated an objective."""
     table = view.table
     last_s = table.last_token_s.take(rows)
     pending_s = np.maximum(view.now_s - last_s, SHORTEST_PENDING_S)

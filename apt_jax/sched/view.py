@@ -18,7 +18,7 @@ from apt_jax.costs.model import StepCosts
 from apt_jax.sched.request_table import RequestTable
 
 INTERFACE_VERSION = 1
-"""Version of what a policy from outside this package relies on: `SchedulerView` and all that it holds, `Plan` and its
+"""Version of the interface for policies from outside this package: `SchedulerView` and all that it holds, `Plan` and its
 promises, `Policy`, and what docs/writing_a_policy.md names of `apt_jax.sched.step_packer`. A policy declares the one
 that it was written for (`interface_version`).
 
@@ -61,7 +61,7 @@ class SchedulerView:
     running: NDArray[np.int32]
     """Rows of requests that hold cache, by rank: decoding ones and those whose prompt is only partly computed."""
     free_blocks: int
-    """Blocks that can be handed out, those of cached prefixes that nobody holds among them."""
+    """Blocks that can be handed out, including blocks of idle cached prefixes."""
     total_blocks: int
     """Usable blocks of the pool (the reserved one not counted)."""
     block_size: int

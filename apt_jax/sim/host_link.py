@@ -31,7 +31,7 @@ def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
 
 
 def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
-    """Blocks that so many GiB of host memory hold.
+    """Number of blocks that fit in the given GiB of host memory.
 
     Raises:
         ConfigError: fewer than two, or the size of the model is not known.
@@ -40,7 +40,7 @@ def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
 
 
 def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:
-    """Costs with the time of transfers, where they have none: each device has a link, over which its share of a block goes.
+    """Costs with the time of transfers added if missing: each device has a link, over which its share of a block goes.
 
     Raises:
         ConfigError: nothing is known of the link.

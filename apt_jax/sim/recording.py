@@ -152,7 +152,7 @@ class Run:
 
 
 class RecordingPolicy:
-    """A policy that writes down what another one decides."""
+    """A policy that records the decisions of another one."""
 
     def __init__(self, inner: Policy) -> None:
         self.inner, self.name = inner, inner.name

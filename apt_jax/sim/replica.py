@@ -42,7 +42,7 @@ class TimedExecutor(Executor, Protocol):
 
 
 class Replica:
-    """An engine with its clock, the requests sent to it, and what a router may know of it."""
+    """An engine with its clock, the requests sent to it, and the state that a router may see."""
 
     def __init__(self, engine: Engine, executor: TimedExecutor, clock: VirtualClock, overlap: bool) -> None:
         self.engine, self.executor, self._clock = engine, executor, clock

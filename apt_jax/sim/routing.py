@@ -39,7 +39,7 @@ class ReplicaState:
     tokens_per_s: float
     """Output tokens per second of step time, over the last ten seconds; 0: there were none."""
     min_blocks_for: Callable[[int], int]
-    """Minimum number of blocks of so many positions."""
+    """Minimum number of blocks of these positions."""
 
 
 Router = Callable[[EngineRequest, Sequence[ReplicaState]], int]

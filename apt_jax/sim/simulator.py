@@ -76,7 +76,7 @@ class SimulationResult:
     preemptions: int
     recomputed_tokens: int
     recomputed_by_cause: dict[str, int]
-    """Those tokens by how their cache was lost, as in `EngineStats.recomputed_by_cause`."""
+    """`recomputed_tokens` by the cause of their loss, as in `EngineStats.recomputed_by_cause`."""
     fallback_iterations: int
     """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
     num_left_out: int

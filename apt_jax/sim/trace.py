@@ -164,7 +164,7 @@ def load_trace(name: str | Path) -> Trace:
 
 @functools.lru_cache(maxsize=16)
 def _known_trace(name: str) -> Trace | None:
-    """One of `known_traces`, with arrays that nobody can change; None: it is none of them."""
+    """One of `known_traces`, with read-only arrays; None: unknown name."""
     if name in SYNTHETIC:
         trace = _synthetic(name)
     else:

@@ -36,7 +36,7 @@ class Workload:
     slos: Sequence[SLO] | None = None
     """Objectives of each request; None: `SimulationConfig.slo` of all."""
     tenant: NDArray[np.int32] | None = None
-    """Number of who sends each request; None: all come from one."""
+    """Number of the sender of each request; None: one sender."""
     prompts: Sequence[NDArray[np.int32]] | None = None
     """Token ids of each prompt, of `prompt_tokens` length; None: only lengths are known, and nothing is found
     cached."""
@@ -46,7 +46,7 @@ class Workload:
         return default if self.slos is None else self.slos[index]
 
     def share_with_gaps(self, more_than: int = 100) -> float:
-        """Share of the requests with more than so many gaps between output tokens.
+        """Share of the requests with more than this number of gaps between output tokens.
 
         The P99 of more than 100 gaps forgives the longest one, so that such a request may be preempted once and still
         attain.

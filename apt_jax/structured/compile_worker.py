@@ -28,7 +28,7 @@ NUM_TRIALS = 2
 _BYTES_OF_TEXT = [bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 """All that UTF-8 has."""
 _MAX_FORCED_CHARS = 256
-"""Length of what is split into tokens at each step, of a text that must come next."""
+"""Length of the part of a required text that is split into tokens at each step."""
 
 
 class TokenTable:
@@ -124,7 +124,7 @@ class TokenTable:
 
 
 def first_allowed(mask: bytes, rng: random.Random, without: set[int]) -> int | None:
-    """Return an allowed token other than those of `without`."""
+    """Return an allowed token that is not in `without`."""
     bits = int.from_bytes(mask, "little")
     for token in without:
         bits &= ~(1 << token)
@@ -174,7 +174,7 @@ def begin_outputs(root: Any, without: set[int]) -> str | None:
 
 
 def give_back_memory() -> None:
-    """Return what earlier trials have freed to the system: the next one is measured by how much the process grows."""
+    """Return memory freed by earlier trials to the system: the next one is measured by the growth of the process."""
     # Not glibc: a grammar counts as what it takes beyond the largest one before it.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -192,7 +192,7 @@ def resident_bytes() -> int:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process grow by so much; an allocation beyond it ends it."""
+    """Limit the growth of this process; an allocation beyond it ends it."""
     try:
         import resource
 

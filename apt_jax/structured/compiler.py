@@ -57,7 +57,7 @@ COMPILE_LIMIT_S = 2.0
 CHILD_MEMORY_BYTES = 512 << 20
 """Memory that a trial may take beyond the tokenizer."""
 KEEP_LOST_S = 60.0
-"""A grammar over which the trial was ended is rejected for so long without another trial."""
+"""Seconds for which a grammar whose trial was ended is rejected without another trial."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
 DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
@@ -83,7 +83,7 @@ _MEMORY_LEFT_BYTES = _STACK_BYTES + (64 << 20)
 _LEAST_ENTRY_BYTES = 16 << 10
 _STACK_SIZE = threading.Lock()  # the size is one of the whole process
 _WORN_MASKS = 5_000
-"""After so many masks a grammar is compiled again for the requests to come: what its lexer has collected becomes free."""
+"""Number of masks after which a grammar is compiled again for later requests, which frees its lexer's memory."""
 _OWN_LEXER_LIMIT_S = 0.02
 """Outputs get a lexer of their own only where compiling the grammar takes no longer: it is done in the engine's thread."""
 
@@ -190,7 +190,7 @@ def from_response_format(response_format: object) -> StructuredOutputsParams | N
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Vocabulary:
-    """A tokenizer as llguidance knows it, and what ends an output here."""
+    """A tokenizer in llguidance's form, and the tokens that end an output."""
 
     tokenizer: Any
     """`llguidance.LLTokenizer`."""
@@ -418,7 +418,7 @@ class PendingGrammar:
 
 
 class GrammarCompiler:
-    """Compiles what users ask for; from any thread, one new grammar at a time.
+    """Compiles users' constraints; from any thread, one new grammar at a time.
 
     Args:
         tokenizer: its tokens are read when the first grammar comes, as they go on with a text; or what gives its
@@ -669,7 +669,7 @@ def _in_deep_thread(function: Any) -> Any:
 
 
 def _line(message: str) -> str:
-    """An error of llguidance as one line that says what to do about it."""
+    """An error of llguidance as one line with the way out."""
     text = " ".join(re.split("<state>|<backtrace>|<non-verbose/>", message)[0].split())
     text = text.replace("json-schema:///", "")
     _, inline, of_schema = text.partition("failed to compile JSON schema: ")

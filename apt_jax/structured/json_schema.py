@@ -70,7 +70,7 @@ OVERLAP = (
 
 
 def exact_schema(schema: Mapping[str, Any] | bool, whitespace: Mapping[str, Any]) -> Node:
-    """Return what llguidance compiles for a schema, with its options in it.
+    """Return the schema that llguidance compiles, with its options in it.
 
     Args:
         schema: JSON values, nested no more deeply than validation allows.
@@ -243,7 +243,7 @@ def _as_properties(names: Any) -> Node | None:
 
 
 def _check_multiples(nodes: list[Node]) -> None:
-    """llguidance computes the least common multiple of those that apply together in 32 bits, without a check."""
+    """llguidance computes the least common multiple of combined values in 32 bits, without a check."""
     together = [node for node in nodes if node.keys() & {"allOf", "anyOf", "oneOf", "$ref"}]
     if not any("allOf" in node or "multipleOf" in node for node in together):
         return
@@ -348,7 +348,7 @@ class Names:
         return None if texts is None or len(found) > most else frozenset(found)
 
     def _texts(self, tree: Iterable[tuple[Any, Any]], most: int) -> set[_Text] | None:
-        """Return what a parsed expression matches; None: more than `most`, or it has parts that are not looked at."""
+        """Return the texts that a parsed expression matches; None: more than `most`, or unsupported parts."""
         made: set[_Text] = {()}
         for operator, argument in tree:
             parts: set[_Text] | None = None
@@ -419,8 +419,8 @@ _MAX_DEPTH = 12
 
 
 def _required_by_one(branches: list[Any]) -> list[Node] | None:
-    """Return branches that together allow what exactly one of `branches` does, all of which only require properties;
-    None: they do more, or there would be too many."""
+    """Return branches that together allow the values of exactly one of `branches`, all of which only require
+    properties; None: they do more, or there would be too many."""
     needed: list[set[str]] = []
     for branch in branches:
         if not isinstance(branch, dict) or not isinstance(branch.get("required"), list):
@@ -574,14 +574,14 @@ def _objects(value: Any) -> Iterator[Node]:
 
 
 def _resolved_node(root: Node, schema: Any) -> Any:
-    """A schema, or what it refers to if it does nothing else."""
+    """A schema, or the target of a schema that is only a reference."""
     if isinstance(schema, dict) and schema.keys() == {"$ref"}:
         return _resolved(root, schema["$ref"])
     return schema
 
 
 def _resolved(root: Node, reference: Any) -> Any:
-    """Return what a reference within the document names; an empty schema if that cannot be told."""
+    """Return the target of a reference within the document; an empty schema if it is unknown."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return {}
     found: Any = root

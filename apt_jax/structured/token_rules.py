@@ -1,4 +1,4 @@
-"""Requests that allow a part of the vocabulary alone, or forbid sequences of tokens: masks, as structured output has them.
+"""Requests that allow only a part of the vocabulary, or forbid sequences of tokens: masks, as for structured output.
 
 As in vLLM, `allowed_token_ids` is a whitelist, of end tokens too, and of each of `bad_words` the last token is
 forbidden where the output ends in those before it. Both go together with a structured output constraint.

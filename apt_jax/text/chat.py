@@ -84,7 +84,7 @@ class _Worker:
         self._child: ChildProcess | None = None
 
     def render(self, job: Mapping[str, Any]) -> tuple[str, Runs]:
-        """The text, and what of it the template wrote; see `chat_worker`."""
+        """The text, and the ranges that the template wrote; see `chat_worker`."""
         with self._lock:
             if self._child is None:
                 self._child = ChildProcess(Path(__file__).with_name("chat_worker.py"))
@@ -346,7 +346,7 @@ def _up_to_end(text: str, mark: str) -> str:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Descriptions of functions, None where there are none.
+    """Descriptions of functions; None: no functions.
 
     Raises:
         InvalidRequestError: they are malformed.

@@ -90,7 +90,7 @@ def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
 
 
 def with_system_role(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of developers as those of the system, for templates that do not know them. One that follows a message
+    """Developer messages as system messages, for templates that do not know the role. One that follows a message
     of the system goes on with it: many templates take one alone."""
     made: list[dict[str, Any]] = []
     for message in messages:
@@ -155,7 +155,7 @@ def _unicode(where: str, text: str) -> str:
 
 
 def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls of tools, their arguments as objects, which is what templates write."""
+    """Calls of tools with their arguments as objects, as templates write them."""
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise InvalidRequestError(field, f"{type(calls).__name__} is not a list of calls")
     checked = []

@@ -105,7 +105,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's, whose texts know what the template wrote."""
+    """Jinja's environment, whose texts record the parts that the template wrote."""
 
     code_generator_class = _Generator
     concat = staticmethod(marked_text.concat)

@@ -131,7 +131,7 @@ class Continuations:
         return lambda text: backend.encode(text, add_special_tokens=False).ids
 
     def utf8_decoder(self) -> codecs.IncrementalDecoder:
-        """A decoder of the bytes, which replaces those that are not UTF-8 as the library's decoder does."""
+        """A decoder of the bytes, which replaces invalid UTF-8 as the library's decoder does."""
         return codecs.getincrementaldecoder("utf-8")(_EACH if self._has_byte_tokens else "replace")
 
     def _piece(self, token: str) -> bytes:
@@ -197,7 +197,7 @@ def _maps_characters(step: Mapping[str, Any]) -> bool:
 
 
 def _is_by_token(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """True if what a token adds to a text that has begun depends on the token only."""
+    """True if a token's contribution to a text that has begun depends on the token only."""
     kinds = [step["type"] for step in steps]
     if not {"Replace", "Metaspace", "WordPiece", "ByteFallback", "Fuse", "Strip"}.issuperset(kinds):
         return False

@@ -1,4 +1,4 @@
-"""Prompts for what belongs between two texts, by the tokens that code models were trained with for it.
+"""Prompts to fill in between two texts, with the tokens that code models were trained with.
 
 Which form a model takes is told by its vocabulary. Prefix, suffix and files are encoded as plain text, so that none of them
 can hold a token of the form.
@@ -20,11 +20,11 @@ class _Form(NamedTuple):
     suffix_first: bool = False
     """The suffix comes before the prefix."""
     ends: tuple[str, ...] = ()
-    """Tokens that end an answer, besides those that end every output and those of the form."""
+    """Tokens that end an answer, besides the end tokens of every output and the tokens of the form."""
     names: tuple[str, ...] = ()
-    """Tokens before the name of a repository, of which a model has one or none."""
+    """Tokens before the name of a repository; a model has at most one."""
     files: tuple[str, ...] = ()
-    """Tokens before a file, of which a model has one or none."""
+    """Tokens before a file; a model has at most one."""
 
 
 _FORMS = (
@@ -99,7 +99,7 @@ class FillInMiddle:
         return [*self._beginning, *self._context(files), *texts, *self._middle]
 
     def _context(self, files: Sequence[ExtraFile]) -> list[int]:
-        """The files, as models read those of a repository."""
+        """The files in the form in which models read a repository."""
         if not files:
             return []
         ids = [] if self._name is None else [self._name, *self._text("project\n")]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 Runs = tuple[tuple[int, int], ...]
-"""Half-open ranges of characters, in order, none empty and none right beside another."""
+"""Half-open ranges of characters in order, non-empty and not adjacent."""
 
 _CONVERSION = re.compile(r"%(?:\((\w{1,64})\))?[sd%]")
 """The plain ones; a text with others becomes content."""

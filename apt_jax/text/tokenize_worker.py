@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # -P leaves out the working 
 
 
 def limit(memory_bytes: int) -> None:
-    """Let this process grow by so much; an allocation beyond it ends it."""
+    """Limit the growth of this process; an allocation beyond it ends it."""
     import os
     import resource
 

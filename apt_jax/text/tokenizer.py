@@ -50,7 +50,7 @@ _QUICK_TOKENS = 1024
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library with what the engine asks of it.
+    """A tokenizer of the `tokenizers` library with the engine's interface.
 
     Args:
         backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
@@ -247,7 +247,7 @@ class Tokenizer:
         return backend
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound on the number of tokens of `text`, from its length alone."""
+        """A lower bound on the number of tokens of `text`, from its length."""
         if not self._bounded:
             return 1
         return -(-len(text.encode("utf-8")) // self._longest_token)
@@ -270,7 +270,7 @@ class Tokenizer:
         return self.continuations.piece(token_id, after).decode("utf-8", "replace")
 
     def last_text_id(self, token_ids: TokenIds) -> int | None:
-        """The last id that is no special token's; None: there is none among the last few. It is what `token_text` wants
+        """The last id of a token that is not special; None: not among the last few. It is what `token_text` wants
         to know of a prompt."""
         end = token_ids[-_NEAR_END:]
         return next((int(i) for i in reversed(end) if int(i) not in self.special_ids), None)
@@ -283,7 +283,7 @@ def _unknown_token(model: Mapping[str, Any]) -> str | None:
 
 
 def _without_pieces(fields: dict[str, Any], special: set[str]) -> dict[str, Any] | None:
-    """The fields of a tokenizer.json with special tokens that are no pieces of text; `fields` may be changed.
+    """The fields of a tokenizer.json whose special tokens are not pieces of text; `fields` may be changed.
 
     `encode_special_tokens` keeps the library from finding special tokens in text, but not the model (Unigram, WordLevel
     and others) from taking a piece of its vocabulary that has the same text. Here these have names that no text has.

@@ -112,7 +112,7 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _class_of(directory: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> str | None:
-    """The class that transformers' `AutoTokenizer` takes, of those that change something; None: another one."""
+    """The class that transformers' `AutoTokenizer` takes, among the classes that change tokenization; None: another one."""
     model = _optional(directory / "config.json")
     model_type, declared = model.get("model_type"), config.get("tokenizer_class") or model.get("tokenizer_class")
     if not isinstance(model_type, str | None) or not isinstance(declared, str | None) or model_type in _NO_CLASS:
@@ -148,7 +148,7 @@ def _token(value: Any, where: str, *, special: bool = False) -> tokenizers.Added
 def _declared_tokens(
     directory: Path, config: Mapping[str, Any], name: str | None, present: Mapping[str, tokenizers.AddedToken]
 ) -> list[tokenizers.AddedToken]:
-    """Tokens that the files declare, in the order in which those that are new get ids.
+    """Tokens that the files declare, in the order in which new ones get ids.
 
     Args:
         directory: of the files.
@@ -263,7 +263,7 @@ def _set_byte_level_prefix(backend: tokenizers.Tokenizer, prefix: bool) -> None:
 
 
 def _set_word_prefix(backend: tokenizers.Tokenizer, prefix: bool, scheme: str) -> None:
-    """Put a space before the first word, or none, in a tokenizer of SentencePiece's kind."""
+    """Set whether a SentencePiece tokenizer puts a space before the first word."""
     steps = _steps(backend)
     words = [part for part in _parts(steps["pre_tokenizer"]) if part.get("type") == "Metaspace"]
     prepends = any(part.get("type") == "Prepend" for part in _parts(steps["normalizer"]))

@@ -1,4 +1,4 @@
-"""Names of what a start waits for, for long and without parts that could be counted, for those who report it meanwhile.
+"""Names of long stages of a start that have no countable parts, for progress reports.
 
 What goes on beside it in another thread has no name here: it is named where it is waited for.
 
@@ -17,7 +17,7 @@ _current: list[str] = []
 
 @contextlib.contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Name what is done within, of the whole process: what begins last is what is reported."""
+    """Name the activity of the process within a block; the latest one is reported."""
     with _lock:
         _current.append(what)
     try:
@@ -28,6 +28,6 @@ def activity(what: str) -> Iterator[None]:
 
 
 def current_activity() -> str | None:
-    """Return what is done now; None: nothing that has a name."""
+    """Return the current activity; None: nothing named."""
     with _lock:
         return _current[-1] if _current else None

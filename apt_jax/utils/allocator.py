@@ -16,7 +16,7 @@ _NEVER = -1
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep up to 512 MiB of what it frees for what it allocates next.
+    """Let this process keep up to 512 MiB of freed memory for later allocations.
 
     Every step on a CPU allocates its intermediate results again. The GNU C library takes blocks of their size from the
     system and gives them back, and the first touch of every page of them costs a fault: a third of the time of products

@@ -1,4 +1,4 @@
-"""The cache directory, for what can be made again: calibrations, compiled programs, compiled kernels.
+"""The cache directory, for reproducible files: calibrations, compiled programs, compiled kernels.
 
 A file there is written beside its name, synced to disk and renamed, and ends in a digest of what is before it, so that
 a crash, a full disk or a bad one leaves nothing that is taken for whole: a damaged file is removed and made again.
@@ -43,7 +43,7 @@ def log_not_kept(error: OSError) -> None:
 
 
 def private_dir(name: str) -> Path | None:
-    """A directory of `cache_dir` for code that is run as it is found there, so it must be ours alone; None, and a log
+    """A directory of `cache_dir` for code that is run as found, so only this user may write to it; None, and a log
     line that says why, where it cannot be."""
     directory = cache_dir() / name
     try:
@@ -175,7 +175,7 @@ def remove_least_recent(directory: Path, pattern: str, keep: int) -> None:
 
 
 def remove_beyond(directory: Path, keep_bytes: int) -> None:
-    """Remove files, all but those that were written or read last and take no more than `keep_bytes` together."""
+    """Remove the least recently used files until the others take at most `keep_bytes`."""
     total = 0
     for _, path in _by_age(directory, "*"):
         with contextlib.suppress(OSError):

@@ -4,7 +4,7 @@ from apt_jax.errors import ConfigError
 
 
 def blocks_of(swap_space: float, block_bytes: int) -> int:
-    """Return how many blocks so many GiB of host memory hold.
+    """Number of blocks that fit in `swap_space` GiB of host memory.
 
     Args:
         swap_space: GiB.

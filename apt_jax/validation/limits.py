@@ -206,9 +206,9 @@ class RequestLimits:
     max_stop_strings: int = MAX_STOP_STRINGS
     """Stop strings of a request."""
     default_slo: SLO = SLO()  # noqa: RUF009 - frozen
-    """Default SLO, for real-time requests that have none."""
+    """Default SLO of real-time requests without objectives."""
     default_slo_class: SloClass = "rt"
-    """Class of requests that name none."""
+    """Default class of requests."""
     max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
     """Log probabilities of prompt tokens that a call may ask for."""
     adapters: tuple[str, ...] = ()

@@ -176,7 +176,7 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
 
 
 def _strings(field: str, value: object, most: int, most_chars: int, flag: str = "") -> tuple[str, ...]:
-    """Return different strings, none of them empty or too long."""
+    """Return distinct strings, neither empty nor too long."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
         raise InvalidRequestError(field, f"{type(value).__name__} is not a list of strings")
     if len(value) > most:

@@ -104,7 +104,7 @@ def check_text(field: str, value: object) -> str:
 
 
 def check_bounded_text(field: str, value: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> str:
-    """Return a text of at most so many bytes.
+    """Return a text of at most this many bytes.
 
     Raises:
         InvalidRequestError: it is not one.

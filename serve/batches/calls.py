@@ -186,4 +186,4 @@ ENDPOINTS: Mapping[str, Callable[[CallService, bytes, str, Callable[[], object]]
     for endpoint in HTTP_ENDPOINTS
     if endpoint.path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 }
-"""Paths that a batch may ask for, and what serves one of their requests (`BatchCall`)."""
+"""Paths that a batch may use, and the server of one of their requests (`BatchCall`)."""

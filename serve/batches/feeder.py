@@ -83,7 +83,7 @@ class BatchFeeder:
         """Calls in flight."""
         self._window: FeedWindow | None = None
         self._costs: StepCosts | None = None
-        """Those of the window."""
+        """Step costs of the window."""
         self._waiting_since_s: float | None = None
         """First time that requests waited for step costs."""
 

@@ -20,7 +20,7 @@ _PAUSE_S = 1e-3
 
 
 class InputRead(NamedTuple):
-    """The requests of a file, or what is wrong with it."""
+    """The requests of a file, or its errors."""
 
     lines: list[RequestLine]
     errors: list[dict[str, Any]]

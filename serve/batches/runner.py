@@ -50,7 +50,7 @@ class ValidationInterruptedError(Exception):
 
 
 class BatchStateError(Exception):
-    """The state of a batch does not allow what is asked for; one line."""
+    """The state of a batch does not allow the operation; one line."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -95,7 +95,7 @@ class BatchRunner:
         """The batches of before the start run; until then none can be added or cancelled."""
 
     def counters(self) -> BatchCounters:
-        """A copy of the counts, with the gauges of now."""
+        """Snapshot of counters and gauges."""
         by_state = collections.Counter(batch.record.status for batch in self._running.values())
         return BatchCounters(
             open=collections.Counter(by_state), ended=self._counters.ended.copy(),
@@ -103,7 +103,7 @@ class BatchRunner:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Resume what is on disk, and run; the engine is there."""
+        """Resume batches from disk, and run; the engine is ready."""
         for name, step, pause_s in (
             ("the feeding of batches", self._feeder.run, _SAVE_AGAIN_S),
             ("the storing of outcomes", self._commit, _SAVE_AGAIN_S),
@@ -352,7 +352,7 @@ class BatchRunner:
         await store.run(finalize)
 
     def _outputs(self, record: BatchRecord) -> tuple[list[FileRecord], list[Path]]:
-        """Write what has outcomes; sets the ids in the record."""
+        """Write the output files of requests with outcomes; sets their ids in the record."""
         files: list[FileRecord] = []
         paths: list[Path] = []
         created = now_s()

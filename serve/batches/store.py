@@ -73,7 +73,7 @@ _LOCK_WAIT_S = 30.0
 """Wait for another program to close the database at the start."""
 _COPY_BYTES = 1 << 20
 _ROW_BYTES = 256
-"""About what a request takes in the tables beside its custom_id and its outcome."""
+"""Approximate bytes of a request in the tables beside its custom_id and its outcome."""
 _REQUEST_BYTES = f"{_ROW_BYTES} + 2 * LENGTH(CAST(custom_id AS BLOB)) + COALESCE(LENGTH(outcome), 0)"
 """The custom_id is in an index too."""
 
@@ -169,7 +169,7 @@ class BatchStore:
         return self._thread.submit(function).result()
 
     def close(self) -> None:
-        """Wait for what runs, and give the directory up."""
+        """Wait for running operations, and release the directory."""
         self._thread.shutdown(cancel_futures=True)
         self._db.close()
         os.close(self._lock)
@@ -246,7 +246,7 @@ class BatchStore:
             self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def delete_expired_files(self, now_s: int) -> int:
-        """Delete the files whose life is over, but for those that a batch still reads; returns their number.
+        """Delete expired files that no batch reads; returns their number.
 
         Raises:
             Exception: of a file that cannot be deleted; the others have been.

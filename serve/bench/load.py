@@ -48,7 +48,7 @@ class Source:
     trace: Trace
     prompts: tuple[Prompt, ...] | None = None
     slo_class: str | None = None
-    """Class of requests where the trace names none; None: the server's default."""
+    """Class of requests without a class in the trace; None: the server's default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,8 +192,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
 
 
 def endless(source: Source, seed: int) -> Iterator[BenchRequest]:
-    """Requests without a schedule, for as long as somebody asks: the source over and over, in another order each
-    time."""
+    """Endless requests without a schedule: the source over and over, in another order each time."""
     done, rng = 0, np.random.default_rng([seed, 0xA97])
     trace = source.trace
     while True:

@@ -104,7 +104,7 @@ def client_facts(client: ClientHealth) -> dict[str, Any]:
 
 
 def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
-    """One line where the client has spoiled what it measured: it is late by a tenth of what it measures, or busy.
+    """Warning if the client has distorted its measurement: it was late by a tenth of the measured times, or busy.
 
     Args:
         values: a summary with `ttft_s` and `gap_s`.
@@ -175,7 +175,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
 
 
 def provenance() -> dict[str, Any]:
-    """When, and with what."""
+    """Date and versions."""
     found = {"apt-jax": __version__, "python": platform.python_version()}
     for name in ("aiohttp", "grpcio", "numpy"):
         try:

@@ -68,7 +68,7 @@ class ClientHealth:
     process_cpu: float
     """CPU time of this process over wall time; 1 is one core."""
     loop_cpu: float
-    """The same of the event loop's thread alone, which cannot exceed 1."""
+    """The same for the event loop's thread only, at most 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Runner:
     async def closed_loop(
         self, requests: Iterable[BenchRequest], stop: asyncio.Event, *, duration_s: float | None
     ) -> Run:
-        """Always `max_concurrency` requests under way, until there are no more, or until `duration_s` has passed.
+        """Keep `max_concurrency` requests under way until the last request, or until `duration_s` has passed.
 
         Args:
             requests: may be endless where there is a duration.

@@ -1,4 +1,4 @@
-"""The contract of what completes prompts for the commands: an engine in this process, or a server."""
+"""The contract of the commands' completers of prompts: an engine in this process, or a server."""
 
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence

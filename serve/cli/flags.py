@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         self.exit()
 
     def _help_on(self, topic: str) -> None:
-        """Show what ``--help=TOPIC`` asks for, and exit; return where ``--help`` shows all."""
+        """Show the help of ``--help=TOPIC``, and exit; return if ``--help`` shows all."""
         groups = [(group.title or "", group._group_actions) for group in self._action_groups if group._group_actions]
         if topic == "all" or (not topic and not self.brief):
             return
@@ -207,7 +207,7 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
 
 
 def add_options(group: Group, cls: type, names: Iterable[str] = (), **given: dict[str, Any]) -> None:
-    """Add the flags of the options of a dataclass, all or those named; `given` as in `add_field`, by field name."""
+    """Add the flags of a dataclass's options, all or the named ones; `given` as in `add_field`, by field name."""
     for name in names or options_of(cls):
         add_field(group, cls, name, **given.get(name, {}))
 

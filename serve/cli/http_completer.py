@@ -133,7 +133,7 @@ def _tls(tls_ca: str | None) -> ssl.SSLContext | bool:
 
 
 def _refused(status: int, text: str) -> Exception:
-    """The error of an answer that is none: about a field of the request, or about the server."""
+    """Exception for an HTTP error response."""
     try:
         error = json.loads(text)["error"]
         message, field = str(error["message"]), error.get("param")

@@ -68,7 +68,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 
 def no_model_given(command: str) -> str:
-    """Return the line that says which model is used where none is named, and which one can chat."""
+    """Return the line that names the default model, and the one that can chat."""
     return (
         f"no MODEL given: {DEFAULT_MODEL}, which cannot chat; one that can: apt-jax {command} {CHAT_MODEL} "
         f"({INSTALL_CHAT_MODEL})"

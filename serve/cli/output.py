@@ -32,7 +32,7 @@ _json_out: list[TextIO] = []
 
 
 class _Stderr(io.TextIOBase):
-    """Standard error, which nobody needs to read."""
+    """Standard error, which may be unread."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(BrokenPipeError):
@@ -53,7 +53,7 @@ class _Stderr(io.TextIOBase):
 
 @contextlib.contextmanager
 def tables_on_stderr() -> Iterator[None]:
-    """Print to stderr all but what `write_json` writes to stdout."""
+    """Print everything except `write_json` output to stderr."""
     _json_out.append(sys.stdout)
     try:
         with contextlib.redirect_stdout(_Stderr()):

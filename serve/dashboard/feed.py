@@ -271,7 +271,7 @@ class DashboardFeed:
                 watch.close()
 
     async def _record(self) -> None:
-        """Keep points while nobody watches."""
+        """Keep points without viewers."""
         while True:
             engine, metrics = self._engine, self._metrics
             if not self._viewers and engine is not None and metrics is not None and self._state() == "serving":
@@ -285,7 +285,7 @@ class DashboardFeed:
             await asyncio.sleep(_RECORD_S)
 
     def _keep(self, at_s: float, numbers: Numbers) -> dict[str, Any]:
-        """Add a point to the history, and drop what is too old."""
+        """Add a point to the history, and drop outdated ones."""
         point = _point(at_s, numbers)
         kept = point
         if at_s - self._sums_at_s >= _SUMS_S:

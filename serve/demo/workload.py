@@ -1,4 +1,4 @@
-"""A bursty workload derived from a machine's calibration, its open-loop replay, and the picture of what came of it.
+"""A bursty workload derived from a machine's calibration, its open-loop replay, and a picture of the results.
 
 The demo and the quickstart notebook share it: the first sends over gRPC, the second through the Python API.
 """
@@ -20,7 +20,7 @@ ARRIVAL_CV = 2.0
 """Coefficient of variation of the gaps between arrivals; 1 would be a Poisson process."""
 
 LOAD = 0.72
-"""Mean arrival rate, over the geometric mean of what keys and values and what hidden cache sustain."""
+"""Mean arrival rate, over the geometric mean of the rates that keys and values and the hidden cache sustain."""
 TTFT_IN_STEPS = 25.0
 """TTFT SLO, in (decode step + full prefill step)."""
 TBT_IN_STEPS = 5.0
@@ -47,7 +47,7 @@ class Workload:
     rate: float
     """Requests a second, mean."""
     kv_capacity: float
-    """Requests a second that the pool sustains with keys and values alone, by the cost model."""
+    """Requests a second that the pool sustains with keys and values only, by the cost model."""
     hybrid_capacity: float
     """The same with the smaller hidden cache."""
 
@@ -109,7 +109,7 @@ def derive_workload(
     min_requests: int = 40,
     max_requests: int = 400,
 ) -> Workload:
-    """Arrivals at a rate between what the KV cache and what the hidden cache sustains, with SLOs in steps.
+    """Arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with SLOs in steps.
 
     Everything is a multiple of calibrated step times, so that a slower machine sees the same picture, later.
 

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class GenerateCodec(Protocol):
-    """The messages of one Generate call, which are those of its service."""
+    """The messages of one Generate call, in the classes of its service."""
 
     def fields(self, parts: EngineComponents) -> dict[str, Any]:
         """Arguments for `EngineComponents.build_requests`.

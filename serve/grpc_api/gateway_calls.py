@@ -9,8 +9,8 @@ from serve.http_api.tool_calls.grammar import closed
 
 
 def bounded_calls(text: str) -> str:
-    """A schema with as many calls at most as one answer over HTTP has, whose objects have no properties but those that
-    are listed: small models go on with calls and properties for ever. Any other schema stays as it is.
+    """A schema with the limit of calls of an HTTP answer, whose objects have only the listed properties: small models
+    add calls and properties without end. Any other schema stays as it is.
 
     Args:
         text: a JSON schema, unchecked.

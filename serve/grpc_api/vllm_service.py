@@ -183,7 +183,7 @@ def sampling_fields(params: Any) -> dict[str, Any]:
 
 
 def _decimal(value: Any) -> Any:
-    """Round a 32-bit number to its shortest decimal, which is what the user typed and what validation checks."""
+    """Round a 32-bit number to its shortest decimal, as the user typed it and validation checks it."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 

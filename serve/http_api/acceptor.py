@@ -28,8 +28,7 @@ _MAX_DESCRIPTORS_KEPT = 64
 _NUM_SPARES = 8
 _TURN_S = 0.05
 _SILENT_TURNS = 5
-"""A connection that has sent no request for so many turns of the loop may make room where descriptors or the reserve
-run out. Turns, as a loop that stood still in between had no chance to read it."""
+"""Turns of the loop without a request after which a connection may be closed where descriptors or the reserve run out. Turns, as a loop that stood still in between had no chance to read it."""
 _LOG_PERIOD_S = 60.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -99,7 +98,7 @@ class Acceptor:
         self._open: set[Connection] = set()
         self._by_address: collections.Counter[str] = collections.Counter()
         self._idle: dict[Connection, None] = {}
-        """Those without a request, the one that has had none for longest first."""
+        """Connections without a request, longest idle first."""
         self._reserved: dict[Connection, None] = {}
         self._spares: list[int] = []
         self._resume: asyncio.TimerHandle | None = None
@@ -288,7 +287,7 @@ def _client_at(address: tuple | str) -> str:
 
 
 def client_of(address: str) -> str:
-    """Return what stands for a client: its address; of IPv6 the network of 64 bits, all of which it may use."""
+    """Return the identity of a client: its address; for IPv6 its network of 64 bits, all of which it may use."""
     bare = address.partition("%")[0]
     try:
         parsed = ipaddress.ip_address(bare)

@@ -325,7 +325,7 @@ class HttpApp:
     # --- the dashboard -----------------------------------------------------------------------------------------------
 
     async def _index(self, request: Request) -> Response:
-        """Send people to the chat, and tell programs what there is."""
+        """Redirect browsers to the chat, and list the paths for programs."""
         pages = {"chat": "/chat", "dashboard": "/dashboard"} if self._config.dashboard else {}
         if pages and "text/html" in request.headers.get("accept", ""):
             return Response(status_code=307, headers={"location": "chat", "vary": "accept"})

@@ -1,4 +1,4 @@
-"""Checks that keep web pages of others from using the server through somebody's browser.
+"""Checks that keep foreign web pages from using the server through a user's browser.
 
 * A page whose name resolves to this machine (DNS rebinding) is told apart by the `Host` of its requests.
 * A page of another origin is told apart by `Origin` or `Sec-Fetch-Site`. It could not read responses anyway, but its
@@ -30,7 +30,7 @@ class BrowserRules:
     """Hosts and origins that are served."""
 
     hosts: frozenset[str] | None = None
-    """Names that `Host` may have besides those of this machine; None: any."""
+    """Names that `Host` may have besides this machine's; None: any."""
     origins: frozenset[str] = frozenset()
     """Origins of other sites whose pages may call; "*": any."""
 

@@ -1,4 +1,4 @@
-"""Paths that other servers have and this one does not, and what to use here: told in the answer 404."""
+"""Paths of other servers that this one lacks, and their replacements here, named by the 404 response."""
 
 import difflib
 from collections.abc import Collection
@@ -17,7 +17,7 @@ _WEIGHTS = "weights are read when the server starts"
 _NO_TOOLS = "the server runs no tools; clients do"
 _PARSED = "use /v1/chat/completions, which parses them (--tool-call-parser, --reasoning-parser)"
 _LONGEST_COMPARED = 100
-"""Characters of a path that is compared with all that there are."""
+"""Longest path that is compared with all known paths, in characters."""
 
 ELSEWHERE: dict[str, str] = {
     # vLLM
@@ -139,7 +139,7 @@ _PREFIXES_OF_CLIENTS = ("/v1", "/api", "/openai", "/v1beta")
 
 
 def hint(path: str, known: Collection[str]) -> str:
-    """Return what follows in the message about a path that is not there: what to use, or which path is meant.
+    """Return the hint in the message about an unknown path: the replacement, or the likely path.
 
     Args:
         path: that the client asked for.

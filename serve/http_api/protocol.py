@@ -70,7 +70,7 @@ class ConnectionLimits:
 
 
 class StrictConnection(h11.Connection):
-    """h11's parser, without what a proxy before us may read in another way: a length beside chunks, lines that end
+    """h11's parser, without forms that a proxy in front may read differently: a length beside chunks, lines that end
     without CR, values that go on in the next line."""
 
     has_other_version = False

@@ -258,7 +258,7 @@ async def launch(
 
 
 async def _start(replica_supervisors: list[Supervisor], gateway_supervisors: list[Supervisor], where: str) -> None:
-    """Start the replicas, then the gateway, with a progress bar over those with a probe."""
+    """Start the replicas, then the gateway, with a progress bar over replicas with a probe."""
     groups = [
         [k for k in group if k.program.is_healthy is not None] for group in (replica_supervisors, gateway_supervisors)
     ]

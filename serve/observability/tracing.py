@@ -122,7 +122,7 @@ class Tracer:
             span.end(record.unix_ns(until_s))
 
     def close(self) -> None:
-        """Send what is queued, for three seconds at most."""
+        """Send queued spans, for three seconds at most."""
         # The library itself would wait for half a minute.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()

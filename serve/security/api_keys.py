@@ -1,4 +1,4 @@
-"""API key authentication, with one list of keys for every protocol, and what a key's owner may see and do.
+"""API key authentication, with one list of keys for every protocol, and the rights of a key's owner.
 
 A protocol's server passes the `authorization` header to `ApiKeys.caller_of`. Endpoints that need no key are listed
 there by exact name, so that new endpoints need one by default.
@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 class Caller(NamedTuple):
-    """The owner of a call's API key, and what it may see."""
+    """The owner of a call's API key, and its rights."""
 
     tenant: str | None
     """The owner of the call's API key; None: there are no keys."""
@@ -39,7 +39,7 @@ class Caller(NamedTuple):
         return given if self.is_operator and ":" in given else engine_id(self.tenant, given)
 
     def shown_id(self, request_id: str) -> str | None:
-        """Return what the caller sees of an engine's id, and may send back; None: nothing."""
+        """Return the caller's form of an engine's id, which it may send back; None: not its own."""
         tenant, label = split_engine_id(request_id)
         if tenant == self.tenant:
             return label
@@ -47,7 +47,7 @@ class Caller(NamedTuple):
 
 
 ANYBODY = Caller(tenant=None, is_operator=True)
-"""The caller where there are no keys."""
+"""The caller of a server without keys."""
 
 
 class ApiKeys:
@@ -130,7 +130,7 @@ def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = Fal
 
 
 def may_see_totals(keys: ApiKeys | None, caller: Caller) -> bool:
-    """True if a caller may see sums over all tenants, which every key may while there are no operators."""
+    """True if a caller may see sums over all tenants; without operators every key may."""
     return caller.is_operator or keys is None or not keys.has_operators
 
 

@@ -39,7 +39,7 @@ def take_api_key(given: str | None, env: MutableMapping[str, str]) -> str | None
 
 
 def without_key(argv: list[str]) -> list[str]:
-    """Command-line arguments with the key hidden, for what is printed or kept."""
+    """Command-line arguments with the key hidden, for output and logs."""
     shown, hidden = [], False
     for word in argv:
         name = word.partition("=")[0]

@@ -34,7 +34,7 @@ class Tls:
         return self._files[2] is not None
 
     def reload(self) -> None:
-        """Use what the files of certificate and key hold now, for connections from now on; the clients' CAs stay.
+        """Reload the files of certificate and key for new connections; the clients' CAs stay.
 
         Raises:
             ConfigError: as at first; then the old ones stay in use.

@@ -64,8 +64,8 @@ def _with_blocks(
 def _prompts(
     view: SchedulerView, decoding: Rows, partial: Rows, waiting: Rows
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
-    """Prompts under way, and the first of `waiting` whose blocks are free beside what `decoding` need in this step and
-    `partial` until they are computed. Rows, tokens that are left to compute, kinds."""
+    """Prompts under way, and the first of `waiting` whose blocks are free beside the needs of `decoding` in this step
+    and of `partial` until they are computed. Rows, tokens that are left to compute, kinds."""
     table = view.table
     left = view.remaining(partial)
     growth = blocks_after(view, decoding, np.ones(decoding.size, np.int32)).sum()
@@ -146,7 +146,7 @@ class FairBatchingPolicy:
         prompts: slice,
         time_s: float,
     ) -> NDArray[np.int32]:
-        """`num_tokens` cut to what the step has time and tokens for; 0: not in it."""
+        """`num_tokens` cut to the step's time and tokens; 0: not in it."""
         table, costs = view.table, view.costs
         start = table.num_cached.take(rows)
         waits = table.kind.take(rows) < 0

@@ -54,7 +54,7 @@ class FastGenPolicy:
         return Plan.idle(running)
 
     def _compose(self, view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> Plan:
-        """The step of those that are left after `preempt` gave their caches up."""
+        """The step of the remaining requests after `preempt` gave their caches up."""
         table = view.table
         free = view.free_blocks + int(table.num_blocks[preempt].sum())
         budget = min(self.budget, view.max_num_batched_tokens)

@@ -92,7 +92,7 @@ class RoundRobinPolicy:
 
     @staticmethod
     def _taken(own: SchedulerView, others: Rows) -> Rows:
-        """Return the `others` to preempt for what the class needs next."""
+        """Return the `others` to preempt for the class's next needs."""
         table = own.table
         if own.running.size:
             decoding, partial = split_running(own)

@@ -156,7 +156,7 @@ def _check_memory(
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    """Return True if there is no NaN and no infinity: no element has all exponent bits set. Avoids slow 16-bit float
+    """True if every element is finite: no exponent has all bits set. Avoids slow 16-bit float
     arithmetic."""
     bits, mask = {
         "float16": (np.uint16, 0x7C00),

@@ -40,7 +40,7 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA",
     "arrow_config": "routing between adapters",
 }
-"""Fields that may only be unset, and what they would ask for."""
+"""Fields that must be unset, and the features that they request."""
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
 _MAX_NAME_CHARS = 1024
 """Longest name of a tensor: every end of its module's name is looked at."""
@@ -135,7 +135,7 @@ def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float
 
 
 def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[str, float], float]:
-    """The value that a pattern gives a module, or another where none does: PEFT's rule, the first that matches the whole
+    """The value that a pattern gives a module, or the default: by PEFT's rule, the first pattern that matches the whole
     name or its end after a dot."""
     given = fields.get(field) or {}
     if not isinstance(given, Mapping) or len(given) > _MAX_PATTERNS:
@@ -189,7 +189,7 @@ def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str,
 
 
 def _check_targets(fields: Mapping[str, Any], pairs: Mapping[str, Any], where: str) -> None:
-    """Raise ModelLoadError if `target_modules` lists names, and not all modules that there are tensors for."""
+    """Raise ModelLoadError if `target_modules` lists names but omits modules that have tensors."""
     targets = fields.get("target_modules")
     if not isinstance(targets, list):
         return  # a pattern, or none: the tensors say what is meant

@@ -73,7 +73,7 @@ class Schedule:
     """A solution of a `KnapsackProblem`."""
 
     kind: NDArray[np.int64]
-    """(num_requests,) column of the chosen option, `NOT_CHOSEN` (-1) for none."""
+    """(num_requests,) column of the chosen option; `NOT_CHOSEN` (-1): no option."""
     value: float
     """Sum of the chosen values."""
     cost: int

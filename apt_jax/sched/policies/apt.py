@@ -135,7 +135,7 @@ class AptPolicy:
         return packer.plan()
 
     def _promised(self, view: SchedulerView, decoding: Rows) -> int:
-        """Blocks beyond those they hold that Eq. 7 sets aside for the running queue."""
+        """Additional blocks that Eq. 7 sets aside for the running queue."""
         memory = self.prefill_memory
         if memory is None and keeps_kind(view, self.keep_kind):
             memory = "held"
@@ -243,7 +243,7 @@ def can_begin(
     *,
     split: bool = False,
 ) -> NDArray[np.intp]:
-    """Positions in waiting `rows` of those that can begin in a step of `tokens` and `slots`, by falling marginal gain.
+    """Positions in waiting `rows` of requests that can begin in a step of `tokens` and `slots`, by falling marginal gain.
 
     The gain of a request is that of its best option, value a block (Apt-Serve §5). The first whose prompt does not fit
     what is left of the step ends the list; one that no step holds is the last and takes what is left.

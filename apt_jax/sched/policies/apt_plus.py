@@ -34,17 +34,17 @@ RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
 """The allowance at the start, and the most that is saved up for a burst."""
 
 LARGEST_SHARE = 0.05
-"""The share of what is left of that allowance for one waiting request: the less is left, the smaller those that it is
+"""The share of the remaining allowance for one waiting request: the less remains, the smaller the requests that it is
 spent on. Nobody's prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
 
 _FIRST = 1e6
 """Factor that puts a value before all others."""
 
 RESERVE_TOKENS = 16
-"""Admission leaves room for this many more tokens of everyone who decodes."""
+"""Admission leaves room for this many more tokens of every decoding request."""
 
 GAP_S = 0.5
-"""Prompts beside decodes without an objective take up so much of a step at most, about."""
+"""Approximate limit of a step's time for prompts beside decodes without an objective."""
 
 LEFTOVER_TOKENS = 64
 """The same before a request that cannot attain any more is admitted: it would be the first to go."""
@@ -284,7 +284,7 @@ class _Waiting:
         low = policy._best_effort(view, rows)
         on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
         self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
-        """p_i of those on time, less or nothing of the others; those in mid-answer without an objective are first."""
+        """p_i of requests on time, less or nothing of late ones; requests in mid-answer without an objective come first."""
         stopped = started & ~low & ~np.isfinite(objective_s)
         self.value[stopped] = _FIRST * pending_s[stopped]
         urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
@@ -293,11 +293,11 @@ class _Waiting:
         lengths = view.remaining(rows[urgent], self.kind[urgent])
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
         self.urgent = urgent[: max(num, 1)]
-        """Positions of those that may pause others and begin in this step, by falling value a block."""
+        """Positions of requests that may pause others and begin in this step, by falling value per block."""
 
 
 def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-    """(n,) who cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones
+    """(n,) requests that cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones
     among
     n: l > (n - 1) / 100; later gaps in time can dilute that again), or the gap that is open now already counts as
     late."""
@@ -326,8 +326,8 @@ def prefill_s(
 
 
 def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> tuple[Rows, Rows]:
-    """Prompts under way that keep their cache, and those that give it up: the youngest, while not even what is left
-    of `decoding` fits beside them."""
+    """Prompts under way that keep their cache, and prompts that give it up: the youngest, while the rest of `decoding`
+    does not fit beside them."""
     have = view.free_blocks + int(view.table.num_blocks[preempt].sum())
     lacking = growth(view, decoding) - have
     num_kept = partial.size

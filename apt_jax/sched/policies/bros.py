@@ -27,7 +27,7 @@ BASE_BATCH = 128
 """B_base (BROS §4.2)."""
 
 AGING_TOKENS_PER_S = 100.0
-"""A waiting best-effort request gains this many recomputation tokens per second on those that come after it."""
+"""A waiting best-effort request gains this many recomputation tokens per second on later ones."""
 
 RESERVE_TOKENS = 8
 """Best-effort requests are admitted only if every decoding request then has room for this many more tokens."""
@@ -48,7 +48,7 @@ MOST_REPLACEMENTS = 4
 
 @dataclasses.dataclass(eq=False)
 class _Candidates:
-    """Requests in the order of their priority, with what each would do in this step."""
+    """Requests in the order of their priority, with each one's work in this step."""
 
     rows: Rows
     kind: NDArray[np.int8]
@@ -270,7 +270,7 @@ class BrosPolicy:
         )
 
     def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> _Candidates:
-        """The work of `rows` in this step, all of which hold cache or none."""
+        """The work of `rows` in this step; either all rows hold cache, or no row does."""
         table = view.table
         remaining = view.remaining(rows, kind)
         budget = np.int32(view.max_num_batched_tokens)
@@ -333,13 +333,13 @@ class BrosPolicy:
         return pending.join(queued).take(np.concatenate(order)), limit_s
 
     def _is_late(self, view: SchedulerView, asked: _Candidates) -> NDArray[np.bool_]:
-        """(n,) whether each comes after those that can be in time, and does not count for the time of the step."""
+        """(n,) True: the row comes after all rows that can be in time, and does not count for the time of the step."""
         if self.packing == "paper":
             return np.zeros(asked.rows.size, np.bool_)
         return asked.slack_s < _alone_s(view.costs, asked)
 
     def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
-        """Positions in waiting best-effort `rows` by what starting costs, as many as a step may have."""
+        """Positions in waiting best-effort `rows` by the cost to start, at most as many as a step may have."""
         table = view.table
         cost = self.aging_tokens_per_s * (table.last_token_s[rows] - view.now_s)
         again = table.num_preemptions[rows] > 0
@@ -354,7 +354,7 @@ class BrosPolicy:
     def _real_time(
         self, view: SchedulerView, asked: _Candidates, best_effort: _Candidates, limit_s: float
     ) -> tuple[_Candidates, Rows, bool]:
-        """The real-time part of the step, who is preempted for it, and whether time cut it short."""
+        """The real-time part of the step, the requests preempted for it, and whether time cut it short."""
         table = view.table
         need, holds = asked.need, asked.holds
         theirs = best_effort.rows[best_effort.holds]
@@ -417,7 +417,7 @@ class BrosPolicy:
         victims: Rows,
         limit_s: float,
     ) -> tuple[_Candidates, Rows, bool]:
-        """The step with best-effort requests, who else is preempted, and whether time kept some out."""
+        """The step with best-effort requests, the other preempted requests, and whether time kept some out."""
         table = view.table
         preempted = victims
         if victims.size:
@@ -467,7 +467,7 @@ class BrosPolicy:
         return packed, more, cut
 
     def _by_checkpoints(self, view: SchedulerView, asked: _Candidates) -> _Candidates:
-        """Best-effort candidates by their checkpointed blocks, less what they have waited (Algorithm 1, line 17)."""
+        """Best-effort candidates by their checkpointed blocks minus their waiting time (Algorithm 1, line 17)."""
         if not asked.load.any():
             return asked
         if self.packing == "paper":
@@ -486,8 +486,8 @@ class BrosPolicy:
         out: _Candidates,
         limit_s: float,
     ) -> _Candidates:
-        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request if
-        there is none beside it (Algorithm 1, lines 18 to 32), and if that one can wait for the next step."""
+        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request that
+        can wait for the next step, if no place is free (Algorithm 1, lines 18 to 32)."""
 
         def fits(step: _Candidates) -> bool:
             return (
@@ -584,7 +584,7 @@ def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[
 
 
 def _without_groups(view: SchedulerView, asked: _Candidates, lost: Rows) -> _Candidates:
-    """Candidates that must be given again what others take from them: a group for each of the rows `lost`."""
+    """Candidates that need replacement of taken groups: a group for each of the rows `lost`."""
     again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
     blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
@@ -597,7 +597,7 @@ def _step_s(costs: StepCosts, step: _Candidates) -> float:
 
 
 def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
-    """(n,) time of a step of each request alone."""
+    """(n,) time of a step of each request by itself."""
     c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
     hidden = asked.kind == HIDDEN
     decode_s = np.where(
@@ -636,7 +636,7 @@ def _reserve(view: SchedulerView, running: Rows) -> int:
 
 
 def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows, Rows]:
-    """Running requests that stay where not all can, and those that do not.
+    """Running requests that stay if not all can, and the others.
 
     Prompts under way stay before the others, by rank, so that they come to an end; the others by their order.
     """

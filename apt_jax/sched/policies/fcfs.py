@@ -16,7 +16,7 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 WATERMARK = 0.01
-"""Share of the pool that admission leaves free, so that what runs can grow a little before anyone is evicted."""
+"""Share of the pool that admission leaves free, so that running requests can grow a little before an eviction."""
 
 
 class FcfsPolicy:

@@ -1,4 +1,4 @@
-"""Any policy, with best-effort requests in what real-time ones leave."""
+"""Any policy, with best-effort requests only in the capacity left by real-time ones."""
 
 import dataclasses
 
@@ -118,7 +118,7 @@ def _needed(own: SchedulerView, plan: Plan, others: Rows) -> Rows:
 
 
 def _fitting(view: SchedulerView, plan: Plan) -> Plan:
-    """The plan without its last rows for which there are no blocks: a policy may count on the whole pool."""
+    """The plan without its last rows that lack blocks: a policy may count on the whole pool."""
     have = view.free_blocks + int(view.table.num_blocks.take(plan.preempt).sum())
     fits = np.cumsum(_blocks_needed(view, plan)) <= have
     if fits.all():
@@ -137,7 +137,7 @@ def _fitting(view: SchedulerView, plan: Plan) -> Plan:
 
 
 def _covering(view: SchedulerView, rows: Rows, blocks: int, slots: int) -> Rows:
-    """The fewest of `rows`, from the first, that free so many blocks and slots; all where they do not."""
+    """Shortest prefix of `rows` that frees the given blocks and slots; all rows if that is not enough."""
     freed = np.cumsum(view.table.num_blocks.take(rows))
     num = int(np.searchsorted(freed, blocks)) + 1 if blocks > 0 else 0
     return rows[: max(num, slots, 0)]

@@ -174,7 +174,7 @@ class UnifiedPolicy:
         waiting: Rows,
         above: NDArray[np.int64],
     ) -> None:
-        """Chunks and whole prompts, those under way and waiting ones in order of priority."""
+        """Chunks and whole prompts, under way and waiting, in order of priority."""
         table = view.table
         kind, blocks = self._admissible(view, running, waiting, above)
         decodes_above = np.concatenate([[0], np.cumsum(running.decodes)]).tolist()
@@ -293,7 +293,7 @@ class _Prefills:
         self.limit = limit
         self.tokens = 0
         self.blocks = 0
-        """Set aside for those that were waiting."""
+        """Blocks set aside for formerly waiting requests."""
         self.position: list[int] = []
         """Running requests of higher priority than each."""
         self.num_tokens: list[int] = []

@@ -20,11 +20,11 @@ class Replay:
     first_token_s: tuple[float, ...]
     finish_s: tuple[float, ...]
     used_blocks: tuple[int, ...]
-    """Blocks held after each batch, those of requests that end with it included: what Eq. 4 limits."""
+    """Blocks held after each batch, including blocks of requests that end with it: the quantity that Eq. 4 limits."""
 
 
 def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay:
-    """Replay a schedule batch by batch, by InferMax §5 alone, and price it.
+    """Replay a schedule batch by batch by the rules of InferMax §5, and price it.
 
     Raises:
         ValueError: a rule is broken; the message names batch, request and rule.
@@ -126,7 +126,7 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
 def timed_batches(
     problem: OptimalProblem, steps: list[tuple[list[BatchRow], list[int]]], now_s: float = 0.0
 ) -> list[OptimalBatch]:
-    """Batches as early as arrivals and the batches before allow, none before `now_s`."""
+    """Batches as early as arrivals and earlier batches allow, from `now_s` on."""
     batches = []
     for rows, preempt in steps:
         now_s = max(now_s, *(problem.requests[r[0]].arrival_s for r in rows))

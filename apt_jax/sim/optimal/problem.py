@@ -127,7 +127,7 @@ class OptimalBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimalSchedule:
-    """A schedule and what is known about it."""
+    """A schedule with its cost and bound."""
 
     batches: tuple[OptimalBatch, ...]
     latency_s: float

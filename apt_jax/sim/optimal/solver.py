@@ -278,7 +278,7 @@ def solve_optimal(
     time_limit_s: float | None = None,
     starts: Sequence[OptimalSchedule] = (),
 ) -> OptimalSchedule:
-    """An optimal schedule, or the best found within the time limit with a bound on what is possible.
+    """An optimal schedule, or the best found within the time limit with a bound.
 
     Args:
         problem: the problem.
@@ -358,7 +358,7 @@ def find_better(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Made:
-    """The program of a problem and what its numbers mean."""
+    """The program of a problem and the meaning of its variables."""
 
     problem: OptimalProblem
     program: _Program
@@ -559,7 +559,7 @@ def _add_objective(
     simple: OptimalSchedule,
     scale: float,
 ) -> None:
-    """Order and start times of the batches, and what is minimised. Times are in the program's unit."""
+    """Order and start times of the batches, and the objective. Times are in the program's unit."""
     # Empty batches come last.
     for (_, prefill, decode), (_, later_prefill, later_decode) in itertools.pairwise(times):
         for later in (later_prefill, later_decode):

@@ -1,4 +1,4 @@
-"""Load a server and measure what its clients see: latencies, attainment of objectives, the rate that it sustains.
+"""Load a server and measure its clients' view: latencies, attainment of objectives, the rate that it sustains.
 
 Servers of apt-jax, and any other with vLLM's gRPC service or OpenAI's API.
 """
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("SLO, sent along and judged by the client's clock")
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         flags.add_request_field(group, name, type=positive(float), metavar="MS")
-    group.add_argument("--slo-class", choices=load.CLASSES, help="class of requests where the trace names none: real time or best effort (default: the server's)")
+    group.add_argument("--slo-class", choices=load.CLASSES, help="class of requests without a class in the trace: real time or best effort (default: the server's)")
     group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS", help="the SLO in vLLM's syntax")
     group = parser.add_argument_group("sustained rate")
     group.add_argument("--find-rate", action="store_true", help="find the highest rate that holds the attainment, by bisection from --request-rate (default 1) on")
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what contradicts itself before anybody is asked anything."""
+    """Refuse contradicting arguments before any request is sent."""
     sources = [
         flag
         for flag, given in (
@@ -207,7 +207,7 @@ def _arrivals(args: argparse.Namespace, source: load.Source, rate: float | None)
 
 
 class _Live:
-    """A progress bar on terminals, with what was measured so far."""
+    """A progress bar on terminals, with intermediate results."""
 
     def __init__(self, total: int | None, title: str) -> None:
         self._bar = tqdm(total=total, desc=title, unit="req", disable=None)

@@ -1,4 +1,4 @@
-"""Measure what prefill and decode steps cost on this machine, with either cache kind, and keep it for later starts."""
+"""Measure the time of prefill and decode steps on this machine, with either cache kind, and keep it for later starts."""
 
 import argparse
 import dataclasses

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Whoever ends the process, what is half done is cleared away."""
+    """Remove partial output however the process ends."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -96,7 +96,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
 
 
 def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """`apt-jax serve` with what `argv` says for it, and `flags`.
+    """`apt-jax serve` with its part of `argv`, and `flags`.
 
     Args:
         without: flags of `argv` that it does not get; nor those that `flags` has.

@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         OPERATOR_FLAG,
         metavar="FILE",
-        help="file of API keys of operators, who see and end requests of all keys, take profiles and read metrics",
+        help="file of API keys of operators, which may see and end requests of all keys, take profiles and read metrics",
     )
     group.add_argument(
         HOSTS_FLAG, type=lambda text: text.split(","), action="extend", metavar="NAME[,NAME]", default=[],
@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--batch-concurrency", type=options.positive(int), metavar="N",
-        help="requests of batches in the engine at once, of those that interactive ones leave (default: --max-num-seqs)",
+        help="limit of batch requests in the engine at once, in slots left by interactive ones (default: --max-num-seqs)",
     )  # fmt: skip
     group = parser.add_argument_group("several hosts")
     names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s", "join_key_file")

@@ -30,8 +30,7 @@ from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace that can never fit, left out"
 BURST_TTFTS = 10
-"""A run whose requests all arrive within so many TTFT objectives is a burst: its rate says nothing of a load that
-lasts."""
+"""Number of TTFT objectives within which a run's requests count as a burst, whose rate says nothing of a lasting load."""
 
 
 def _list_of(kind: Any) -> Any:
@@ -98,7 +97,7 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse what would be ignored, or counted twice, and a picture that could not be written after all runs."""
+    """Refuse arguments that would be ignored or counted twice, and a picture that could not be written after all runs."""
     ways = {"--rate": args.rate, "--rates": args.rates, "--find-rate": args.find_rate}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:

@@ -29,7 +29,7 @@ class ConstrainedCalls:
         self._text = ""
         """Not given out yet."""
         self._space = ""
-        """Whitespace before `_text`, which is none of the content if a call follows."""
+        """Whitespace before `_text`, not part of the content if a call follows."""
         self._state = "text" if self._has_text else "head"
         self._num_calls = 0
         self._end = JsonEnd()
@@ -121,7 +121,7 @@ class ConstrainedCalls:
         return True
 
     def _over(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Text that is no call, and all that follows it."""
+        """Text that is not a call, and all text after it."""
         del finished
         if self._only_calls:
             self._text = self._space = ""

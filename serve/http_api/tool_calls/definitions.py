@@ -144,6 +144,6 @@ def _function(number: int, given: Mapping[str, Any], is_custom: bool) -> Functio
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The definition without what is no business of the model: models were trained without `strict`."""
+    """The definition without fields that models were trained without: `strict`."""
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {**tool, "function": function}

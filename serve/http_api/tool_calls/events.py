@@ -6,14 +6,14 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class ContentText:
-    """More of what the model says."""
+    """More content."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningText:
-    """More of what the model thinks before it speaks."""
+    """More reasoning before the content."""
 
     text: str
 
@@ -57,7 +57,7 @@ class OutputParser(Protocol):
 
 
 class PlainText:
-    """The parser of outputs that are content alone."""
+    """The parser of outputs that are only content."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
         del finished

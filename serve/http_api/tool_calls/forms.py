@@ -17,7 +17,7 @@ class CallForm:
     `opening`, the name, `middle`, the arguments as a JSON object, and `closing`."""
 
     parser: Callable[[frozenset[str], int], OutputParser]
-    """Makes the parser for what a model writes without a constraint, from the names of functions and the number of calls."""
+    """Makes the parser for unconstrained output, from the names of functions and the number of calls."""
     opening: str
     middle: str
     closing: str = ""

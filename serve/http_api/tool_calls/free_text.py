@@ -19,7 +19,7 @@ _NAME = re.compile(NAME_PATTERN)
 SLICE_CHARS = 1024
 """Characters of a text that are taken at a time."""
 _MARKS_CHARS = 256
-"""More than what stands around the JSON of a call."""
+"""Upper bound on the text around the JSON of a call, in characters."""
 
 
 def held_len(text: str, mark: str) -> int:
@@ -38,10 +38,10 @@ def space_len(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Calls that have been read, or that there are none."""
+    """Calls that have been read; empty: no calls."""
 
     end: int
-    """Place after them, or after what is no call."""
+    """Place after them, or after text that is not a call."""
     calls: list[ParsedCall]
     """Empty: what was read is content."""
 
@@ -63,7 +63,7 @@ class CallsInText(abc.ABC):
         self._text = ""
         """Not given out yet."""
         self._call_at: int | None = None
-        """Place in `_text` of what may be a call; before it there is whitespace alone."""
+        """Place in `_text` of a possible call; before it is only whitespace."""
         self._is_over = False
         """No call may follow."""
         self._num_calls = self._num_failed = 0
@@ -89,7 +89,7 @@ class CallsInText(abc.ABC):
         return self._end.find(text, start)
 
     def _step(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Take what can be taken from the text. Returns whether there may be more to take."""
+        """Consume complete parts of the text. Returns whether more may follow."""
         if self._call_at is not None:
             return self._call(events, finished)
         if self._is_over:

@@ -103,7 +103,7 @@ def answer_grammar(answer: str, literal: Literal, reasoning: str) -> str:
 
 
 def answer_rules(constraint: StructuredOutputsParams) -> str | None:
-    """The rule ``answer`` of what a checked constraint allows; None: it has rules of its own."""
+    """The rule ``answer`` of a checked constraint; None: it has rules of its own."""
     if constraint.grammar is not None:
         return None
     if constraint.regex is not None:

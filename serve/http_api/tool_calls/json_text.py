@@ -61,7 +61,7 @@ class ParsedCall(NamedTuple):
 
 
 def skip_space(text: str, at: int = 0) -> int:
-    """The place of the next character that is no whitespace."""
+    """The place of the next character other than whitespace."""
     found = _SPACE.match(text, at)
     return at if found is None else found.end()
 

@@ -12,7 +12,7 @@ _ID = re.compile(r"[a-zA-Z0-9_-]{0,64}")
 
 
 class MistralCalls(CallsInText):
-    """Finds what follows ``[TOOL_CALLS]``."""
+    """Finds the calls after ``[TOOL_CALLS]``."""
 
     mark = "[TOOL_CALLS]"
     alphanumeric_ids = True

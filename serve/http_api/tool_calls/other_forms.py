@@ -13,7 +13,7 @@ from apt_jax.errors import InvalidRequestError
 INPUT = "input"
 """The argument of a custom tool."""
 OLD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
-"""Names of fields, and those of the older form."""
+"""Names of fields, and their older forms."""
 _SYNTAXES = ("lark", "regex")
 
 Json = dict[str, Any]
@@ -70,7 +70,7 @@ def _has_other_form(message: object) -> bool:
 
 
 def _messages(messages: list[Any]) -> Iterator[Any]:
-    """The messages with calls of functions alone. An id joins an older call and its result."""
+    """The messages with calls of functions only. An id joins an older call and its result."""
     last_id: str | None = None
     for number, message in enumerate(messages):
         if not _has_other_form(message):

@@ -32,13 +32,13 @@ class OutputPlan:
     """How the outputs of one call are sampled and read."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of `SamplingParams`, raw, in place of those of the body."""
+    """Raw fields of `SamplingParams` that replace the body's."""
     parser: Callable[[], OutputParser] = PlainText
     """Makes the parser of one output."""
     is_plain: bool = True
-    """The text is content alone."""
+    """The text is only content."""
     only_calls: bool = False
-    """There is no content."""
+    """The output has no content."""
     constrains_calls: bool = False
     """The constraint is that of calls, from the schemas in `tools`."""
     custom_tools: frozenset[str] = frozenset()

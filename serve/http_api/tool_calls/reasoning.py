@@ -1,4 +1,4 @@
-"""Reasoning of a model, told apart from what it says: ``<think>...</think>`` before the answer."""
+"""Reasoning of a model, told apart from its content: ``<think>...</think>`` before the answer."""
 
 from serve.http_api.tool_calls.events import OutputEvent, OutputParser, ReasoningText
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len

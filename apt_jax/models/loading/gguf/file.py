@@ -30,7 +30,7 @@ _MAX_METADATA_BYTES = 256 * 2**20  # the largest vocabularies take 20 MiB
 _TEXT_BYTES = 40 * 2**20
 """Memory that names and texts may take, besides twice the size of the file."""
 _TEXT_OVERHEAD = 32
-"""Memory of a text in a list, besides what Python says."""
+"""Memory of a text in a list, beside its `sys.getsizeof`."""
 _MOST_TEXT_BYTES = 512 * 2**20
 _MAX_ENTRIES = 2**16
 _MAX_TENSORS = 2**17
