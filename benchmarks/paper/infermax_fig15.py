@@ -32,12 +32,12 @@ from typing import Any
 
 import scipy
 
+from apt_jax.lab.optimal.baselines import fcfs_schedule
+from apt_jax.lab.optimal.check import check_schedule
+from apt_jax.lab.optimal.problem import OptimalProblem, OptimalRequest, OptimalSchedule
+from apt_jax.lab.optimal.solver import solve_optimal
 from apt_jax.sched import StepCosts
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.optimal.baselines import fcfs_schedule
-from apt_jax.sim.optimal.check import check_schedule
-from apt_jax.sim.optimal.problem import OptimalProblem, OptimalRequest, OptimalSchedule
-from apt_jax.sim.optimal.solver import solve_optimal
 
 _LAYERS = 32
 _MS_PER_LAYER = {
@@ -115,7 +115,7 @@ def draw(rows: list[dict[str, Any]], schedules: dict[int, OptimalSchedule], cost
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from serve.cli.commands.optimal import plot_schedule
+    from apt_jax.lab.optimal.command import plot_schedule
 
     figure, axes = plt.subplots(1, len(schedules) + 1, figsize=(5 * len(schedules) + 5, 3), layout="constrained")
     for axis, (prompt, schedule) in zip(axes, schedules.items(), strict=False):

@@ -25,7 +25,7 @@ _COMMANDS = {
     "demo": ("serve.demo.demo", "compare cache kinds and policies on this machine"),
     "bench": ("serve.cli.commands.bench", "load a server and measure latencies, attainment and the rate that it sustains"),
     "info": ("serve.cli.commands.info", "versions, devices, kernels, model and cache, or a server's numbers"),
-    "optimal": ("serve.cli.commands.optimal", "find the best possible schedule of a few requests"),
+    "optimal": ("apt_jax.lab.optimal.command", "find the best possible schedule of a few requests"),
     "simulate": ("serve.cli.commands.simulate", "what a policy would do to a workload on other hardware"),
     "policies": ("serve.cli.commands.policies", "list the scheduling policies"),
     "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),

@@ -6,11 +6,11 @@ import math
 import numpy as np
 
 from apt_jax.core.kinds import NO_KIND, NUM_KINDS, CacheKindSpec
+from apt_jax.lab.optimal.check import check_schedule, timed_batches
+from apt_jax.lab.optimal.problem import BatchRow, OptimalProblem, OptimalSchedule
 from apt_jax.sched.plan_check import checked_schedule
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import Policy, SchedulerView
-from apt_jax.sim.optimal.check import check_schedule, timed_batches
-from apt_jax.sim.optimal.problem import BatchRow, OptimalProblem, OptimalSchedule
 
 
 def schedule_of(

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from apt_jax.errors import ConfigError
+from apt_jax.lab.optimal.baselines import policy_schedule
+from apt_jax.lab.optimal.check import Replay, check_schedule
+from apt_jax.lab.optimal.problem import OBJECTIVES, OptimalProblem, OptimalRequest, OptimalSchedule
+from apt_jax.lab.optimal.solver import find_better, solve_optimal
 from apt_jax.sched import make_policy
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.optimal.baselines import policy_schedule
-from apt_jax.sim.optimal.check import Replay, check_schedule
-from apt_jax.sim.optimal.problem import OBJECTIVES, OptimalProblem, OptimalRequest, OptimalSchedule
-from apt_jax.sim.optimal.solver import find_better, solve_optimal
 from apt_jax.sim.trace import Trace, known_traces, load_trace
 from serve.cli import flags, options
 from serve.cli.output import print_table, write_json

@@ -49,9 +49,9 @@ import numpy as np
 from apt_jax.core.kinds import HIDDEN, NO_KIND
 from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
-from apt_jax.sim.optimal.baselines import best_simple_schedule, schedule_of
-from apt_jax.sim.optimal.check import check_schedule
-from apt_jax.sim.optimal.problem import BatchRow, OptimalProblem, OptimalRequest, OptimalSchedule
+from apt_jax.lab.optimal.baselines import best_simple_schedule, schedule_of
+from apt_jax.lab.optimal.check import check_schedule
+from apt_jax.lab.optimal.problem import BatchRow, OptimalProblem, OptimalRequest, OptimalSchedule
 
 _MAX_VARIABLES = 200_000
 _State = tuple[int, int, int]  # tokens generated, m, kind

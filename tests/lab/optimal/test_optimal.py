@@ -11,17 +11,17 @@ import pytest
 
 from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.errors import ConfigError
-from apt_jax.sched import StepCosts, UnifiedPolicy, make_policy
-from apt_jax.sim.optimal.baselines import fcfs_schedule, policy_schedule
-from apt_jax.sim.optimal.check import check_schedule
-from apt_jax.sim.optimal.problem import (
+from apt_jax.lab.optimal.baselines import fcfs_schedule, policy_schedule
+from apt_jax.lab.optimal.check import check_schedule
+from apt_jax.lab.optimal.problem import (
     OBJECTIVES,
     OptimalBatch,
     OptimalProblem,
     OptimalRequest,
     OptimalSchedule,
 )
-from apt_jax.sim.optimal.solver import find_better, solve_optimal
+from apt_jax.lab.optimal.solver import find_better, solve_optimal
+from apt_jax.sched import CacheKindSpec, StepCosts, UnifiedPolicy, make_policy
 from tests.support.cases import cover, num_cases
 
 COSTS = StepCosts(

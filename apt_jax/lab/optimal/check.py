@@ -6,7 +6,7 @@ import math
 import numpy as np
 
 from apt_jax.core.kinds import NO_KIND
-from apt_jax.sim.optimal.problem import BatchRow, OptimalBatch, OptimalProblem, OptimalSchedule
+from apt_jax.lab.optimal.problem import BatchRow, OptimalBatch, OptimalProblem, OptimalSchedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
