@@ -3,10 +3,10 @@
 #   make demo        serve the bundled model under load and show what the hybrid cache gains
 #   make test        the test suite, without what takes minutes
 #   make test-slow   the rest of it: slow tests, all random cases, programs optimised as in service
-#   make fuzz        fuzzed requests, connections, texts, files and flags (docs/design/failure_model.md), at most 15 minutes each; FUZZ=release: more
+#   make fuzz        fuzzed requests, connections, texts, files and flags (docs/lab/testing.md), at most 15 minutes each; FUZZ=release: more
 #   make chaos       200 random faults in a fleet of real processes, with a ledger of every request; CHAOS_FLAGS='--seed 7 --json FILE'
-#   make mutants     break one defence after the other: a named test must fail each time (docs/design/mutants.md)
-#   make clients     try other people's clients on a server, each in an environment of its own (docs/clients.md); CLIENTS='openai anthropic': these
+#   make mutants     break one defence after the other: a named test must fail each time (docs/lab/mutants.md)
+#   make clients     try other people's clients on a server, each in an environment of its own (docs/lab/clients.md); CLIENTS='openai anthropic': these
 #   make reference   the tests against PyTorch and transformers, in an environment of Python 3.11
 #   make gate        compile the GPU kernels and the decode step for A100 and H200, which needs no GPU
 #   make gate-tpu    compile the TPU kernels and the engine's steps for v5e, v5p and v6e, which needs no TPU
@@ -20,7 +20,7 @@
 # PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests
 # wait, so that one more than the cores keeps these busy), GATE_FLAGS=..., GATE_TPU_FLAGS=... and REFERENCE_FLAGS=... what
 # the gates and the reference tests do
-# (docs/kernels.md, docs/tpu.md).
+# (docs/kernels.md).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -1,4 +1,4 @@
-"""Every row of the list of faults (docs/design/faults.md) has a test that is named after it, or a reason why not.
+"""Every row of the list of faults (docs/lab/faults.md) has a test that is named after it, or a reason why not.
 
 `grep -rn "def test_.*C4_" tests` finds the tests of a row.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "design" / "faults.md"
+PAGE = ROOT / "docs" / "lab" / "faults.md"
 GROUPS = {"C": 16, "R": 26, "Q": 10, "E": 12, "M": 13, "D": 7, "F": 10, "H": 12, "N": 11, "O": 10}
 """Rows of each group: nobody drops one unseen."""
 
@@ -63,11 +63,11 @@ def test_every_row_has_a_test_or_a_reason():
     rows, reasons = page()
     named = named_tests()
     neither = set(rows) - set(named) - set(reasons)
-    assert not neither, f"{sorted(neither)} have neither a test nor a reason in docs/design/faults.md"
+    assert not neither, f"{sorted(neither)} have neither a test nor a reason in docs/lab/faults.md"
     both = set(reasons) & set(named)
-    assert not both, f"{sorted(both)} have a test: drop them from the table of reasons in docs/design/faults.md"
+    assert not both, f"{sorted(both)} have a test: drop them from the table of reasons in docs/lab/faults.md"
     unknown = set(named) - set(rows)
-    assert not unknown, f"{[named[row] for row in sorted(unknown)]} carry ids that are not in docs/design/faults.md"
+    assert not unknown, f"{[named[row] for row in sorted(unknown)]} carry ids that are not in docs/lab/faults.md"
 
 
 def test_names_are_read_as_pytest_collects_them():

@@ -101,19 +101,19 @@ def published_kinds() -> list[CacheKindInfo]:
 def markdown(rows: Iterable[CacheKindInfo]) -> str:
     """The table."""
     lines = [
-        f"| model | KV, KiB a token | hidden, KiB a token | hidden / KV | in blocks of {BLOCK_SIZE} | attention over layer inputs | break-even context, tokens | time of a cached token, hidden / KV |",
-        "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: |",
+        f"| model | KV, KiB a token | hidden / KV, in blocks of {BLOCK_SIZE} | attention over layer inputs | break-even, tokens | time, hidden / KV |",
+        "| --- | ---: | ---: | --- | ---: | ---: |",
     ]
+    refused = []
     for row in rows:
-        what = ATTENTION[row.mode] if row.refusal is None else f"refused: {row.refusal}"
-        if row.refusal is None and not row.hybrid:
-            what += "; with `--cache hidden` alone"
+        if row.refusal is not None:
+            refused.append(f"{row.model} ({row.hidden_ratio:.4g})")
+            continue
+        what = ATTENTION[row.mode] + ("" if row.hybrid else "; only with `--cache hidden`")
         even = "" if row.break_even_tokens is None else f"{row.break_even_tokens:.0f}"
         time = "" if row.time_ratio is None else f"{row.time_ratio:.2g}"
-        pool = "" if row.pool_ratio is None else f"{row.pool_ratio:.3g}"
-        lines.append(
-            f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.hidden_bytes / 1024:.4g} | {row.hidden_ratio:.4g} | {pool} | {what} | {even} | {time} |"
-        )
+        lines.append(f"| {row.model} | {row.kv_bytes / 1024:.4g} | {row.pool_ratio:.3g} | {what} | {even} | {time} |")
+    lines += ["", f"Not offered, with the memory of layer inputs over that of keys and values: {', '.join(refused)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -8,14 +8,12 @@ which `tests/parity/test_known_fields.py` checks:
 * `IGNORED`: changes no logits of a decoder that is served, by reason.
 
 Other fields are unknown to transformers as well, which ignores them. They are logged once, as `unknown_fields`.
-`python -m apt_jax.models.known_fields docs/families.md` writes the table.
+`python -m apt_jax.models.known_fields` prints the table, which the site has in its reference.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from apt_jax.errors import ModelLoadError
@@ -166,9 +164,6 @@ def _unknown(known: FamilyFields, fields: Mapping[str, Any], where: str) -> Iter
             yield from _unknown(known.nested[name], value, f"{where}{name}.")
 
 
-BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
-
-
 def markdown(families: Mapping[str, FamilyFields]) -> str:
     """The table, and the list of ignored fields."""
 
@@ -202,21 +197,13 @@ def markdown(families: Mapping[str, FamilyFields]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table, or put it into a file."""
+def main() -> int:
+    """Print the table."""
     # As a module this file is another one than as a program.
     from apt_jax.models import known_fields
-    from apt_jax.models.cache_kinds import splice
     from apt_jax.models.families.registry import FAMILIES
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", help="Markdown file with the markers")
-    args = parser.parse_args(arguments)
-    table = known_fields.markdown({family.name: family.fields for family in FAMILIES.values()})
-    if args.file is None:
-        sys.stdout.write(table)
-    else:
-        args.file.write_text(splice(args.file.read_text(), table, BEGIN, END))
+    sys.stdout.write(known_fields.markdown({family.name: family.fields for family in FAMILIES.values()}))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 An example of how a kernel of this package is written in Triton itself and called from JAX, and a hedge: JAX has
 deprecated Pallas' Triton backend in favour of jax-triton. It is one of the five attention ops, and no backend's default;
-the backend `jax-triton` takes the other four from Pallas, so it does not outlive that backend. docs/kernels.md says what
+the backend `jax-triton` takes the other four from Pallas, so it does not outlive that backend. docs/lab/kernels.md says what
 would make it the successor.
 
 The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run without.

@@ -15,7 +15,7 @@ What limits it: nothing runs, so it says that code compiles well, not that it is
 
     python -m benchmarks.gpu.gate             # check; exit status 1 and the reasons where something fails
     python -m benchmarks.gpu.gate --quick     # a tenth of the work, another one tomorrow (see `quick`)
-    python -m benchmarks.gpu.gate --write     # and refresh the tables in docs/kernels.md and benchmarks/results/kernel-gate/
+    python -m benchmarks.gpu.gate --write     # and refresh the tables in docs/lab/kernels.md and benchmarks/results/kernel-gate/
 """
 
 import argparse
@@ -58,7 +58,7 @@ from benchmarks.gpu.launches import LaunchCase, LaunchReport
 from benchmarks.gpu.tables import as_markdown, as_text, replace_between
 
 _ROOT = Path(__file__).parents[2]
-DOCUMENT = _ROOT / "docs" / "kernels.md"
+DOCUMENT = _ROOT / "docs" / "lab" / "kernels.md"
 RESULTS = _ROOT / "benchmarks" / "results" / "kernel-gate"
 
 DTYPES = ("bfloat16", "float16")
@@ -675,7 +675,7 @@ def write(outcomes: Sequence[Outcome], document: Path, results: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="refresh docs/kernels.md and the CSV files")
+    parser.add_argument("--write", action="store_true", help="refresh docs/lab/kernels.md and the CSV files")
     parser.add_argument("--only", choices=("kernels", "steps", "launches"), help="a part of the gate")
     parser.add_argument("--quick", action="store_true", help="a tenth of the work: not every case on every chip")
     parser.add_argument(

@@ -73,7 +73,7 @@ class LaunchReport:
 
 
 def cases() -> list[LaunchCase]:
-    """The steps of docs/kernels.md."""
+    """The steps of docs/lab/kernels.md."""
     found = []
     for model, prefixes in (("opt-13b", (0, 1, 8)), ("llama-2-7b", (0, 1, 8)), ("llama-3-8b", ())):
         found += [LaunchCase(model=model, hybrid=False, prompt_tokens=tokens) for tokens in PROMPT_TOKENS]

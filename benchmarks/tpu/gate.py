@@ -13,7 +13,7 @@ What limits it: nothing runs, so it says that code compiles well, not that it is
     python -m benchmarks.tpu.gate                 # check; exit status 1 and the reasons where something fails
     python -m benchmarks.tpu.gate --quick         # what takes a minute on two cores
     python -m benchmarks.tpu.gate --all-layers    # whole models
-    python -m benchmarks.tpu.gate --write         # and refresh the tables in docs/tpu.md and benchmarks/results/tpu-gate/
+    python -m benchmarks.tpu.gate --write         # and refresh the tables in docs/lab/tpu.md and benchmarks/results/tpu-gate/
 """
 
 import argparse
@@ -49,7 +49,7 @@ from benchmarks.tpu.compile_only import CHIPS, MAX_TEMPORARY_SHARE, MAX_TRAFFIC_
 from benchmarks.tpu.engine_step import BLOCK_SIZE, TpuCase
 
 _ROOT = Path(__file__).parents[2]
-DOCUMENT = _ROOT / "docs" / "tpu.md"
+DOCUMENT = _ROOT / "docs" / "lab" / "tpu.md"
 RESULTS = _ROOT / "benchmarks" / "results" / "tpu-gate"
 
 KERNEL_SHAPES = ("opt-125m", "opt-13b", "opt-66b", "llama-3-8b", "gpt-neox-20b")
@@ -387,7 +387,7 @@ def write(outcomes: Sequence[TpuOutcome], document: Path, results: Path) -> None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="refresh docs/tpu.md and the CSV files")
+    parser.add_argument("--write", action="store_true", help="refresh docs/lab/tpu.md and the CSV files")
     parser.add_argument("--quick", action="store_true", help="a few steps and kernels: a minute on two cores")
     parser.add_argument("--all-layers", action="store_true", help="whole models where they fit the chip")
     parser.add_argument("--match", default="", help="only items whose description contains this")

@@ -4,6 +4,7 @@ Before a build it writes to `docs/` (git ignores the files):
 
 * `reference/generated/cli.md`: every command with its flags, from the argparse parsers;
 * `reference/generated/http.md`: every path and schema, from the OpenAPI document that the server gives out;
+* `reference/generated/config_fields.md`: fields of config.json that each model family knows;
 * `reference/generated/modules.md`: every module with the first sentence of its docstring;
 * `notebooks/*.ipynb`: copies of the repository's notebooks.
 
@@ -197,10 +198,22 @@ def _modules() -> str:
     return "\n".join(lines)
 
 
+def _config_fields() -> str:
+    from apt_jax.models.families.registry import FAMILIES
+    from apt_jax.models.known_fields import markdown
+
+    return markdown({family.name: family.fields for family in FAMILIES.values()})
+
+
 def _write(app: Sphinx) -> None:
     generated = _DOCS / "reference" / "generated"
     generated.mkdir(exist_ok=True)
-    for name, text in (("cli", _cli()), ("http", _http()), ("modules", _modules())):
+    for name, text in (
+        ("cli", _cli()),
+        ("http", _http()),
+        ("modules", _modules()),
+        ("config_fields", _config_fields()),
+    ):
         page = generated / f"{name}.md"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

@@ -1,6 +1,6 @@
 """Try other people's clients on a server, each in an environment of its own: `make clients`, `python -m tests.clients NAME ...`.
 
-Not part of the main tests: it installs some twenty packages with all that they need. The matrix goes to docs/clients.md.
+Not part of the main tests: it installs some twenty packages with all that they need. The matrix goes to docs/lab/clients.md.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.clients.matrix import Outcome, matrix, update
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "lab" / "clients.md"
 LIMIT_S = 600.0
 """Time limit for one client."""
 
@@ -176,7 +176,9 @@ def main() -> int:
     parser.add_argument("--url", help="a server that runs already")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-clients", help="folder of the environments")
     parser.add_argument("--json", type=Path, help="write the outcomes here")
-    parser.add_argument("--write", action="store_true", help="replace the columns of these clients in docs/clients.md")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the columns of these clients in docs/lab/clients.md"
+    )
     options = parser.parse_args()
     clients = read_clients()
     unknown = set(options.names) - {client.name for client in clients}

@@ -1,4 +1,4 @@
-"""The matrix of clients in docs/clients.md: written from outcomes, and read back, so that clients that were not tried
+"""The matrix of clients in docs/lab/clients.md: written from outcomes, and read back, so that clients that were not tried
 again keep their columns and dates.
 """
 

@@ -4,7 +4,7 @@ Its device memory is the pool itself: each slot of each block records which toke
 and as what (K, V or X). The next token of a row is a hash of the (token, position) pairs that it *reads back* through
 the block table that the engine gave it. `reference_tokens` computes the same stream without any cache, so a stream that
 went through chunks, preemptions, kind switches and overlapping steps must equal it bit for bit
-(docs/design/failure_model.md: three of nine planted bugs break no accounting rule and show only here). Where a row has
+(docs/lab/testing.md: three of nine planted bugs break no accounting rule and show only here). Where a row has
 a mask, the next allowed token after the hash is taken, and `reference_tokens` does the same with the request's grammar.
 
 Steps take effect at `execute`, in order; their tokens come with `StepHandle.result`. Faults can be planted with a

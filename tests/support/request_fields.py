@@ -410,23 +410,36 @@ def verdict(parts: EngineComponents, path: str, field: str) -> tuple[str, str]:
     return "ignored", IGNORED.get(field, "")
 
 
+def _section(title: str, fields: Mapping[str, tuple[str, str]]) -> list[str]:
+    served = [f"`{field}`" + (f" ({why})" if why else "") for field, (what, why) in fields.items() if what == "served"]
+    others = [
+        f"* `{field}` {what}: {why.removeprefix('is not supported; ')}"
+        for field, (what, why) in fields.items()
+        if what != "served"
+    ]
+    return [f"## {title}", "", f"Served: {', '.join(served)}.", "", *others, *[""] * bool(others)]
+
+
 def table(parts: EngineComponents) -> str:
     """The whole page."""
     rows = [
         "# Request fields",
         "",
-        "Every request field of vLLM and OpenAI, sent with a value that asks for something: `served`, `ignored` on purpose, or `refused` with 400 and the reason.",
+        "Every request field of vLLM and OpenAI, sent with a value that asks for something: served, ignored on purpose, or refused with 400 and the reason.",
         "Values that ask for nothing (`false`, `null`, defaults) are accepted everywhere.",
         "This page is written by `python -m tests.support.request_fields`, which asks the server.",
         "",
     ]
-    for path, apis in FIELDS.items():
-        rows += [f"## `{path}`", "", "| field | of | | |", "|---|---|---|---|"]
-        for field in dict.fromkeys(name for names in apis.values() for name in names):
-            owners = ", ".join(api for api, names in apis.items() if field in names)
-            what, why = verdict(parts, path, field)
-            rows.append(f"| `{field}` | {owners} | {what} | {why.replace('|', chr(92) + '|')} |")
-        rows.append("")
+    found = {
+        path: {field: verdict(parts, path, field) for names in apis.values() for field in names}
+        for path, apis in FIELDS.items()
+    }
+    both = found["/v1/completions"].items() & found["/v1/chat/completions"].items()
+    shared = {field: what for field, what in found["/v1/completions"].items() if (field, what) in both}
+    rows += _section("`/v1/completions` and `/v1/chat/completions`", shared)
+    for path, fields in found.items():
+        own = {f: w for f, w in fields.items() if (f, w) not in both or "completions" not in path}
+        rows += _section(f"`{path}`", own)
     return "\n".join(rows)
 
 

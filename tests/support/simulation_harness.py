@@ -116,7 +116,7 @@ def scenario_rng(seed: int) -> np.random.Generator:
 
 
 def draw_scenario(rng: np.random.Generator) -> Scenario:
-    """Swarm: each fault is there or not, then its rate is drawn (docs/design/failure_model.md)."""
+    """Swarm: each fault is there or not, then its rate is drawn (docs/lab/testing.md)."""
 
     def rate(most: float, p: float = 0.5) -> float:
         return float(rng.uniform(0, most)) if rng.random() < p else 0.0

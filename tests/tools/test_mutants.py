@@ -52,11 +52,9 @@ def test_there_are_enough_and_the_canaries_among_them():
 
 
 def test_the_page_lists_the_patches_that_there_are():
-    rows = re.findall(r"^\| ([\w-]+) \| .* \| `(.*?)` \| .* \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert {name for name, _, _ in rows} == {path.stem for path in PATCHES.glob("*.patch")}, "make mutants"
-    files = {mutant.name: mutant.file for mutant in read_mutants()}
-    assert all(files[name] == file for name, file, _ in rows)
-    assert {result for _, _, result in rows} <= {"killed", "survived", "not run"}  # others are as they must not be
+    rows = re.findall(r"^\| ([\w-]+) \| (\w[\w ]*) \|$", PAGE.read_text(), re.MULTILINE)[1:]  # below the head
+    assert {name for name, _ in rows} == {path.stem for path in PATCHES.glob("*.patch")}, "make mutants"
+    assert {result for _, result in rows} <= {"killed", "survived", "not run"}  # others are as they must not be
 
 
 # --- the runner, on a project of two files ---------------------------------------------------------------------------
@@ -115,9 +113,8 @@ def test_the_runner_tells_killed_from_surviving_and_from_neither(tmp_path, proje
     text = page(verdicts, "", "today")
     assert "6 mutants, 1 killed, 4 not as expected; last run: today." in text
     assert "| **survived** |" in text
-    later = page(
-        verdicts[:1], text.replace("| 1-killed | something", "| 1-killed | else") + "| gone | | | | killed |\n", "then"
-    )
+    before = text.replace("| 1-killed | killed |", "| 1-killed | **survived** |") + "| gone | killed |\n"
+    later = page(verdicts[:1], before, "then")
     assert "1 mutants, 1 killed, 0 not as expected; last run: then." in later  # the others have no patch in this tree
     assert "5-stale.patch does not apply" in verdicts[2].says
     assert "\n" not in verdicts[2].says

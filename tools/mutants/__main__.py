@@ -16,16 +16,16 @@ from pathlib import Path
 from tools.mutants.patch import ROOT, Mutant, read_mutants
 from tools.mutants.runner import Verdict, copy_tree, run_all, run_tests
 
-PAGE = ROOT / "docs" / "design" / "mutants.md"
+PAGE = ROOT / "docs" / "lab" / "mutants.md"
 
 _DESCRIPTION = "break one defence after the other in a copy of the tree, and run the tests that must notice"
 _TIMEOUT_S = 120.0
 
 _INTRO = """# Mutants
 
-Small patches in `tools/mutants/patches`, each of which breaks one defence; a test that is named in the patch must fail then.
-`make mutants` runs them and writes this page.
-Two are canaries: `canary-harmless` changes nothing and must survive, `canary-gross` must be found by any test.
+Each patch in `tools/mutants/patches` breaks one defence; its header says which, and names the tests that must fail.
+`make mutants` runs them and writes this page; `python -m tools.mutants NAME --write` runs one.
+Two are canaries: `canary-harmless` changes nothing and must survive, any test must find `canary-gross`.
 """
 
 
@@ -81,8 +81,8 @@ def page(verdicts: Sequence[Verdict], before: str, where: str) -> str:
         _INTRO,
         f"{len(rows)} mutants, {killed} killed, {wrong} not as expected; {last}: {where}.",
         "",
-        "| mutant | what it breaks | file | killed by | result |",
-        "|---|---|---|---|---|",
+        "| mutant | result |",
+        "|---|---|",
         *(rows[name] for name in sorted(rows)),
     ]
     return "\n".join(lines) + "\n"
@@ -91,10 +91,8 @@ def page(verdicts: Sequence[Verdict], before: str, where: str) -> str:
 def _rows(verdicts: Sequence[Verdict]) -> dict[str, str]:
     rows = {}
     for verdict in verdicts:
-        mutant = verdict.mutant
-        tests = ", ".join(f"`{test.partition('::')[2].replace('::', ' ')}`" for test in mutant.tests)
         result = verdict.outcome if verdict.is_expected else f"**{verdict.outcome}**"
-        rows[mutant.name] = f"| {mutant.name} | {mutant.breaks} | `{mutant.file}` | {tests} | {result} |"
+        rows[verdict.mutant.name] = f"| {verdict.mutant.name} | {result} |"
     return rows
 
 

@@ -34,7 +34,7 @@ class AptSPolicy(AptPolicy):
     The paper says only that the iteration type is no longer decided, and that the result is better than the policy with
     it. With both decisions in every step it is in five of six cases of Fig. 11, in two with one knapsack over both
     queues (`one_knapsack`): waiting requests, whose pending times are longer, throw running ones out there
-    (docs/reproduction.md).
+    (docs/lab/reproduction.md).
 
     Args:
         violation_decay, count_violated, keep_kind: as in `AptPolicy`.

@@ -61,7 +61,7 @@ class ServingScenario:
 
 
 def draw_scenario(rng: np.random.Generator) -> ServingScenario:
-    """Swarm: each fault is there or not, then its rate is drawn (docs/design/failure_model.md)."""
+    """Swarm: each fault is there or not, then its rate is drawn (docs/lab/testing.md)."""
 
     def rate(most: float, p: float = 0.5) -> float:
         return float(rng.uniform(0, most)) if rng.random() < p else 0.0

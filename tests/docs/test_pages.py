@@ -1,0 +1,149 @@
+"""Pages are true to the code: names, flags, messages, and what flags of other servers are called here."""
+
+import ast
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from serve.cli import other_servers
+from serve.cli.flags import Parser
+from serve.cli.main import _COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+)
+PAGES = [page for page in PAGES if not {"_build", "generated"} & set(page.parts)]
+PLACES = ("apt_jax", "serve", "tests", "benchmarks", "tools", "docs", "deploy", "examples", "notebooks", "lab")
+"""Folders whose files pages name by their path."""
+OTHERS = (
+    "--break-system-packages", "--data-parallel-size", "--logdir", "--unix-socket", "--extra-index-url", "--load-monitor-interval", "--model-name",
+    "--least-load-default-throughput", "--least-load-kv-pressure-weight", "--no-deps", "--prometheus-host", "--policy",
+)  # fmt: skip
+"""Flags of other programs that pages name."""
+
+
+def _inline_code(page: Path) -> Iterator[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    yield from re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+
+
+def _where(page: Path, what: str) -> str:
+    return f"{page.relative_to(ROOT)}: {what}"
+
+
+@functools.cache
+def _source(*roots: str) -> tuple[ast.Module, ...]:
+    paths = [path for root in roots for path in sorted((ROOT / root).rglob("*.py")) if "_pb2" not in path.name]
+    return tuple(ast.parse(path.read_text()) for path in paths)
+
+
+def test_paths_that_pages_name_exist() -> None:
+    missing = []
+    for page in PAGES:
+        for code in _inline_code(page):
+            path = code.partition("::")[0].rstrip("/")
+            if not re.fullmatch(r"[\w.-]+(?:/[\w.*-]+)+", path) or path.split("/")[0] not in PLACES:
+                continue
+            if not any(True for _ in ROOT.glob(path)) and not path.endswith(("TARGET", "NAME", "RESULT")):
+                missing.append(_where(page, code))
+    assert not missing, "\n".join(missing)
+
+
+def test_functions_that_pages_name_exist() -> None:
+    defined = {
+        node.name
+        for tree in _source("apt_jax", "serve", "tests", "benchmarks", "tools", "docs/_ext")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    missing = [
+        _where(page, code)
+        for page in PAGES
+        for code in _inline_code(page)
+        if (call := re.fullmatch(r"(?:[\w]+\.)*(\w+)\(\)", code)) and call.group(1) not in defined
+    ]
+    assert not missing, "\n".join(missing)
+
+
+@functools.cache
+def _flags() -> frozenset[str]:
+    """Flags of every command, and those that benchmarks, tests and tools read."""
+    commands: set[str] = set()
+    for module, _ in _COMMANDS.values():
+        parser = Parser()
+        importlib.import_module(module).add_arguments(parser)
+        commands |= {option for action in parser._actions for option in action.option_strings}
+    literals = {
+        node.value
+        for tree in _source("benchmarks", "tests", "tools", "serve/launcher", "apt_jax/models")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("-")
+    }
+    return frozenset(commands | literals | set(OTHERS))
+
+
+def test_flags_that_pages_name_exist() -> None:
+    elsewhere = {"--help", "--version", *_told_flags()}
+    missing = [
+        _where(page, flag)
+        for page in PAGES
+        for code in _inline_code(page)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", code)
+        if flag not in _flags() | elsewhere
+    ]
+    assert not missing, "\n".join(missing)
+
+
+# --- docs/coming_from_vllm.md ----------------------------------------------------------------------------------------
+
+
+def _told_flags() -> set[str]:
+    return {*other_servers._NAMES, *other_servers._NOTHING, "--enable-lora"}
+
+
+def test_flags_of_other_servers_are_on_the_page() -> None:
+    """The two tables of docs/coming_from_vllm.md say what serve/cli/other_servers.py says."""
+    text = (ROOT / "docs" / "coming_from_vllm.md").read_text()
+    renamed, left_out = text.split("Flags of vLLM, SGLang")[1].split("Flags to leave out")
+    rows = re.findall(r"^\| (`-.*?`) \| `(-.*?)` \|$", renamed, re.MULTILINE)
+    assert {flag: here for flags, here in rows for flag in re.findall("`(.*?)`", flags)} == other_servers._NAMES
+    rows = re.findall(r"^\| (`-.*?`) \| (.*) \|$", left_out.split("\n## ")[0], re.MULTILINE)
+    named = {flag for flags, _ in rows for flag in re.findall("`(.*?)`", flags)}
+    assert named == {*other_servers._NOTHING, "--enable-lora"}
+
+
+# --- docs/troubleshooting.md -----------------------------------------------------------------------------------------
+
+
+def _messages() -> Iterator[str]:
+    """Texts of the source, with a mark in place of each value."""
+    for tree in _source("apt_jax", "serve"):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)  # pyright: ignore[reportArgumentType, reportCallIssue] - literal parts are texts
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def _unprinted(messages: list[str]) -> list[str]:
+    """The messages that no text of the source has; `...` stands for values."""
+    texts = [text for text in _messages() if len(text) > 8]
+    patterns = {m: re.compile(".*?".join(re.escape(part) for part in m.split("...")), re.DOTALL) for m in messages}
+    return [message for message, pattern in patterns.items() if not any(pattern.search(text) for text in texts)]
+
+
+def test_messages_that_are_explained_are_those_of_the_source() -> None:
+    """Change docs/troubleshooting.md with the message."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) > 35
+    missing = _unprinted(quoted)
+    assert not missing, "\n".join(missing)
+
+
+def test_messages_that_the_source_does_not_have_are_noticed() -> None:
+    other = ["this line is in no source", "the pool, ... of a model, ... takes the queue"]
+    assert _unprinted(other) == other
