@@ -72,8 +72,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     The plugin of Hypothesis imports all of it for its summary, so it goes where no test uses it.
     """
-    if "hypothesis" not in sys.modules:
-        session.config.pluginmanager.unregister(name="hypothesispytest")
+    plugins, plugin = session.config.pluginmanager, sys.modules.get("_hypothesis_pytestplugin")
+    if "hypothesis" not in sys.modules and plugins.is_registered(plugin):
+        plugins.unregister(plugin)
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
