@@ -15,6 +15,7 @@
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
 #   make check       test, reference, gate, gate-tpu, docs, lint, types and audit
 #   make lock        resolve the dependencies again
+#   make release     a wheel and a source archive in dist/: built, checked, installed into an empty environment, one chat
 #   make clean       remove the environments
 #
 # PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests
@@ -65,7 +66,7 @@ UV_PROJECT_ENVIRONMENT=$(1) $(1)/bin/uv sync --quiet --frozen --inexact --no-def
   $(1)/bin/python $(INSTALL) --no-deps -e .; }
 endef
 
-.PHONY: demo test test-slow fuzz chaos mutants clients reference gate gate-tpu docs lint types audit check lock clean
+.PHONY: demo test test-slow fuzz chaos mutants clients reference gate gate-tpu docs lint types audit check lock release clean
 
 demo: .venv/.ready
 	.venv/bin/apt-jax demo
@@ -132,8 +133,15 @@ check: lint types docs audit gate gate-tpu test reference
 lock:
 	$(or $(wildcard .venv/bin/uv),uv) lock --upgrade
 
+release: .venv/.ready
+	rm -rf dist
+	$(call install_locked,.venv,--group release --group features)
+	.venv/bin/python -m build --outdir dist
+	.venv/bin/python -m twine check --strict dist/*
+	.venv/bin/python -m tools.check_release dist
+
 clean:
-	rm -rf .venv .venv-ref .venv-gate .venv-gate-tpu .venv-fuzz .venv-clients
+	rm -rf .venv .venv-ref .venv-gate .venv-gate-tpu .venv-fuzz .venv-clients dist
 
 # The environments hold the versions of uv.lock. The stamps are newer than what they were made from. What is there stays:
 # `uv sync --frozen` makes the same environment, and `make clean` removes it.
