@@ -46,7 +46,7 @@ def missing(names: Iterable[str], needed: Iterable[str]) -> list[str]:
 
 
 def check_wheel(path: Path) -> list[str]:
-    """What is wrong with a wheel; nothing if it can be released."""
+    """List the errors of a wheel; empty: it can be released."""
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         record = f"apt_jax-{__version__}.dist-info"
@@ -69,7 +69,7 @@ def check_wheel(path: Path) -> list[str]:
 
 
 def check_source(path: Path) -> list[str]:
-    """What is wrong with a source archive."""
+    """List the errors of a source archive."""
     with tarfile.open(path) as archive:
         root = f"apt_jax-{__version__}/"
         names = [member.name.removeprefix(root) for member in archive.getmembers() if member.name.startswith(root)]
@@ -133,7 +133,7 @@ def _ask(url: str, server: "subprocess.Popen[bytes]") -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what is wrong with a release; the exit status is 1 if anything is."""
+    """Print the errors of a release; the exit status is 1 if it has any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds one wheel and one source archive")
     parser.add_argument("--no-chat", action="store_true", help="do not install the wheel")

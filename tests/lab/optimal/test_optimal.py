@@ -21,7 +21,7 @@ from apt_jax.lab.optimal.problem import (
     OptimalSchedule,
 )
 from apt_jax.lab.optimal.solver import find_better, solve_optimal
-from apt_jax.sched import CacheKindSpec, StepCosts, UnifiedPolicy, make_policy
+from apt_jax.sched import StepCosts, UnifiedPolicy, make_policy
 from tests.support.cases import cover, num_cases
 
 COSTS = StepCosts(
