@@ -14,7 +14,7 @@ Ordinary outcomes inside the engine (no free block, nothing to schedule) are ret
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class AptJaxError(Exception):
@@ -94,6 +94,25 @@ def one_line(text: str) -> str:
     """`text` as it can stand in a message: other people's names and errors may hold newlines and control characters."""
     text = " ".join(text.split())
     return text if text.isprintable() else repr(text)
+
+
+def json_kind(value: object) -> str:
+    """Name the kind of a value as JSON does: ``"null"``, ``"an object"``. Other objects keep the name of their class."""
+    if value is None:
+        return "null"
+    kinds = (
+        (bool, "a boolean"),
+        (int | float, "a number"),
+        (str, "a string"),
+        (list | tuple, "an array"),
+        (Mapping, "an object"),
+    )
+    return next((name for kind, name in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """``"1 request"``, ``"2 requests"``; `nouns` is a plural that is not made by an s."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

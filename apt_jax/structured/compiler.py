@@ -19,6 +19,7 @@ long, the grammar is compiled again for the next ones, and where it is full befo
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -36,7 +37,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError
+from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError, json_kind
 from apt_jax.request import StructuredOutputsParams, TokenConstraint
 from apt_jax.structured.compile_worker import TokenTable
 from apt_jax.structured.json_schema import exact_schema
@@ -77,6 +78,8 @@ LIMITS: Mapping[str, int | bool] = {
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _START_LIMIT_S = 60.0  # importing llguidance and reading a large tokenizer on a busy machine
 _WAIT_LIMIT_S = 10.0
+_SLOW_SHARE = 0.25
+"""Part of the time limit of a trial after which the next child is started."""
 _STACK_BYTES = 64 << 20
 _MEMORY_LEFT_BYTES = _STACK_BYTES + (64 << 20)
 """Memory that a compilation leaves to others, its stack among it."""
@@ -167,7 +170,7 @@ def from_response_format(response_format: object) -> StructuredOutputsParams | N
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise InvalidRequestError("response_format", f"{type(response_format).__name__} is not an object")
+        raise InvalidRequestError("response_format", f"{json_kind(response_format)} is not an object")
     kind = response_format.get("type")
     known = {"json_schema": {"type", "json_schema"}}.get(str(kind), {"type"})
     if kind not in ("text", "json_object", "json_schema"):
@@ -457,6 +460,7 @@ class GrammarCompiler:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._vocabulary: _Vocabulary | None = None
         self._worker: _Worker | None = None
+        self._standby: _Standby | None = None
         self._busy = threading.Lock()
         self._lock = threading.Lock()
         self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
@@ -488,7 +492,7 @@ class GrammarCompiler:
                 "this installation has no llguidance; install apt-jax[structured] to serve it",
             ) from None
         except ValueError as error:
-            raise InvalidRequestError(field, _line(str(error))) from None
+            raise InvalidRequestError(field, _line(str(error), 480)) from None
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
         known = self._known(field, key, ends_at_eos)
         if known is not None:
@@ -526,9 +530,11 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the child process; the next new grammar starts another one."""
         with self._busy:
+            standby, self._standby = self._standby, None
             worker, self._worker = self._worker, None
-            if worker is not None:
-                worker.kill()
+            for one in (worker, None if standby is None else standby.take()):
+                if one is not None:
+                    one.kill()
 
     def _find(self, key: bytes) -> _Entry | None:
         with self._lock:
@@ -559,15 +565,11 @@ class GrammarCompiler:
             self._worker.kill()
             self._worker = None
         if self._worker is None:
-            setup = {
-                "tokens": [token.hex() for token in vocabulary.tokens],
-                "special": sorted(self._special_ids),
-                "eos": list(self._their_eos),
-                "limits": dict(LIMITS),
-                "memory_bytes": CHILD_MEMORY_BYTES,
-                "alarm_s": max(1, round(2 * self._limit_s)),
-            }
-            self._worker = _Worker(setup)
+            standby, self._standby = self._standby, None
+            self._worker = (standby and standby.take()) or _Worker(self._setup(vocabulary))
+        slow = threading.Timer(_SLOW_SHARE * self._limit_s, self._prepare_standby, [vocabulary])
+        slow.daemon = True
+        slow.start()
         try:
             error, num_bytes = self._worker.attempt(text, self._limit_s)
         except _WorkerLostError as lost:
@@ -576,6 +578,8 @@ class GrammarCompiler:
             # Not for ever: a busy machine is no property of the grammar.
             until_s = time.monotonic() + (self._keep_lost_s if lost.keep else 0.0)
             return _Entry(error=str(lost), source=None, num_bytes=1024, until_s=until_s)
+        finally:
+            slow.cancel()
         num_bytes = max(num_bytes, 8 * len(text), _LEAST_ENTRY_BYTES)
         if error is not None:
             line = _line(error)
@@ -588,6 +592,22 @@ class GrammarCompiler:
             # llguidance's limits count work, not time: the child would have said the same.
             return _Entry(error=source.error, source=None, num_bytes=1024)
         return _Entry(error=None, source=source, num_bytes=num_bytes)
+
+    def _setup(self, vocabulary: _Vocabulary) -> dict[str, Any]:
+        """Settings of a child, which is sent them first."""
+        return {
+            "tokens": [token.hex() for token in vocabulary.tokens],
+            "special": sorted(self._special_ids),
+            "eos": list(self._their_eos),
+            "limits": dict(LIMITS),
+            "memory_bytes": CHILD_MEMORY_BYTES,
+            "alarm_s": max(1, round(2 * self._limit_s)),
+        }
+
+    def _prepare_standby(self, vocabulary: _Vocabulary) -> None:
+        """Start another child while a trial is slow, which may end its own: whoever is next does not wait for it."""
+        if self._standby is None:
+            self._standby = _Standby(self._setup(vocabulary))
 
     def _make_vocabulary(self) -> _Vocabulary:
         from llguidance import LLTokenizer
@@ -668,7 +688,7 @@ def _in_deep_thread(function: Any) -> Any:
     return result[0]
 
 
-def _line(message: str) -> str:
+def _line(message: str, most: int = 240) -> str:
     """An error of llguidance as one line with the way out."""
     text = " ".join(re.split("<state>|<backtrace>|<non-verbose/>", message)[0].split())
     text = text.replace("json-schema:///", "")
@@ -683,7 +703,7 @@ def _line(message: str) -> str:
         text += "; make it smaller or less ambiguous"
     elif text.startswith("panic"):
         text = "too large for the compiler; make it smaller"
-    return text if len(text) <= 240 else f"{text[:237]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 # --- the child process -------------------------------------------------------------------------------------------
@@ -735,3 +755,25 @@ class _Worker:
 
     def kill(self) -> None:
         self._child.close()
+
+
+class _Standby:
+    """A child that starts in a thread."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._made: list[_Worker] = []
+        self._thread = threading.Thread(target=self._start, args=[setup], name="apt-jax-standby", daemon=True)
+        self._thread.start()
+
+    def _start(self, setup: Mapping[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # whoever needs one tries again, and says why
+            self._made.append(_Worker(setup))
+
+    def take(self) -> _Worker | None:
+        """Wait for the child and return it; None: it has not started, or has ended."""
+        self._thread.join()
+        worker = self._made.pop() if self._made else None
+        if worker is not None and not worker.is_alive:
+            worker.kill()
+            return None
+        return worker

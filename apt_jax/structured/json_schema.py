@@ -13,6 +13,7 @@
 `minProperties` that counts names which the schema does not list is rejected: nothing keeps them from being equal.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -20,9 +21,9 @@ import re
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from re import _constants as syntax  # type: ignore[attr-defined]  # the parser of `re`: it has no public name
-from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, TypeAlias, TypeGuard
+
+from apt_jax.structured.expressions import Part, are_apart, parsed
 
 Node: TypeAlias = dict[str, Any]
 
@@ -64,8 +65,9 @@ _MAYBE_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f]|\\[xucpPavN0]|\[\^|\[:")
 _WRITABLE = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
 
 OVERLAP = (
-    "oneOf: its branches may overlap; give each a required property with a const of its own, a type of its own, "
-    "separate ranges or lengths, or required properties that the others exclude (additionalProperties: false), or use anyOf"
+    "oneOf: its branches {} and {} may overlap; give each a required property with a const of its own, another type, separate "
+    "ranges, lengths or beginnings (pattern), or required properties that the others exclude (additionalProperties: false), "
+    "or use anyOf"
 )
 
 
@@ -85,6 +87,35 @@ def exact_schema(schema: Mapping[str, Any] | bool, whitespace: Mapping[str, Any]
     return {**root, "x-guidance": {**whitespace, "json_allowed_escapes": 'nrbtf\\"'}}
 
 
+_Place: TypeAlias = "tuple[_Place, str | int] | None"
+"""Where a schema is: the place above it, and a name or number there."""
+_PLAIN_NAME = re.compile(r"[\w$-]{1,64}")
+_MAX_PLACE_CHARS = 120
+
+
+def _path(place: _Place) -> str:
+    """A place as it is written, such as ``properties.a.oneOf[1]``; of a long one the end."""
+    path = ""
+    while place is not None and len(path) <= _MAX_PLACE_CHARS:
+        place, part = place
+        if isinstance(part, int):
+            path = f"[{part}]{path}"
+        else:
+            name = part if _PLAIN_NAME.fullmatch(part) else f"{json.dumps(part[:64])}"
+            path = f"{'' if place is None else '.'}{name}{'' if path.startswith(('[', '.')) or not path else '.'}{path}"
+    return path if len(path) <= _MAX_PLACE_CHARS else f"...{path[-_MAX_PLACE_CHARS:]}"
+
+
+@contextlib.contextmanager
+def _at(place: _Place) -> Iterator[None]:
+    """Begin the text of a ValueError, which begins with a keyword, with the place of the schema that has the keyword."""
+    try:
+        yield
+    except ValueError as error:
+        path = _path(place)
+        raise ValueError(f"{path}.{error}" if path else str(error)) from None
+
+
 class _Rewriter:
     """Rewrites the nodes of one schema in place."""
 
@@ -95,31 +126,41 @@ class _Rewriter:
 
     def run(self) -> None:
         nodes = self._nodes()
+        places = {id(node): place for node, place in nodes}
         _check_multiples(nodes)
-        for node in nodes:
-            _drop_idle(node)
-            self._numbers(node)
-            self._constants(node)
-            self._strings(node)
-            self._names(node)
-        for node in self._nodes():
+        for node, place in nodes:
+            with _at(place):
+                _drop_idle(node)
+                self._numbers(node)
+                self._constants(node)
+                self._strings(node)
+                self._names(node)
+        for node, place in self._nodes():
             if isinstance(node.get("oneOf"), list):
-                self._one_of(node)
+                with _at(places.get(id(node), place)):
+                    self._one_of(node)
 
-    def _nodes(self) -> list[Node]:
-        """Every schema that is an object: those under keywords, and those that references name elsewhere."""
-        found: dict[int, Node] = {}
-        stack: list[Any] = [self._root]
-        while stack:
-            node = stack.pop()
+    def _nodes(self) -> list[tuple[Node, "_Place"]]:
+        """Every schema that is an object, and where it is: those under keywords, and those that references name elsewhere."""
+        found: dict[int, tuple[Node, _Place]] = {}
+        referred: list[tuple[Any, _Place]] = []
+        stack: list[tuple[Any, _Place]] = [(self._root, None)]
+        while stack or referred:
+            node, place = stack.pop() if stack else referred.pop()
             if not isinstance(node, dict) or id(node) in found:
                 continue
-            found[id(node)] = node
-            stack += [node[key] for key in _SCHEMA if key in node]
-            stack += itertools.chain(*(node[key] for key in _SCHEMAS if isinstance(node.get(key), list)))
-            stack += itertools.chain(*(node[key].values() for key in _NAMED if isinstance(node.get(key), dict)))
+            found[id(node)] = node, place
+            for key in _SCHEMA:
+                if key in node:
+                    stack.append((node[key], (place, key)))
+            for key in _SCHEMAS:
+                if isinstance(node.get(key), list):
+                    stack += [(member, ((place, key), number)) for number, member in enumerate(node[key])]
+            for key in _NAMED:
+                if isinstance(node.get(key), dict):
+                    stack += [(member, ((place, key), name)) for name, member in node[key].items()]
             if "$ref" in node:
-                stack.append(_resolved(self._root, node["$ref"]))
+                referred.append((_resolved(self._root, node["$ref"]), (None, str(node["$ref"]))))
         return list(found.values())
 
     def _numbers(self, node: Node) -> None:
@@ -195,12 +236,13 @@ class _Rewriter:
 
     def _one_of(self, node: Node) -> None:
         branches = node["oneOf"]
-        if self._branches.are_disjoint(branches):
+        overlap = self._branches.overlap(branches)
+        if overlap is None:
             replaced: Node = {"anyOf": branches}
         else:
             exclusive = _required_by_one(branches)
             if exclusive is None:
-                raise ValueError(OVERLAP)
+                raise ValueError(OVERLAP.format(*overlap))
             replaced = {"anyOf": exclusive}
         if "anyOf" in node:
             replaced = {"allOf": [*node.get("allOf", []), replaced]}
@@ -242,8 +284,9 @@ def _as_properties(names: Any) -> Node | None:
     return None
 
 
-def _check_multiples(nodes: list[Node]) -> None:
+def _check_multiples(places: list[tuple[Node, _Place]]) -> None:
     """llguidance computes the least common multiple of combined values in 32 bits, without a check."""
+    nodes = [node for node, _ in places]
     together = [node for node in nodes if node.keys() & {"allOf", "anyOf", "oneOf", "$ref"}]
     if not any("allOf" in node or "multipleOf" in node for node in together):
         return
@@ -255,8 +298,10 @@ def _check_multiples(nodes: list[Node]) -> None:
     for multiple in multiples if len(multiples) > 1 else ():
         common *= abs(multiple.numerator) * scale
         if common >= 2**32:
+            place = next(place for node, place in places if "multipleOf" in node)
+            path = "".join(f"{path}." for path in (_path(place),) if path)
             raise ValueError(
-                "multipleOf: the values that may apply together are too large; give one, their common multiple"
+                f"{path}multipleOf: the values that may apply together are too large; give one, their common multiple"
             )
 
 
@@ -331,8 +376,8 @@ class Names:
             ValueError: the expressions are too large together.
         """
         try:
-            tree = parser.parse(pattern)
-            texts = None if tree.state.flags & ~re.UNICODE else self._texts(tree, 4 * most + 16)
+            parts = parsed(pattern)
+            texts = None if parts is None else self._texts(parts, 4 * most + 16)
         except (re.error, RecursionError, OverflowError):
             return None
         found: set[str] = set()
@@ -347,25 +392,26 @@ class Names:
             found.add("".join(text[place] for place in places))
         return None if texts is None or len(found) > most else frozenset(found)
 
-    def _texts(self, tree: Iterable[tuple[Any, Any]], most: int) -> set[_Text] | None:
+    def _texts(self, tree: Iterable[Part], most: int) -> set[_Text] | None:
         """Return the texts that a parsed expression matches; None: more than `most`, or unsupported parts."""
         made: set[_Text] = {()}
         for operator, argument in tree:
             parts: set[_Text] | None = None
-            if operator is syntax.LITERAL:
+            name = operator.name
+            if name == "LITERAL":
                 parts = {(chr(argument),)}
-            elif operator is syntax.IN:
+            elif name == "IN":
                 parts = _characters(argument, most)
-            elif operator is syntax.BRANCH:
+            elif name == "BRANCH":
                 branches = [self._texts(branch, most) for branch in argument[1]]
                 parts = None if None in branches else set().union(*filter(None, branches))
-            elif operator is syntax.SUBPATTERN and not argument[1] and not argument[2]:
+            elif name == "SUBPATTERN" and not argument[1] and not argument[2]:
                 parts = self._texts(argument[3], most)
-            elif operator in (syntax.MAX_REPEAT, syntax.MIN_REPEAT) and argument[1] <= most:
+            elif name in ("MAX_REPEAT", "MIN_REPEAT") and argument[1] <= most:
                 once = self._texts(argument[2], most)
                 parts = None if once is None else self._repeated(once, argument[0], argument[1], most)
-            elif operator is syntax.AT and argument in (syntax.AT_BEGINNING, syntax.AT_END):
-                parts = {(_BEGIN if argument is syntax.AT_BEGINNING else _END,)}
+            elif name == "AT" and argument.name in ("AT_BEGINNING", "AT_END"):
+                parts = {(_BEGIN if argument.name == "AT_BEGINNING" else _END,)}
             made = self._joined(made, parts or set(), most)
             if parts is None or not made:
                 return None
@@ -393,14 +439,14 @@ class Names:
         return found
 
 
-def _characters(items: Iterable[tuple[Any, Any]], most: int) -> set[_Text] | None:
+def _characters(items: Iterable[Part], most: int) -> set[_Text] | None:
     found: set[_Text] = set()
     for operator, argument in items:
-        if operator is syntax.LITERAL:
+        if operator.name == "LITERAL":
             found.add((chr(argument),))
-        elif operator is syntax.RANGE and argument[1] - argument[0] < most:
+        elif operator.name == "RANGE" and argument[1] - argument[0] < most:
             found |= {(chr(code),) for code in range(argument[0], argument[1] + 1)}
-        elif operator is syntax.CATEGORY and argument is syntax.CATEGORY_DIGIT:
+        elif operator.name == "CATEGORY" and argument.name == "CATEGORY_DIGIT":
             found |= {(digit,) for digit in "0123456789"}
         else:
             return None
@@ -443,7 +489,7 @@ class _Branches:
     """Tells which schemas no value satisfies together.
 
     A schema is seen as alternatives, each of which is a list of nodes that a value satisfies all at once. What is not
-    understood is left out, which allows more: `are_disjoint` may miss a difference and never invents one.
+    understood is left out, which allows more: `overlap` may miss a difference and never invents one.
     """
 
     def __init__(self, root: Node) -> None:
@@ -452,9 +498,10 @@ class _Branches:
         self._values: dict[int, dict[str, str]] = {}
         self._resolves = not any("$id" in part for part in _objects(root) if part is not root)
 
-    def are_disjoint(self, branches: list[Any]) -> bool:
-        """Return True if no value satisfies two of the schemas."""
-        return all(self._disjoint(a, b, _MAX_DEPTH) for a, b in itertools.combinations(branches, 2))
+    def overlap(self, branches: list[Any]) -> tuple[int, int] | None:
+        """Return the numbers of two schemas that a value may satisfy together; None: no value satisfies two of them."""
+        pairs = itertools.combinations(enumerate(branches), 2)
+        return next(((i, j) for (i, a), (j, b) in pairs if not self._disjoint(a, b, _MAX_DEPTH)), None)
 
     def _disjoint(self, a: Any, b: Any, depth: int) -> bool:
         if depth == 0:
@@ -520,6 +567,10 @@ class _Branches:
             fewest, most = _SIZES[atom]
             if _extreme(nodes, fewest, max) > _extreme(nodes, most, min):
                 return True
+        if atom == "string":
+            texts = [text for node in nodes if (text := _expression(node)) is not None]
+            self._left -= sum(map(len, texts)) // 8
+            return self._left > 0 and any(are_apart(a, b) for a, b in itertools.combinations(texts[:_MAX_CASES], 2))
         if atom != "object":
             return False
         required = {str(name) for node in nodes if isinstance(node.get("required"), list) for name in node["required"]}
@@ -528,6 +579,23 @@ class _Branches:
             for name in required
             for a, b in itertools.product(ours, theirs)
         )
+
+
+_FORMAT_SHAPES = {
+    "duration": "^P[0-9YMDTHSW.,]+$",
+    "email": "@",
+    "ipv4": "^[0-9.]+[.][0-9.]+$",
+    "ipv6": "^[0-9a-fA-F.:]*:[0-9a-fA-F.:]*$",
+    "uri": "^[a-zA-Z][a-zA-Z0-9+.-]*:",
+    "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
+}
+"""Expressions that at least all texts of a format match."""
+
+
+def _expression(node: Node) -> str | None:
+    """An expression that each text that satisfies a node matches; None: any text."""
+    pattern = node.get("pattern")
+    return pattern if isinstance(pattern, str) else _FORMAT_SHAPES.get(str(node.get("format")))
 
 
 def _extreme(nodes: list[Node], key: str, of: Any) -> float:

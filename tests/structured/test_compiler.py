@@ -551,6 +551,36 @@ def test_many_threads(tokenizer):
     made.close()
 
 
+def test_R11_the_next_constraint_does_not_wait_for_the_child_that_a_slow_one_has_ended(tokenizer, monkeypatch):
+    here, started_in = threading.current_thread().name, []
+    begun = threading.Event()
+
+    class Recorded(grammar_module._Worker):
+        def __init__(self, setup) -> None:
+            started_in.append(threading.current_thread().name)
+            if started_in[-1] != here:
+                begun.set()
+            super().__init__(setup)
+
+        def attempt(self, grammar, limit_s):
+            if "slow" not in grammar:
+                return super().attempt(grammar, 60)
+            assert begun.wait(20)  # as long as this trial takes
+            begun.clear()
+            raise grammar_module._WorkerLostError("slow")
+
+    monkeypatch.setattr(grammar_module, "_Worker", Recorded)
+    made = compiler_of(tokenizer, limit_s=0.2)
+    for number in range(2):
+        refused(made, choice=[f"slow {number}"])
+        monkeypatch.setattr(grammar_module, "_SLOW_SHARE", 1e6)
+        assert made.compile(checked(choice=[f"yes {number}"]))
+        monkeypatch.setattr(grammar_module, "_SLOW_SHARE", 0.25)
+    assert started_in == [here, "apt-jax-standby", "apt-jax-standby"]
+    made.close()
+    assert made._standby is None
+
+
 def test_R11_a_queue_of_slow_constraints_does_not_grow(tokenizer, monkeypatch):
     monkeypatch.setattr(grammar_module, "_WAIT_LIMIT_S", 0.1)
     made = compiler_of(tokenizer, limit_s=1.0)

@@ -14,7 +14,9 @@ import jsonschema
 import pytest
 
 from apt_jax.errors import InvalidRequestError
-from apt_jax.structured.json_schema import Names, exact_schema
+from apt_jax.structured import expressions
+from apt_jax.structured.expressions import are_apart
+from apt_jax.structured.json_schema import _FORMAT_SHAPES, Names, exact_schema
 from tests.support.cases import num_cases
 from tests.support.output_sampler import OutputSampler
 from tests.support.suite_schemas import OTHER_FORMATS, suite_schema
@@ -142,12 +144,15 @@ def test_dates_are_days_of_the_calendar() -> None:
 OVERLAPPING = [
     [{"type": "integer"}, {"type": "number"}], [{"type": "string"}, {"type": "string", "format": "date"}], [{}, {"const": 1}],
     [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/any"}], [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}],
+    [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^[ab]"}], [{"pattern": "^a"}, {"pattern": "^b"}],
+    [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}], [{"type": "string", "format": name} for name in ("ipv6", "uri")],
     [{"maximum": 3}, {"minimum": 4}], [{"required": ["a"]}, {"properties": {"a": True}}], [{"const": 1}, {"const": 1.0}],
 ]  # fmt: skip
 DISJOINT = [
     [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}], [{"type": "number", "maximum": 3}, {"type": "number", "minimum": 4}],
     [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 4}], [{"enum": ["a", 1]}, {"enum": ["b", 2]}, {"const": True}],
     [{"allOf": [{"$ref": "#/$defs/cat"}, {"required": ["name"]}]}, {"anyOf": [{"$ref": "#/$defs/dog"}, {"type": "array"}]}],
+    [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}, {"type": "string", "pattern": "^[0-9c]"}],
     [{"type": "array", "maxItems": 1}, {"type": "array", "minItems": 2}], [{"type": ["string", "null"]}, {"type": "object"}],
     [{"type": "object", "required": ["a"]}, {"type": "object", "properties": {"b": {}}, "additionalProperties": False}],
     [{"type": "object", "properties": {"k": {"properties": {"x": {"const": i}}, "required": ["x"], "type": "object"}}, "required": ["k"]} for i in range(3)],
@@ -161,7 +166,7 @@ DEFINITIONS = {
 @pytest.mark.parametrize("branches", OVERLAPPING, ids=lambda x: str(x)[:60])
 def test_branches_that_may_overlap_are_refused_with_advice(sampler: OutputSampler, branches: list[Any]) -> None:
     schema = {"type": "array", "items": {"oneOf": branches}, "$defs": DEFINITIONS}
-    with pytest.raises(InvalidRequestError, match=r"oneOf: its branches may overlap.*anyOf") as caught:
+    with pytest.raises(InvalidRequestError, match=r"items\.oneOf: its branches \d and \d may overlap.*anyOf") as caught:
         sampler.start(schema)
     assert caught.value.field == "structured_outputs.json"
 
@@ -202,6 +207,106 @@ REFUSED = {
 def test_what_cannot_be_enforced_is_refused_by_name(sampler: OutputSampler, says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         sampler.start(REFUSED[says])
+
+
+def test_formats_that_differ_are_told_apart(sampler: OutputSampler) -> None:
+    names = ("date", "time", "date-time", "uuid", "ipv4", "email", "duration")
+    schema = {"oneOf": [{"type": "string", "format": name} for name in names]}
+    assert sampler.accepts(schema, '"2024-02-29"') is True
+    assert sampler.accepts(schema, '"P1Y"') is True
+
+
+@pytest.mark.parametrize("name", sorted({"uuid", "ipv4", "ipv6", "email", "uri", "duration"}))
+def test_texts_of_a_format_match_the_expression_that_tells_it_apart(sampler: OutputSampler, name: str) -> None:
+    for seed in range(8):
+        output = sampler.sample({"type": "string", "format": name, "maxLength": 40}, Random(seed))
+        if output.is_complete:
+            assert re.search(_FORMAT_SHAPES[name], json.loads(output.text)), output.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": 2**60}, "const: "),
+        ({"properties": {"a": {"oneOf": [{}, {"enum": [2**60]}]}}}, "properties.a.oneOf[1].enum: "),
+        ({"items": {"anyOf": [{"minProperties": 3}]}}, "items.anyOf[0].minProperties: "),
+        ({"properties": {"a b": {"oneOf": [{}, {}]}}}, 'properties."a b".oneOf: its branches 0 and 1 may'),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"minimum": 1e30}}}, "$defs.b.minimum: "),
+        ({"patternProperties": {"^a$": {"oneOf": [True, 5, {}]}}}, 'patternProperties."^a$".oneOf: its branches 0 and'),
+        ({"prefixItems": [{}, {"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}]}, "prefixItems[1].allOf["),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_its_place_in_the_schema(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(place)) as caught:
+        exact_schema(schema, {})
+    assert str(caught.value).startswith(place)
+
+
+def test_a_deep_place_is_cut() -> None:
+    schema: dict[str, Any] = {"minProperties": 2}
+    for number in range(60):
+        schema = {"properties": {f"name{number}": schema}}
+    with pytest.raises(ValueError, match="minProperties: 2") as caught:
+        exact_schema(schema, {})
+    assert str(caught.value).startswith("...")
+    assert len(str(caught.value).partition("minProperties")[0]) < 130
+
+
+def test_expressions_that_are_told_apart_have_no_text_in_common() -> None:
+    parts = [
+        "a",
+        "b",
+        "[ab]",
+        "[^a]",
+        "(a|b)",
+        "(?:a|bb)",
+        "a?",
+        "b{0,2}",
+        "b{2}",
+        "a+",
+        r"\d",
+        r"\w",
+        ".",
+        "$",
+        "(?=a)",
+        r"\b",
+        "(?:^|a)",
+    ]
+    texts = ["".join(letters) for size in range(6) for letters in itertools.product("ab1", repeat=size)]
+    told = 0
+    for seed in range(num_cases(400, 20_000)):
+        random = Random(seed)
+        first, second = (
+            "".join(["^" * (random.random() < 0.8), *random.choices(parts, k=random.randint(1, 4)), "$" * (random.random() < 0.6)])
+            for _ in range(2)
+        )  # fmt: skip
+        if are_apart(first, second):
+            told += 1
+            both = [text for text in texts if re.search(first, text) and re.search(second, text)]
+            assert both == [], (first, second)
+    assert told > 40
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "apart"),
+    [
+        ("^a$", "^ab", True), ("^a$", "^a$", False), ("^(?:cat|dog)-", "^(?:fox|pig)-", True), ("^(?:cat|dog)-", "^(?:cow|pig)-", False), ("^[0-9]+$", "^[a-z]+$", True),
+        ("^x[0-9]{3}y", "^x[0-9]{3}z", True), ("^[0-9]{4}-", "^[0-9]{2}:", True), ("^\\d", "^٣", False), ("^a|b", "^c", False),
+        ("(?i)^a", "^A", False), ("^[[:alpha:]]", "^b", False), ("^a{,2}b", "^c", False), ("^(", "^b", False), ("^é", "^è", False),
+        ("^((((a{99}){99}){99}){99})b", "^b", True),
+    ],
+)  # fmt: skip
+def test_which_expressions_are_told_apart(first: str, second: str, apart: bool) -> None:
+    assert are_apart(first, second) is apart
+    assert are_apart(second, first) is apart
+
+
+def test_without_the_parser_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "_parser", None)
+    expressions._shape_of.cache_clear()
+    assert not are_apart("^a", "^b")
+    assert Names().matched("^a$", 9) is None
+    expressions._shape_of.cache_clear()
 
 
 def test_names_of_an_expression() -> None:
