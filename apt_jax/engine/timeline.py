@@ -18,6 +18,10 @@ _NUM_STATES = 512
 _MOST_LOOKED_AT = 2048
 
 
+_OF_OTHERS = ("free_blocks", "running", "waiting", "iteration")
+"""Details of events that depend on how much the server does for others."""
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Event:
     """One event, or several consecutive ones of the same kind."""
@@ -48,8 +52,13 @@ class RequestTimeline:
     """The first iteration in which it did not run; None: it runs."""
     ended: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the part that the sender of the request may see."""
+    def as_json(self, *, others: bool = True) -> dict[str, Any]:
+        """Return the part that the sender of the request may see.
+
+        Args:
+            others: whether it may see counts of other requests and of the engine's steps.
+        """
+        left_out = () if others else _OF_OTHERS
         return {
             "object": "request.decisions",
             "request_id": split_engine_id(self.request_id)[1],
@@ -59,7 +68,7 @@ class RequestTimeline:
                     "event": e.event,
                     "at_ms": round(e.at_ms, 3),
                     "until_ms": round(e.until_ms, 3),
-                    **e.details,
+                    **{name: value for name, value in e.details.items() if name not in left_out},
                 }
                 for e in self.events
             ],

@@ -438,9 +438,9 @@ function showTables() {
     html("td", "n", row.ended_ms === null ? "–" : seconds(row.ended_ms / 1e3)),
   ], "None yet.");
   const aged = changes.map((row) => ({ ...row, ago: Math.max(0, Math.round(nowS - row.at_s)) }));
-  fill($("changes"), aged, (row, i) => `${row.iteration} ${row.event} ${row.request_id ?? `other ${i}`}`, (row) => [
+  fill($("changes"), aged, (row, i) => `${row.at_s} ${row.event} ${row.request_id ?? `other ${i}`}`, (row) => [
     idCell(row.request_id),
-    html("td", "", row.event === "preempted" ? `lost ${count(row.tokens)} tokens (${kindName(row.kind)})` : `${kindName(row.old)} → ${kindName(row.new)}`),
+    html("td", "", row.event === "preempted" ? `lost ${count(row.tokens)} token${row.tokens === 1 ? "" : "s"} (${kindName(row.kind)})` : `${kindName(row.old)} → ${kindName(row.new)}`),
     html("td", "n", `${row.ago} s`),
   ], "None.");
 }

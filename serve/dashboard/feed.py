@@ -6,8 +6,8 @@
    current values of `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of
    the last requests.
 3. It is encoded once for each owner of an API key that watches: tenants see the ids of their own requests and no
-   others, operators all. Where there are operators, tenants see nothing of others at all: their own rows, tokens and
-   queue, and neither sums over all tenants nor past points.
+   others, operators all. Where there are operators, tenants see nothing of others at all: their own rows, tokens,
+   queue and distributions, and neither sums over all tenants, numbers of iterations, nor past points.
 4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
 5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
 """
@@ -405,14 +405,15 @@ def _read(
         metrics=metrics.read(),
         updates=updates,
         requests=requests,
-        own={tenant: _own_numbers(engine, tenant) for tenant in tenants if tenant is not None},
+        own={tenant: _own_numbers(engine, metrics, tenant) for tenant in tenants if tenant is not None},
     )
 
 
-def _own_numbers(engine: AsyncEngine, tenant: str) -> Numbers:
+def _own_numbers(engine: AsyncEngine, metrics: ServerMetrics, tenant: str) -> Numbers:
     """Metrics of one tenant; called in the engine's thread."""
     usage = engine.parts.engine.usage_of(tenant)
     return {
+        **metrics.own_numbers(tenant),
         "vllm:num_requests_running": {"": usage.num_running},
         "vllm:num_requests_waiting": {"": usage.num_waiting},
         "vllm:prompt_tokens_total": {"": usage.prompt_tokens},
@@ -462,7 +463,11 @@ def _scope(caller: Caller) -> str | None:
 def _seen_by(caller: Caller, rows: Rows, *, others: bool) -> Rows:
     """Rows with the ids that the caller may see; `others`: those of other tenants are there, without ids."""
     shown = [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
-    return shown if others else [row for row in shown if row["request_id"] is not None]
+    if others:
+        return shown
+    # The number of an iteration tells how many there were in which others ran.
+    own = [row for row in shown if row["request_id"] is not None]
+    return [{name: value for name, value in row.items() if name != "iteration"} for row in own]
 
 
 def _event(name: str, value: Any) -> bytes:

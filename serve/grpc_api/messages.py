@@ -256,7 +256,7 @@ def watch_response(
     )
 
 
-def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None]) -> IterationBatch:
+def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None], first: int) -> IterationBatch:
     """Return the iterations as a client sees them that may see nothing of others.
 
     Args:
@@ -272,6 +272,7 @@ def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None])
             found.append(
                 dataclasses.replace(
                     iteration,
+                    number=first + len(found),
                     type="mixed" if len(phases) == 2 else next(iter(phases), "idle"),
                     scheduled=scheduled,
                     preempted=preempted,
@@ -284,7 +285,7 @@ def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None])
                     schedule_s=0.0,
                 )
             )
-    return IterationBatch(num_dropped=batch.num_dropped, iterations=found)
+    return IterationBatch(num_dropped=min(batch.num_dropped, 1), iterations=found)
 
 
 def _iteration(iteration: Iteration, served_since_s: float, shown: Callable[[str], str]) -> pb.Iteration:

@@ -109,10 +109,12 @@ class AptServe:
             # Not in a `finally`: if a client leaves while it is written to, nothing comes back to this generator.
             context.add_done_callback(leave)  # type: ignore[arg-type]  # as for Generate
             await context.send_initial_metadata(())  # so that the client knows from when on
+            num_own = 0
             async for batch in watch:
                 shown_id = self._calls.caller(context).shown_id  # its key may have been revoked
                 if not self._calls.sees_totals(context):
-                    batch = messages.own_iterations(batch, shown_id)
+                    batch = messages.own_iterations(batch, shown_id, num_own)
+                    num_own += len(batch.iterations)
                     if not batch.iterations:
                         continue
                 yield messages.watch_response(batch, served_since_s, shown_id)

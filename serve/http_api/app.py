@@ -320,7 +320,8 @@ class HttpApp:
             found = found or await engine.decisions(caller.engine_id(request_id))
         if found is None:
             raise BadCallError(404, "request_not_found", f"no request {given[:140]!r} is remembered here")
-        return _json(found.as_json() | {"request_id": caller.shown_id(found.request_id)})
+        others = may_see_totals(self._config.keys, caller)
+        return _json(found.as_json(others=others) | {"request_id": caller.shown_id(found.request_id)})
 
     # --- the dashboard -----------------------------------------------------------------------------------------------
 

@@ -100,6 +100,18 @@ class _Sums:
         return _Sums(**{f.name: getattr(self, f.name).copy() for f in dataclasses.fields(self)})
 
 
+@dataclasses.dataclass(kw_only=True)
+class _TenantSums:
+    """Distributions and counts over the requests of one tenant."""
+
+    ttft_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(TTFT_S))
+    inter_token_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(INTER_TOKEN_S))
+    latency_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(LATENCY_S))
+    queue_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(LATENCY_S))
+    finished: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
+    """By how they ended."""
+
+
 class ServerMetrics:
     """The metrics of one engine; the observer of its `AsyncEngine`.
 
@@ -128,6 +140,7 @@ class ServerMetrics:
             attained=collections.Counter(),
             missed=collections.Counter(),
         )
+        self._of_tenants: collections.defaultdict[str, _TenantSums] = collections.defaultdict(_TenantSums)
 
     def calibrated(self, parts: EngineComponents) -> None:
         """The engine has got its step costs."""
@@ -156,6 +169,35 @@ class ServerMetrics:
                 sums.decode_s.add(times_s[-1] - times_s[0])
                 sums.inference_s.add(times_s[-1] - metrics.first_scheduled_s)
         self._count_slos(RequestRecord.from_metrics(metrics, ok=ok), delta.request)
+        if delta.request.tenant is not None:
+            self._ended_of_tenant(self._of_tenants[delta.request.tenant], delta)
+
+    def _ended_of_tenant(self, sums: _TenantSums, delta: OutputDelta) -> None:
+        metrics, times_s = delta.metrics, delta.metrics.token_times_s
+        if times_s:
+            sums.ttft_s.add(times_s[0] - metrics.arrival_s)
+            sums.inter_token_s.add_all(np.diff(np.asarray(times_s, np.float64)))
+        if delta.finish_reason in ("stop", "length") and metrics.finished_s is not None:
+            sums.latency_s.add(metrics.finished_s - metrics.arrival_s)
+            if metrics.first_scheduled_s is not None:
+                sums.queue_s.add(metrics.first_scheduled_s - metrics.arrival_s)
+        if delta.finish_reason is not None:
+            sums.finished[delta.finish_reason] += 1
+
+    def own_numbers(self, tenant: str) -> dict[str, dict[str, float]]:
+        """Distributions and ends of the requests of one tenant: values by sample name, then by bucket or reason. Called in
+        the engine's thread."""
+        sums = self._of_tenants.get(tenant) or _TenantSums()
+        numbers: dict[str, dict[str, float]] = {"vllm:request_success_total": dict(sums.finished)}
+        for name, values in (
+            ("vllm:time_to_first_token_seconds", sums.ttft_s),
+            ("vllm:inter_token_latency_seconds", sums.inter_token_s),
+            ("vllm:e2e_request_latency_seconds", sums.latency_s),
+            ("vllm:request_queue_time_seconds", sums.queue_s),
+        ):
+            numbers[f"{name}_bucket"] = dict(_buckets(values))
+            numbers[f"{name}_sum"] = {"": values.sum}
+        return numbers
 
     def refused(self, request: EngineRequest) -> None:
         """See `apt_jax.frontend.async_engine.Observer`."""
@@ -200,6 +242,11 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
         return encode(registry), content_type
     encode, _ = choose_encoder(f"{_OPENMETRICS};version=1.0.0;escaping=allow-utf-8")
     return encode(registry), f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
+
+
+def _buckets(values: Distribution) -> list[tuple[str, float]]:
+    """Cumulative counts by the label of their bucket."""
+    return [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in values.cumulative()]
 
 
 class _Scrape(Collector):
@@ -268,9 +315,7 @@ class _Scrape(Collector):
         by_class = isinstance(values, _ByClass)
         family = HistogramMetricFamily(name, text, labels=[*LABELS, "class"] if by_class else list(LABELS))
         for label, one in values.of.items() if by_class else (("", values),):
-            counts = one.cumulative()
-            buckets = [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in counts]
-            family.add_metric([*self._values, label] if by_class else list(self._values), buckets, one.sum)
+            family.add_metric([*self._values, label] if by_class else list(self._values), _buckets(one), one.sum)
         return family
 
     def _gauges(self) -> Iterable[Metric]:

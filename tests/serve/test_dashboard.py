@@ -18,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 import serve
+from apt_jax.engine.timeline import Event
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.dashboard.feed import _SHOWN, DashboardFeed
 from serve.dashboard.page import FILES
@@ -490,7 +491,18 @@ def test_P17_where_there_are_operators_a_key_sees_nothing_of_others():
             assert seen["iteration"] is not None
             latest = seen["at_s"]
             own = await mine.snapshot(lambda s: s.get("at_s", 0) >= latest)
-            numbers = {name: values[""] for name, values in own["metrics"].items()}
+            numbers = {name: values[""] for name, values in own["metrics"].items() if set(values) == {""}}
+            for name, num in (
+                ("time_to_first_token", 1), ("inter_token_latency", 29), ("e2e_request_latency", 1), ("request_queue_time", 1)
+            ):  # fmt: skip
+                assert own["metrics"][f"vllm:{name}_seconds_bucket"]["+Inf"] == num
+                assert numbers.pop(f"vllm:{name}_seconds_sum") >= 0
+                buckets = seen["metrics"][f"vllm:{name}_seconds_bucket"]
+                assert (list(own["metrics"][f"vllm:{name}_seconds_bucket"]), buckets["+Inf"]) == (
+                    list(buckets),
+                    3 * num if num == 1 else 147,
+                )
+            assert own["metrics"]["vllm:request_success_total"] == {"length": 1}
             assert numbers == {
                 "vllm:num_requests_running": 0,
                 "vllm:num_requests_waiting": 0,
@@ -500,8 +512,18 @@ def test_P17_where_there_are_operators_a_key_sees_nothing_of_others():
             assert own["iteration"] is None
             assert {row["prompt_tokens"] for row in own["requests"]} == {21}
             assert all(row["request_id"] for row in (*own["batch"], *own["changes"]))
+            assert "iteration" not in json.dumps([own["batch"], own["changes"], own["requests"]])
+            where = f"/v1/requests/{own['requests'][0]['request_id']}/decisions"
+            log = served.engine.decision_log
+            assert log is not None
+            timeline = next(one for one in log._requests.values() if one.prompt_len == 21)
+            details = {"tokens": 3, "kind": "kv", "free_blocks": 4, "running": 5, "waiting": 6}
+            timeline.events.append(Event(event="preempted", at_ms=1.0, until_ms=1.0, details=details))
+            told = (await served.http.get(where, headers=bearer(KEY))).json()["events"][-1]
+            assert told == {"event": "preempted", "at_ms": 1.0, "until_ms": 1.0, "tokens": 3, "kind": "kv"}
+            assert timeline.as_json()["events"][-1].items() > details.items()
             none = await nobodys.snapshot(lambda s: s.get("at_s", 0) >= latest)
-            assert not any(values[""] for values in none["metrics"].values())
+            assert not any(value for values in none["metrics"].values() for value in values.values())
             assert not any(value for name, value in none["point"].items() if name != "at_s")
             assert none["batch"] == none["changes"] == none["requests"] == []
             async with viewing(served, headers=bearer(KEY)) as again:

@@ -326,6 +326,9 @@ async def watches_by_tenant(world: World, _: str, name: str) -> None:
             assert code is Code.OK
             iterations = [i for data in received for i in pb.WatchSchedulerResponse.FromString(data).iterations]
             assert max(len(i.scheduled) for i in iterations) == len(shown)
+            numbers = [iteration.number for iteration in iterations]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            assert (numbers[0] == 0) == (key != OPERATOR)
             for iteration in iterations:
                 rows, sums = iteration.scheduled, (iteration.num_running, iteration.free_blocks, iteration.schedule_ms)
                 assert all(sums) if key == OPERATOR else not any(sums)
