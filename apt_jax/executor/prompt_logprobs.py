@@ -9,6 +9,7 @@ its caller, ahead of time and beside the steps that run.
 """
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +18,13 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from apt_jax.errors import counted
 from apt_jax.executor.base import StepBatch
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 from apt_jax.request import PromptLogprobs
+
+_logger = logging.getLogger(__name__)
 
 _ROWS = 128
 """Tokens whose logits are in memory at once."""
@@ -67,6 +71,10 @@ class PromptPrograms:
         with self._lock:
             if self._is_ready:
                 return
+            _logger.info(
+                "compiling %s for log probabilities of prompts and for embeddings, which the first request for them waits for",
+                counted(3 * len(self.buckets), "program"),
+            )
             for bucket in self.buckets:
                 self._runner.empty_forward_all_call(bucket).compile()
                 self._runner.empty_score_call(bucket, _ROWS).compile()

@@ -112,18 +112,28 @@ class ProgramCall:
             host = self.args[first:]
             runner.leader.announce(Plan(program=self.program, arrays=host, static=_to_plan(self.static)))
         compiled = runner.programs.executables.get(self.key)
-        if compiled is None and self.options:
-            runner.programs.count_late()
-            compiled = self.compile()
-        if compiled is None:
-            results = runner.programs.jitted[self.program](*self.args, **self.static)
-        else:
-            results = compiled(*self.args)
+        results = self._unprepared() if compiled is None else compiled(*self.args)
         for name in self.replaces:
             replacement, *results = results
             if replacement is not None:  # else the program has not taken it
                 setattr(runner, name, replacement)
         return results[0] if len(results) == 1 else results
+
+    def _unprepared(self) -> Any:
+        """Dispatch the program, which may have to be compiled."""
+        programs = self.runner.programs
+        begin, num_compiled = time.perf_counter(), programs.num_compiled()
+        if self.options:
+            programs.count_late()
+            results = self.compile()(*self.args)
+        else:
+            results = programs.jitted[self.program](*self.args, **self.static)
+        if programs.num_compiled() > num_compiled:
+            seconds = time.perf_counter() - begin
+            logger.info(
+                "compiled the program %s in %.1f s: none was prepared, and a step waited for it", self.program, seconds
+            )
+        return results
 
 
 class ProgramRunner:

@@ -28,7 +28,8 @@ _TITLES = {
 _MOST_KEPT = 32
 """Files of times: one a configuration."""
 _LEAST_SHARE = 0.25
-"""Part of a counted stage that must be done before its pace is believed: the first programs take longest."""
+"""Part of a counted stage that must be done before its pace is believed more than the last start: the first programs take
+longest."""
 _OVERDUE = 0.25
 """Remaining time of a stage that takes longer than expected, as a share of its time so far."""
 
@@ -140,24 +141,30 @@ class StartStages:
             return left_s
         done, total = self._count
         expected_s = self._expected_s.get(name)
-        is_overdue = expected_s is not None and spent_s > expected_s
-        if total > 1 and done >= (1 if is_overdue else max(2, _LEAST_SHARE * total)):
-            return spent_s / done * (total - done)
-        return None if expected_s is None else max(expected_s - spent_s, _OVERDUE * spent_s)
+        by_pace_s = spent_s / done * (total - done) if total > 1 and done else None
+        if expected_s is None:
+            return by_pace_s
+        by_last_s = max(expected_s - spent_s, _OVERDUE * spent_s)
+        if by_pace_s is None:
+            return by_last_s
+        if spent_s > expected_s or done >= max(2, _LEAST_SHARE * total):
+            return by_pace_s
+        return min(by_pace_s, by_last_s)  # programs that are loaded now were compiled when it was last started
 
 
-def planned(config: EngineConfig, *, calibrates: bool) -> StartStages:
+def planned(config: EngineConfig, *, calibration_s: float) -> StartStages:
     """The stages of a start of this configuration, with the times of its last start, or of any other start.
 
     Args:
         config: of the engine.
-        calibrates: step costs may be measured before it serves.
+        calibration_s: how long step costs may be measured before it serves; 0: not at all.
     """
     expected_s = _kept(_path(config))
     names = [LOADING, *([KERNELS] if build.is_compiling() else []), LAYOUT, PREPARING]
-    if calibrates and (not expected_s or CALIBRATING in expected_s):
+    if calibration_s > 0 and (not expected_s or CALIBRATING in expected_s):
         names.append(CALIBRATING)
-    return StartStages(names, expected_s or _kept(_latest()), {KERNELS: build.left_s})
+    likely_s = {CALIBRATING: calibration_s, **(expected_s or _kept(_latest()))}
+    return StartStages(names, likely_s, {KERNELS: build.left_s})
 
 
 def keep(stages: StartStages, config: EngineConfig) -> None:

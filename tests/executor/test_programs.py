@@ -1,5 +1,9 @@
 """Which programs there are for the sum of scores over devices, whose size is fixed."""
 
+import logging
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,6 +12,8 @@ from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import HIDDEN, KV, KindSet
 from apt_jax.executor.plan import plan_executor
 from apt_jax.executor.programs import Programs
+from apt_jax.executor.prompt_logprobs import PromptPrograms
+from apt_jax.executor.runner import ProgramCall
 from apt_jax.models.sharding import TensorParallel
 from tests.support.parallel_cases import MODELS
 
@@ -65,3 +71,44 @@ def test_many_absorbed_rows_on_kernels_over_several_devices_have_less_room_where
 )
 def test_others_are_compiled_once(made: dict, rows: int, kinds: KindSet) -> None:
     assert programs(**made).hidden_rooms(rows, kinds) == [None]
+
+
+def test_programs_that_are_compiled_while_requests_wait_have_a_line(caplog):
+    caplog.set_level(logging.INFO, logger="apt_jax.executor")
+    compiled: list[str] = []
+
+    class Call:
+        def compile(self) -> None:
+            compiled.append("x")
+
+    class Stub:
+        empty_forward_all_call = empty_pool_call = lambda self, bucket: Call()
+        empty_score_call = lambda self, bucket, rows: Call()  # noqa: E731
+        leader = None
+        executables: Mapping[Any, Any] = {}
+
+        def __init__(self) -> None:
+            self.programs = self
+            self.jitted = {"forward": lambda array: compiled.append("forward")}
+
+        def num_compiled(self) -> int:
+            return len(set(compiled))
+
+        def options_of(self, num_tokens: int) -> dict[str, Any]:
+            return {}
+
+    runner: Any = Stub()
+    prompts = PromptPrograms(runner, [16, 32])
+    prompts.prepare()
+    prompts.prepare()
+    assert compiled == ["x"] * 6
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling 6 programs for log probabilities of prompts and for embeddings, which the first request for them waits for"
+    ]
+    caplog.clear()
+    call = ProgramCall(runner, "forward", (np.zeros(1),), {}, ())
+    runner.jitted["forward"] = lambda array: [compiled.append("forward")]
+    call.run()
+    call.run()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("compiled the program forward in 0.0 s")

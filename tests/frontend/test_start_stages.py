@@ -72,6 +72,27 @@ def test_parts_that_are_done_tell_more_than_the_last_start(clock):
     assert left_s(stages) == pytest.approx(2.5)
 
 
+def test_a_first_start_goes_by_the_programs_that_are_done(clock):
+    stages = StartStages([LAYOUT, PREPARING])
+    stages(PREPARING, 0, 40)
+    clock.on(3)
+    assert left_s(stages) is None
+    stages(PREPARING, 1, 40)
+    assert left_s(stages) == pytest.approx(3 * 39)
+    clock.on(1)
+    stages(PREPARING, 4, 40)
+    assert left_s(stages) == pytest.approx(36)
+
+
+def test_programs_that_are_loaded_end_the_estimate_of_a_start_that_compiled_them(clock):
+    stages = StartStages([PREPARING], {PREPARING: 100.0})
+    stages(PREPARING, 0, 50)
+    clock.on(1)
+    assert left_s(stages) == pytest.approx(99)
+    stages(PREPARING, 5, 50)
+    assert left_s(stages) == pytest.approx(9)
+
+
 def test_where_a_stage_takes_longer_than_it_did_its_parts_tell(clock):
     stages = StartStages([PREPARING], {PREPARING: 4.0})
     stages(PREPARING, 0, 24)
@@ -141,7 +162,7 @@ def test_lines_name_what_is_waited_for_and_not_what_goes_on_beside(clock, monkey
         "stage 3 of 4, laying out weights and cache: 5 s; about 1 s more, and then 1 stage",
         "preparing 4 programs",
         "stage 4 of 4, preparing programs, 0 of 4: 5 s",
-        "stage 4 of 4, preparing programs, 1 of 4: 10 s",
+        "stage 4 of 4, preparing programs, 1 of 4: 10 s; about 30 s more",
         "stage 4 of 4, preparing programs, 2 of 4: 15 s; about 15 s more",
     ]
 
@@ -149,7 +170,7 @@ def test_lines_name_what_is_waited_for_and_not_what_goes_on_beside(clock, monkey
 def test_the_next_start_knows_what_this_one_took(clock, monkeypatch, tmp_path):
     monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path))
     config, other = EngineConfig(model="a"), EngineConfig(model="b")
-    stages = planned(config, calibrates=True)
+    stages = planned(config, calibration_s=10.0)
     stages(LOADING, 0, 1)
     assert current(stages).total == 4
     for name in (LAYOUT, PREPARING):
@@ -158,10 +179,10 @@ def test_the_next_start_knows_what_this_one_took(clock, monkeypatch, tmp_path):
     clock.on(9)
     stages.end()
     keep(stages, config)
-    for again, total in ((config, 3), (other, 4)):  # step costs were known: they need not be measured
-        stages = planned(again, calibrates=True)
+    for again, total, seconds in ((config, 3, 15.0), (other, 4, 25.0)):  # step costs of one are known
+        stages = planned(again, calibration_s=10.0)
         stages(LOADING, 0, 1)
-        assert left_s(stages) == 15.0
+        assert left_s(stages) == seconds
         assert current(stages).total == total
 
 
@@ -172,7 +193,7 @@ def test_kept_times_that_cannot_be_read_are_none(content, monkeypatch, tmp_path)
     keep(StartStages([]), config)
     (path,) = (tmp_path / "starts").iterdir()
     start_stages.write_verified(path, content)
-    stages = planned(config, calibrates=False)
+    stages = planned(config, calibration_s=0.0)
     stages(LOADING, 0, 1)
     assert left_s(stages) is None
 
@@ -180,7 +201,7 @@ def test_kept_times_that_cannot_be_read_are_none(content, monkeypatch, tmp_path)
 def test_a_cache_directory_that_cannot_be_written_ends_no_start(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("APT_JAX_CACHE_DIR", str(tmp_path / "file"))
-    keep(planned(EngineConfig(model="a"), calibrates=True), EngineConfig(model="a"))
+    keep(planned(EngineConfig(model="a"), calibration_s=10.0), EngineConfig(model="a"))
 
 
 def test_the_kernels_are_a_stage_while_they_are_compiled(monkeypatch, tmp_path):
@@ -197,7 +218,7 @@ def test_the_kernels_are_a_stage_while_they_are_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_begun", {})
     assert not build.is_compiling()
     build.begin()
-    stages = planned(EngineConfig(model="a"), calibrates=False)
+    stages = planned(EngineConfig(model="a"), calibration_s=0.0)
     stages(LOADING, 0, 1)
     assert current(stages).total == 4
     ready.set()

@@ -309,7 +309,7 @@ def _run(args: argparse.Namespace) -> int:
     if config.attention_backend in (None, "cpu") and config.parallel.tensor_parallel_size == 1:
         build.begin()
     early = not args.no_early_start
-    stages = planned(config, calibrates=args.calibration_time > 0 and not early)
+    stages = planned(config, calibration_s=0.0 if early else args.calibration_time)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
     most_open = config.scheduler.max_num_queued_reqs + config.scheduler.max_num_seqs + 64
