@@ -409,6 +409,11 @@ class JaxExecutor:
         for _ in use_huge_pages(self.host_buffers()):
             pass
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are used, each counted once."""
+        return sum(array.nbytes for array in {id(array): array for array in jax.tree.leaves(self.params)}.values())
+
     def host_buffers(self) -> list[tuple[int, int]]:
         """Address and bytes of weights and pools, as far as they are whole in this process's memory; from now on a new pool
         is in huge pages."""

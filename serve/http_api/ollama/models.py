@@ -15,6 +15,8 @@ from serve.http_api.tool_calls.reasoning import reasoning_parser_of
 API_VERSION = "0.13.0"
 """The version of Ollama whose API this is: clients ask whether it is new enough for them."""
 
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
 Json = dict[str, Any]
 
 
@@ -32,7 +34,7 @@ def running(parts: EngineComponents, created_s: int) -> bytes:
     """The body of ``/api/ps``: what is served is loaded, for ever."""
     more = {
         "expires_at": "9999-12-31T23:59:59Z",
-        "size_vram": 0,
+        "size_vram": 0 if getattr(parts.executor, "platform", "cpu") == "cpu" else _size(parts),
         "context_length": parts.limits.max_model_len,
     }
     return json_bytes({"models": [_entry(parts, created_s, name) | more for name in _names(parts)]})
@@ -90,7 +92,26 @@ def _names(parts: EngineComponents) -> list[str]:
 def _entry(parts: EngineComponents, created_s: int, name: str) -> Json:
     at = datetime.datetime.fromtimestamp(created_s, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     digest = hashlib.sha256(f"{parts.config.model}\n{name}".encode()).hexdigest()
-    return {"name": name, "model": name, "modified_at": at, "size": 0, "digest": digest, "details": _details(parts)}
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": at,
+        "size": _size(parts),
+        "digest": digest,
+        "details": _details(parts),
+    }
+
+
+def _size(parts: EngineComponents) -> int:
+    """Bytes of the weights in memory; 0 for an executor without a model."""
+    return getattr(parts.executor, "weight_bytes", 0)
+
+
+def _precision(parts: EngineComponents) -> str:
+    """Format of the weights as they are used."""
+    if parts.config.quantization == "gguf":
+        return parts.stored[1]
+    return "INT8" if parts.config.quantization == "int8" else _DTYPES.get(parts.config.dtype, "unknown")
 
 
 def _family(parts: EngineComponents) -> str:
@@ -98,13 +119,12 @@ def _family(parts: EngineComponents) -> str:
 
 
 def _details(parts: EngineComponents) -> Json:
-    stored, weights = parts.stored
     family = _family(parts)
     return {
         "parent_model": "",
-        "format": stored,
+        "format": parts.stored[0],
         "family": family,
         "families": [family],
         "parameter_size": "",
-        "quantization_level": weights,
+        "quantization_level": _precision(parts),
     }

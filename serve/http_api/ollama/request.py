@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.validation import check_integer, check_mapping, check_text, check_text_length
 from serve.generate_call import LONG_PROMPT_CHARS
@@ -143,11 +143,11 @@ def read_embed(
     """Check a body of ``/api/embed``, or of the older ``/api/embeddings`` with one `prompt`, and build its requests; raises
     as `read_chat_call`."""
     fields = {name: body[name] for name in (*CARRIED, "dimensions") if name in body}
-    name = "input" if body.get("input") is not None or body.get("prompt") is None else "prompt"
+    name = "prompt" if "prompt" in body and body.get("input") is None else "input"
     texts = body.get(name)
     wrong = next((t for t in (texts if isinstance(texts, list) else [texts]) if not isinstance(t, str)), None)
     if wrong is not None:
-        raise InvalidRequestError(name, f"{type(wrong).__name__} is not text")
+        raise InvalidRequestError(name, f"{json_kind(wrong)} is not text")
     if texts == [] or texts is None:
         raise InvalidRequestError(name, "missing; give a text or texts")
     if body.get("truncate") is None or flag(body, "truncate"):
@@ -168,7 +168,7 @@ def served_name(parts: EngineComponents, body: Body) -> object:
     """
     name = body.get("model", body.get("name"))
     if name is not None and not isinstance(name, str):
-        raise InvalidRequestError("model", f"{type(name).__name__} is not a name")
+        raise InvalidRequestError("model", f"{json_kind(name)} is not a name")
     known = (*parts.model_names, parts.config.model, *parts.limits.adapters)
     if isinstance(name, str) and name not in known and name.removesuffix(_LATEST) in known:
         return name.removesuffix(_LATEST)
@@ -178,12 +178,12 @@ def served_name(parts: EngineComponents, body: Body) -> object:
 def messages_of(given: object) -> object:
     """Messages as chat completions have them. Calls without an id get one, which their results get in their order."""
     if not isinstance(given, list):
-        raise InvalidRequestError("messages", f"{type(given).__name__} is not a list of messages")
+        raise InvalidRequestError("messages", f"{json_kind(given)} is not a list of messages")
     made: list[Any] = []
     waiting: list[str] = []
     for number, message in enumerate(given):
         if not isinstance(message, Mapping):
-            raise InvalidRequestError(f"messages[{number}]", f"{type(message).__name__} is not a message")
+            raise InvalidRequestError(f"messages[{number}]", f"{json_kind(message)} is not a message")
         if message.get("images"):
             raise InvalidRequestError(f"messages[{number}].images", "are not supported; send text")
         turn = {
@@ -273,7 +273,7 @@ def _load(
 def _text(body: Body, name: str) -> str:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise InvalidRequestError(name, f"{type(value).__name__} is not text")
+        raise InvalidRequestError(name, f"{json_kind(value)} is not text")
     return value or ""
 
 

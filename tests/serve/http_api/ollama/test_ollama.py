@@ -1,6 +1,7 @@
 """Ollama's API: the text of chat completions in its form, a line for each piece."""
 
 import asyncio
+import dataclasses
 import datetime
 import json
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from apt_jax.text.chat import ChatTemplate
 from serve.http_api import openapi
+from serve.http_api.ollama import models
 from serve.http_api.ollama.request import messages_of
 from serve.security.api_keys import ApiKeys
 from tests.serve.http_api.test_infill import code_tokenizer
@@ -113,8 +115,8 @@ def test_options_are_those_of_sampling():
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
-        ("chat", {"messages": 5}, 400, "messages: int is not a list"),
-        ("chat", {"messages": [5]}, 400, "messages[0]: int is not a message"),
+        ("chat", {"messages": 5}, 400, "messages: a number is not a list"),
+        ("chat", {"messages": [5]}, 400, "messages[0]: a number is not a message"),
         ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, 400, "images: are not supported"),
         ("chat", {"messages": HELLO, "options": 5}, 400, "options: "),
         ("chat", {"messages": HELLO, "options": {"temperature": "hot"}}, 400, "options.temperature: "),
@@ -125,13 +127,13 @@ def test_options_are_those_of_sampling():
         ("chat", {"messages": HELLO, "format": {"type": 5}}, 400, "format: "),
         ("chat", {"messages": HELLO, "think": "hard"}, 400, "think: 'hard' must be true, false"),
         ("chat", {"messages": HELLO, "model": "other"}, 404, "model 'other' is not served here"),
-        ("chat", {"messages": HELLO, "model": 5}, 400, "model: int is not a name"),
+        ("chat", {"messages": HELLO, "model": 5}, 400, "model: a number is not a name"),
         ("chat", {"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "messages: "),
         ("generate", {"prompt": "x" * 9000}, 400, "prompt: "),
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix: the model's vocabulary has no tokens"),
         ("generate", {"prompt": "a", "context": [1]}, 400, "context: is not kept here"),
-        ("generate", {"prompt": 5}, 400, "prompt: int is not text"),
-        ("embed", {"input": [5]}, 400, "input: int is not text"),
+        ("generate", {"prompt": 5}, 400, "prompt: a number is not text"),
+        ("embed", {"input": [5]}, 400, "input: a number is not text"),
         ("embed", {}, 400, "input: missing"),
         ("show", {"model": "other"}, 404, "model 'other' is not served here"),
         ("pull", {"model": "toy"}, 404, "the model is chosen when the server starts"),
@@ -236,6 +238,29 @@ def test_the_model_is_listed_and_shown():
         assert latest["model"] == "toy:latest"
 
     serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stored", "told"),
+    [
+        ({"dtype": "bfloat16"}, ("directory", "F16"), "BF16"),
+        ({"dtype": "float32"}, ("directory", "F16"), "F32"),
+        ({"dtype": "bfloat16", "quantization": "int8"}, ("directory", "F16"), "INT8"),
+        ({"dtype": "float32", "quantization": "gguf"}, ("gguf", "Q4_0"), "Q4_0"),
+    ],
+)  # fmt: skip
+def test_the_listed_size_and_precision_are_those_of_the_weights_in_use(fields, stored, told):
+    parts = toy_parts()
+    parts = dataclasses.replace(parts, config=dataclasses.replace(parts.config, **fields), stored=stored)
+    executor: Any = parts.executor
+    executor.weight_bytes = 12345
+    (entry,) = json.loads(models.tags(parts, 0))["models"]
+    assert (entry["size"], entry["details"]["quantization_level"]) == (12345, told)
+    (running,) = json.loads(models.running(parts, 0))["models"]
+    assert running["size_vram"] == 0
+    executor.platform = "gpu"
+    (running,) = json.loads(models.running(parts, 0))["models"]
+    assert running["size_vram"] == 12345
 
 
 def test_keys_objectives_and_disconnects_are_as_for_chats():
