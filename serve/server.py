@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import EngineConfig
+from apt_jax.errors import counted
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine, freeze_gc_heap
 from apt_jax.frontend.components import EngineComponents
@@ -130,7 +131,7 @@ async def serve(
             logger.critical("%s", ended.result())
             await server.stop(0)
             return ENGINE_LOST
-        say(f"stopping: {server.num_open} open requests have {shutdown_timeout_s:g} s to end")
+        say(f"stopping: {shutdown_timeout_s:g} s for {counted(server.num_open, 'open request')} to end")
         stopping = asyncio.create_task(server.stop(shutdown_timeout_s))
         hurry = asyncio.create_task(signals.second.wait())
         await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 
 # The first name that is present wins.
 TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
@@ -77,7 +77,7 @@ def class_of_tier(tier: object) -> str | None:
         return None
     text = tier.decode("ascii", "replace") if isinstance(tier, bytes) else tier
     if not isinstance(text, str) or text not in TIERS:
-        shown = repr(text[:40]) if isinstance(text, str) else f"a {type(text).__name__}"
+        shown = repr(text[:40]) if isinstance(text, str) else json_kind(text)
         raise InvalidRequestError(TIER_KEY, f"{shown} must be one of {', '.join(sorted(TIERS))}")
     return TIERS[text]
 

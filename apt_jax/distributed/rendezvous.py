@@ -13,7 +13,7 @@ from apt_jax.config import EngineConfig, ParallelConfig
 from apt_jax.distributed.authentication import SAME_KEY, JoinKey, prove_to_leader
 from apt_jax.distributed.hosts import BEFORE_ALL_JOINED, Follower, Leader
 from apt_jax.distributed.settings import StoredModel, settings_of
-from apt_jax.errors import ConfigError, HostError, one_line
+from apt_jax.errors import ConfigError, HostError, counted, one_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -78,7 +78,9 @@ def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None)
     except RuntimeError:
         _bind(ours, 0, "--master-addr, --master-port").close()  # says why
         raise
-    logger.info("rank 0 waits at %s:%d for %d other ranks", ours.master_addr, ours.master_port, ours.nnodes - 1)
+    logger.info(
+        "rank 0 waits at %s:%d for %s", ours.master_addr, ours.master_port, counted(ours.nnodes - 1, "other rank")
+    )
     leader.meet(lambda: server.stop(0))
     # gRPC leaves it to a thread to end the streams at last, which is a daemon, and no hindrance to the end, if its
     # maker is one.

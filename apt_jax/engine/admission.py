@@ -32,7 +32,7 @@ from apt_jax.config import SchedulerConfig
 from apt_jax.core.kinds import NO_KIND
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine.request_states import RUNNING, WAITING, RequestStates
-from apt_jax.errors import DuplicateRequestError, InvalidRequestError, QueueFullError
+from apt_jax.errors import DuplicateRequestError, InvalidRequestError, QueueFullError, counted
 from apt_jax.request import EngineRequest
 from apt_jax.utils.clock import Clock
 
@@ -226,13 +226,13 @@ class Admission:
         free = limit - queue.num_waiting
         if free <= 0:
             raise QueueFullError(
-                f"{queue.num_waiting} requests are waiting (--max-num-queued-reqs {limit})",
+                f"the queue is full with {counted(queue.num_waiting, 'request')} (--max-num-queued-reqs {limit})",
                 _bounded(_over(1 - free, queue.requests_per_s)),
             )
         if tenant is not None and queue.num_of_tenant >= TENANT_SHARE * free:
             too_many = queue.num_of_tenant - TENANT_SHARE * free + 1
             raise QueueFullError(
-                f"{queue.num_of_tenant} requests of this API key are waiting, its share of the queue (--max-num-queued-reqs {limit})",
+                f"the queue has {counted(queue.num_of_tenant, 'request')} of this API key, its share (--max-num-queued-reqs {limit})",
                 _bounded(_over(too_many / (1 + TENANT_SHARE), queue.requests_per_s)),
             )
         token_limit = self._config.max_num_queued_tokens

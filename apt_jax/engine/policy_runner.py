@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from apt_jax.engine.counters import EngineCounters
-from apt_jax.errors import one_line
+from apt_jax.errors import counted, one_line
 from apt_jax.sched.plan_check import checked_schedule
 from apt_jax.sched.policies.fcfs import FcfsPolicy
 from apt_jax.sched.view import Plan, Policy, SchedulerView
@@ -77,9 +77,9 @@ class PolicyRunner:
         if last_s is None or now_s - last_s >= FALLBACK_LOG_S:
             self._fallback_logged_s = now_s
             logger.error(
-                "policy %s failed, fcfs schedules instead (%d iterations so far): %s: %s",
+                "policy %s failed, fcfs schedules instead (%s so far): %s: %s",
                 self.policy.name,
-                self._counters.fallback_iterations,
+                counted(self._counters.fallback_iterations, "iteration"),
                 type(error).__name__,
                 one_line(str(error))[:400],
                 exc_info=error,

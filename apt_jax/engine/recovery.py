@@ -8,7 +8,7 @@ from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.policy_runner import STALL_LIMIT
 from apt_jax.engine.request_states import ENDING, RUNNING, RequestStates
-from apt_jax.errors import EngineDeadError
+from apt_jax.errors import EngineDeadError, counted
 from apt_jax.executor import Executor, is_device_lost, is_out_of_memory
 from apt_jax.sched.view import SchedulerView
 from apt_jax.utils.clock import Clock
@@ -44,12 +44,12 @@ class StepLimits:
         self.num_seqs = min(self.num_seqs, self.num_tokens)
         self._until_s = now_s + OOM_BACKOFF_S
         logger.error(
-            "no memory for a step of %d tokens: for %.0f s steps have at most %d tokens and %d requests. If it happens "
+            "no memory for a step of %s: for %.0f s steps have at most %s and %s. If it happens "
             "again, lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization",
-            num_tokens,
+            counted(num_tokens, "token"),
             OOM_BACKOFF_S,
-            self.num_tokens,
-            self.num_seqs,
+            counted(self.num_tokens, "token"),
+            counted(self.num_seqs, "request"),
         )
 
     def restore_if_due(self, clock: Clock) -> None:

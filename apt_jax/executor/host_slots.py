@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.errors import counted
 from apt_jax.executor.buckets import bucket_for
 from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.packing import Ints
@@ -168,7 +169,9 @@ class HostSlots:
                 held = self._held[block, slot] == self._announced[block, slot]
                 ready[i] &= held and self._sum(block, slot, width) == self._checksum[block, slot]
         if not ready.all():
-            logger.error("slots of %d blocks in host memory are lost: they are computed again", (~ready).sum())
+            logger.error(
+                "slots of %s in host memory are lost: they are computed again", counted(int((~ready).sum()), "block")
+            )
         return ready
 
     def _sum(self, block: int, slot: int, width: int) -> int:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from apt_jax.errors import one_line
+from apt_jax.errors import counted, one_line
 from apt_jax.executor import is_out_of_memory
 from apt_jax.frontend.served_steps import ServedSteps
 from apt_jax.utils.allocator import use_huge_pages
@@ -117,20 +117,20 @@ class BackgroundPreparation:
         if not programs:
             return
         started = time.monotonic()
-        logger.info("serving; preparing %d more programs meanwhile", len(programs))
+        logger.info("serving; preparing %s meanwhile", counted(len(programs), "more program"))
         num_compilers = _executor_of(self._engine).num_background_compilers
         lacking = self._add(programs, num_compilers)
         if lacking:
             lacking = self._add(lacking, 1)  # one at a time they need less memory
         if lacking:
             logger.warning(
-                "serving goes on without %d programs, and so with slower steps: no device memory was left to compile them "
+                "serving goes on without %s, and so with slower steps: no device memory was left to compile them "
                 "(--device-memory-utilization, or --no-early-start)",
-                len(lacking),
+                counted(len(lacking), "program"),
             )
         logger.info(
-            "prepared %d more programs in %.1f s, beside serving",
-            len(programs) - len(lacking),
+            "prepared %s in %.1f s, beside serving",
+            counted(len(programs) - len(lacking), "more program"),
             time.monotonic() - started,
         )
 
@@ -181,10 +181,14 @@ class BackgroundPreparation:
                 try:
                     learned = served.fit(points)
                 except (RuntimeError, ValueError) as error:  # the solver gave up: more steps may help
-                    logger.info("serving; step costs could not be told from %d steps: %s", len(points), error)
+                    logger.info(
+                        "serving; step costs could not be told from %s: %s", counted(len(points), "step"), error
+                    )
                 else:
                     self._use(learned)
-                    logger.info("serving; step costs are told from %d steps, until they are measured", len(points))
+                    logger.info(
+                        "serving; step costs are told from %s, until they are measured", counted(len(points), "step")
+                    )
             if now - reported >= 6 * _REPORT_EVERY_S and model is None and not self._engine.parts.cost_model:
                 reported = now
                 logger.info("serving; step costs are not known yet: waiting for a second without requests")

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.errors import InvalidRequestError
+from apt_jax.validation.values import shown
 
 
 def check_dimensions(dimensions: object, size: int) -> None:
@@ -15,7 +16,7 @@ def check_dimensions(dimensions: object, size: int) -> None:
     if dimensions is None:
         return
     if not isinstance(dimensions, int) or isinstance(dimensions, bool) or not 1 <= dimensions <= size:
-        raise InvalidRequestError("dimensions", f"{dimensions!r:.40} is not an integer from 1 to {size}")
+        raise InvalidRequestError("dimensions", f"{shown(dimensions)} is not an integer from 1 to {size}")
 
 
 def embedding(pooled: NDArray[np.float32], *, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:

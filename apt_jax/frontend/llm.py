@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.engine import Engine
-from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, nearest
+from apt_jax.errors import EngineDeadError, InvalidRequestError, QueueFullError, counted, json_kind, nearest
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import check_dimensions, embedding
@@ -307,7 +307,7 @@ class LLM:
         )
         items = [prompts] if single else prompts
         if not isinstance(items, Sequence | np.ndarray) or isinstance(items, bytes | bytearray):
-            raise InvalidRequestError("prompts", f"{type(items).__name__} is not a text, a list of texts, or token ids")
+            raise InvalidRequestError("prompts", f"{json_kind(items)} is not a text, a list of texts, or token ids")
         if len(items) == 0:
             return []
         all_params = _one_each("sampling_params", sampling_params, len(items))
@@ -341,7 +341,7 @@ def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
-        raise InvalidRequestError(name, f"{len(value)} entries for {count} prompts")
+        raise InvalidRequestError(name, f"{counted(len(value), 'entry', 'entries')} for {counted(count, 'prompt')}")
     return value
 
 

@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from apt_jax.config import CacheConfig
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, counted
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, param_axes, param_names
 from apt_jax.ops.weights import QuantizedMatrix
@@ -115,14 +115,14 @@ def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
         for rank, there in enumerate(own):
             if len(there) < each:
                 raise ConfigError(
-                    f"tensor_parallel_size={size} over {num_hosts} hosts needs {each} devices of each, and rank {rank} has {len(there)} (-tp, --nnodes)"
+                    f"tensor_parallel_size={size} over {num_hosts} hosts needs {counted(each, 'device')} of each, and rank {rank} has {len(there)} (-tp, --nnodes)"
                 )
         return Mesh(np.array([d for there in own for d in there[:each]]), (AXIS,))
     if len(devices) < size:
         platform = devices[0].platform
         hint = f"; JAX_NUM_CPU_DEVICES={size} simulates them" if platform == "cpu" else ""
         raise ConfigError(
-            f"tensor_parallel_size={size} needs {size} devices and there are {len(devices)} ({platform}){hint} (-tp)"
+            f"tensor_parallel_size={size} needs {size} devices; JAX has {counted(len(devices), 'device')} ({platform}){hint} (-tp)"
         )
     return Mesh(np.array(devices[:size]), (AXIS,))
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError, ModelLoadError, one_line
+from apt_jax.errors import InvalidRequestError, ModelLoadError, json_kind, one_line
 from apt_jax.text.chat_messages import (
     MAX_MESSAGES,
     MAX_NAME_CHARS,
@@ -354,7 +354,7 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise InvalidRequestError("tools", f"{type(tools).__name__} is not a list of tools")
+        raise InvalidRequestError("tools", f"{json_kind(tools)} is not a list of tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
     checked = []

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.text.json_values import plain_json
 
 MAX_MESSAGES = 8192
@@ -60,7 +60,8 @@ def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
         if role is None:
             raise refuse(f"[{number}] must have role and content")
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
-            raise refuse(f"[{number}] has the role {role!r:.40}, which is not a name")
+            shown = f"{role!r:.40}" if isinstance(role, str) else json_kind(role)
+            raise refuse(f"[{number}] has the role {shown}, which is not a name")
         if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise refuse(
                 f"[{number}] has the role {role!r}; the roles are {', '.join(ROLES)}, and those that the chat template names"
@@ -157,7 +158,7 @@ def _unicode(where: str, text: str) -> str:
 def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
     """Calls of tools with their arguments as objects, as templates write them."""
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
-        raise InvalidRequestError(field, f"{type(calls).__name__} is not a list of calls")
+        raise InvalidRequestError(field, f"{json_kind(calls)} is not a list of calls")
     checked = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None

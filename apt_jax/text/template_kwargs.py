@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.text.json_values import plain_json
 
 FIELD = "chat_template_kwargs"
@@ -60,7 +60,7 @@ def checked_template_kwargs(value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InvalidRequestError(FIELD, f"{type(value).__name__} is not an object of named values")
+        raise InvalidRequestError(FIELD, f"{json_kind(value)} is not an object of named values")
     if len(value) > MAX_KWARGS:
         raise InvalidRequestError(FIELD, f"{len(value)} values; at most {MAX_KWARGS}")
     for name in value:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, counted, json_kind
 from apt_jax.request import SamplingParams
 from apt_jax.validation.limits import TOO_LONG, Encoder, RequestLimits
 from apt_jax.validation.values import check_text, check_token_id
@@ -111,7 +111,7 @@ def _prompt_from_ids(limits: RequestLimits, value: object, keep_last: int | None
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         ids = value
     else:
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of token ids")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of token ids")
     if len(ids) == 0:
         raise InvalidRequestError(field, "must not be empty")
     if keep_last is not None:
@@ -119,7 +119,7 @@ def _prompt_from_ids(limits: RequestLimits, value: object, keep_last: int | None
     if len(ids) >= limits.max_model_len:  # before anything is copied
         raise InvalidRequestError(
             field,
-            f"{len(ids)} tokens leave no room for output within max_model_len={limits.max_model_len}; shorten it",
+            f"{counted(len(ids), 'prompt token')}: no room for output within max_model_len={limits.max_model_len}; shorten it",
             code=TOO_LONG,
         )
     checked = np.empty(len(ids), np.int32)
@@ -142,7 +142,7 @@ def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: 
     if room >= 1 and params.min_tokens > room:
         raise InvalidRequestError(
             "min_tokens",
-            f"{params.min_tokens} must not exceed the {room} tokens for which there is room after the prompt",
+            f"{params.min_tokens} must not exceed the room after the prompt, {counted(room, 'token')}",
         )
     return dataclasses.replace(params, max_tokens=max(room, 1))
 
@@ -153,14 +153,14 @@ def check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> Non
     if prompt_len >= limits.max_model_len:
         raise InvalidRequestError(
             "prompt",
-            f"{prompt_len} tokens leave no room for output within max_model_len={limits.max_model_len}; "
+            f"{counted(prompt_len, 'prompt token')}: no room for output within max_model_len={limits.max_model_len}; "
             f"shorten it by at least {prompt_len - limits.max_model_len + 1}",
             code=TOO_LONG,
         )
     if total > limits.max_model_len:
         raise InvalidRequestError(
             "max_tokens",
-            f"a prompt of {prompt_len} tokens and max_tokens={max_tokens} exceed max_model_len={limits.max_model_len} "
+            f"a prompt of {counted(prompt_len, 'token')} and max_tokens={max_tokens} exceed max_model_len={limits.max_model_len} "
             f"by {total - limits.max_model_len}; max_tokens can be {limits.max_model_len - prompt_len} at most",
             code=TOO_LONG,
         )
@@ -168,7 +168,7 @@ def check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> Non
     if pool is not None and total > pool:
         raise InvalidRequestError(
             "max_tokens",
-            f"a prompt of {prompt_len} tokens and max_tokens={max_tokens} can never fit the cache, which holds {pool} "
+            f"a prompt of {counted(prompt_len, 'token')} and max_tokens={max_tokens} can never fit the cache, which holds {pool} "
             f"tokens in all: {total - pool} too many; ask for less or start with a larger pool (--num-blocks-override)",
             code=TOO_LONG,
         )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apt_jax.config import SLO, SloClass
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, counted, json_kind
 from apt_jax.request import EngineRequest, SamplingParams, engine_id
 from apt_jax.validation.limits import (
     MAX_CACHE_SALT_CHARS,
@@ -193,7 +193,7 @@ def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
         field = "prompt" if count == 1 else "n"
         raise InvalidRequestError(
             field,
-            f"{num_prompts} prompts and n={count} ask for more than {most} answers at once; send several requests (--max-sequences-per-call)",
+            f"{counted(num_prompts, 'prompt')} and n={count} ask for more than {most} answers at once; send several requests (--max-sequences-per-call)",
         )
     return count
 
@@ -234,7 +234,7 @@ def check_token_ids(limits: RequestLimits, field: str, value: object, most: int)
         InvalidRequestError: they are not.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of token ids")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of token ids")
     if len(value) > most:
         raise InvalidRequestError(field, f"{len(value)} ids, at most {most} are allowed")
     return [check_token_id(f"{field}[{i}]", t, limits.vocab_size) for i, t in enumerate(value)]

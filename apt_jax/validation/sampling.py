@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, counted, json_kind
 from apt_jax.request import SamplingParams
 from apt_jax.validation.limits import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -108,7 +108,7 @@ def checked_sampling_params(
 
 def _pooling(value: object) -> Literal["mean", "last"] | None:
     if value is not None and value not in ("mean", "last"):
-        raise InvalidRequestError("pooling", f"{value!r:.40} is none of 'mean' and 'last'")
+        raise InvalidRequestError("pooling", f"{shown(value)} is none of 'mean' and 'last'")
     return cast('Literal["mean", "last"] | None', value)
 
 
@@ -128,10 +128,10 @@ class _RaisedTemperatures:
         if now_s - self._said_s < _WARN_EVERY_S:
             return
         logger.warning(
-            "temperature %.3g is raised to %g, below which results may overflow (%d times since this was last said)",
+            "temperature %.3g is raised to %g, below which results may overflow (%s since this was last said)",
             temperature,
             MIN_TEMPERATURE,
-            self._count,
+            counted(self._count, "time"),
         )
         self._count, self._said_s = 0, now_s
 
@@ -165,7 +165,7 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidRequestError("logit_bias", f"{type(value).__name__} is not a mapping of token ids to numbers")
+        raise InvalidRequestError("logit_bias", f"{json_kind(value)} is not a mapping of token ids to numbers")
     if len(value) > MAX_LOGIT_BIAS:
         raise InvalidRequestError("logit_bias", f"{len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
     checked = {
@@ -178,7 +178,7 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
 def _strings(field: str, value: object, most: int, most_chars: int, flag: str = "") -> tuple[str, ...]:
     """Return distinct strings, neither empty nor too long."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of strings")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of strings")
     if len(value) > most:
         raise InvalidRequestError(field, f"{len(value)} strings, at most {most} are allowed{flag}")
     for text in value:
@@ -235,7 +235,7 @@ def _allowed_token_ids(limits: RequestLimits, value: object) -> tuple[int, ...] 
         return None
     field = "allowed_token_ids"
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of ids")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of ids")
     if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
         raise InvalidRequestError(
             field, f"{len(value)} ids; give 1 to {MAX_ALLOWED_TOKEN_IDS}, or leave it out to allow all"
@@ -248,7 +248,7 @@ def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> t
     if value is None:
         value = ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise InvalidRequestError("stop_token_ids", f"{type(value).__name__} is not a list of ids")
+        raise InvalidRequestError("stop_token_ids", f"{json_kind(value)} is not a list of ids")
     if len(value) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError("stop_token_ids", f"{len(value)} ids, at most {MAX_STOP_TOKEN_IDS} are allowed")
     ids = [check_token_id("stop_token_ids", token_id, limits.vocab_size) for token_id in value]

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.validation.limits import (
     MAX_CHOICES,
@@ -38,7 +38,9 @@ def checked_structured_outputs(value: object) -> StructuredOutputsParams | None:
                 raise InvalidRequestError(field, f"{shown(name)} must be one of {', '.join(_FIELDS)}")
         value = StructuredOutputsParams(**value)  # checked field by field below
     elif not isinstance(value, StructuredOutputsParams):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not StructuredOutputsParams")
+        raise InvalidRequestError(
+            field, f"{json_kind(value)} is neither StructuredOutputsParams nor an object of its fields"
+        )
     given = [name for name in _KINDS if getattr(value, name) is not None]
     if value.json_object is not None and not check_flag(f"{field}.json_object", value.json_object):
         given.remove("json_object")
@@ -74,7 +76,7 @@ def checked_structured_outputs(value: object) -> StructuredOutputsParams | None:
 
 def _choices(field: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a list of texts")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list of texts")
     if not 1 <= len(value) <= MAX_CHOICES:
         raise InvalidRequestError(field, f"{len(value)} texts; give 1 to {MAX_CHOICES}")
     texts = tuple(dict.fromkeys(check_bounded_text(field, text) for text in value))
@@ -124,7 +126,7 @@ def _schema(field: str, value: object) -> str:
             raise InvalidRequestError(field, f"not a JSON value: {str(error)[:80]}") from None
         text = check_bounded_text(field, text)
     else:
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a JSON schema: give an object, or its text")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a JSON schema: give an object, or its text")
     try:
         schema = json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
         compact = json.dumps(schema, allow_nan=False, separators=(",", ":"))

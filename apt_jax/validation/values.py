@@ -1,13 +1,14 @@
 """Checks of single values: numbers, flags, texts. Nothing is coerced: ``True`` is not a number, ``"2"`` is not a
 number."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.validation.limits import MAX_GRAMMAR_BYTES, MIN_POSITIVE, FieldSpec
 
 
@@ -15,11 +16,18 @@ def shown(value: object) -> str:
     """Return a value for a message, never long, and never slow or impossible to print."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
-    if value is None or isinstance(value, bool | float | np.generic):
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float | np.generic):
         return repr(value)
     if isinstance(value, int) and abs(value) < 10**20:
         return str(value)
-    return f"a {type(value).__name__}"
+    return json_kind(value)
+
+
+def described(value: object) -> str:
+    """Return a value for a message that says that it is of a wrong kind: a string with its kind."""
+    return f"{shown(value)} ({json_kind(value)})" if isinstance(value, str) else shown(value)
 
 
 def check_field(spec: FieldSpec, value: object) -> Any:
@@ -46,7 +54,7 @@ def check_integer(field: str, value: object, low: int, high: int, rule: str | No
         InvalidRequestError: it is not one.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not an integer")
+        raise InvalidRequestError(field, f"{described(value)} is not an integer")
     number = int(value)
     if not low <= number <= high:
         text = shown(number) if abs(number) < 10**20 else "a number of more than 20 digits"
@@ -61,7 +69,7 @@ def check_number(field: str, value: object, *, signed: bool = True) -> float:
         InvalidRequestError: it is not one.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not a number")
+        raise InvalidRequestError(field, f"{described(value)} is not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -82,7 +90,7 @@ def check_flag(field: str, value: object) -> bool:
         InvalidRequestError: it is anything else.
     """
     if not isinstance(value, bool | np.bool_):
-        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not true or false")
+        raise InvalidRequestError(field, f"{described(value)} is not true or false")
     return bool(value)
 
 
@@ -93,7 +101,7 @@ def check_text(field: str, value: object) -> str:
         InvalidRequestError: it is not one.
     """
     if not isinstance(value, str):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not text")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not text")
     if not value:
         raise InvalidRequestError(field, "must not be empty")
     try:
@@ -125,7 +133,7 @@ def check_mapping(field: str, value: object) -> Mapping[str, object]:
         InvalidRequestError: it is not one.
     """
     if not isinstance(value, Mapping):
-        raise InvalidRequestError(field, f"{shown(value)} ({type(value).__name__}) is not an object")
+        raise InvalidRequestError(field, f"{described(value)} is not an object")
     return value
 
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from apt_jax.errors import counted
 from serve.batches.calls import CANCELLED, EXPIRED
 from serve.batches.feeder import BatchFeeder, RunningBatch
 from serve.batches.input_file import InputRead, read_input
@@ -220,8 +221,8 @@ class BatchRunner:
                 del self._running[record.id]
         self._counters.ended[record.status] += 1
         logger.info(
-            "batch %s: %s, %d of %d requests completed, %d failed",
-            record.id, record.status, record.completed, record.total, record.failed, extra=_fields(record),
+            "batch %s: %s, %d of %s completed, %d failed",
+            record.id, record.status, record.completed, counted(record.total, "request"), record.failed, extra=_fields(record),
         )  # fmt: skip
 
     async def _validate(self, batch: RunningBatch) -> None:
@@ -254,7 +255,7 @@ class BatchRunner:
 
         await store.run(begin)
         if record.status == "in_progress":
-            logger.info("batch %s: in_progress, %d requests", record.id, record.total, extra=_fields(record))
+            logger.info("batch %s: in_progress, %s", record.id, counted(record.total, "request"), extra=_fields(record))
 
     def _read(self, record: BatchRecord, check: Callable[[Any], None]) -> InputRead | None:
         """Read the input file of a batch, in a thread. None: the batch is cancelled, its deadline has passed, or the
@@ -282,7 +283,7 @@ class BatchRunner:
             return None
         if record.num_validations >= MAX_VALIDATIONS:
             raise ValidationInterruptedError(
-                f"the server ended {record.num_validations} times while it read the input file, which is not read again; if the "
+                f"the server ended {counted(record.num_validations, 'time')} while it read the input file, which is not read again; if the "
                 "file was not the cause, create the batch again, else split the file"
             )
         self.store.call(lambda: count(1))
@@ -478,7 +479,7 @@ class BatchRunner:
         while True:
             num = await self.store.run(lambda: self.store.delete_expired_files(now_s()))
             if num:
-                logger.info("%d files of batches have expired", num)
+                logger.info("%s of batches expired", counted(num, "file"))
             await asyncio.sleep(_HOUSEKEEPING_S)
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, counted
 from serve.batches.config import FLAG, BatchConfig
 from serve.batches.records import (
     OPEN,
@@ -210,7 +210,7 @@ class BatchStore:
         try:
             self.check_room(record.tenant, record.bytes)
             if self._one("SELECT COUNT(*) FROM files WHERE tenant = ?", record.tenant) >= self.config.max_files:
-                raise DiskFullError(f"there are {self.config.max_files} files of this API key: delete some")
+                raise DiskFullError(f"this API key has {counted(self.config.max_files, 'file')}, the most: delete some")
             with disk_errors():
                 _sync(written)
                 os.replace(written, self.path(record.id))

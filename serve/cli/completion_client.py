@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from apt_jax.config import EngineConfig
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, counted
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
@@ -166,5 +166,5 @@ def verdict(finish: pb.Finish) -> str:
     if kind := cache_kind_name(finish.cache_kind):
         parts.append(f"{kind} cache")
     if finish.num_preemptions:
-        parts.append(f"preempted {finish.num_preemptions} times")
+        parts.append(f"preempted {counted(finish.num_preemptions, 'time')}")
     return ", ".join(parts)

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from apt_jax.assets import sonnet_prompts
 from apt_jax.config import SLO, CacheConfig, CacheMode, EngineConfig, SchedulerConfig
+from apt_jax.errors import counted
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine, recalibrate
 from apt_jax.frontend.components import EngineComponents, with_policy
@@ -268,5 +269,5 @@ def run(args: argparse.Namespace) -> int:
     )
     failed = [a.error for answers in runs.values() for a in answers if a.error]
     if failed:
-        console.print(f"{len(failed)} requests failed, the first with: {failed[0]}")
+        console.print(f"{counted(len(failed), 'request')} failed, the first with: {failed[0]}")
     return 1 if failed else 0

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from apt_jax.errors import InvalidRequestError, QueueFullError
+from apt_jax.errors import InvalidRequestError, QueueFullError, counted
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.validation import check_mapping
 from serve.batches.calls import ENDPOINTS
@@ -220,7 +220,7 @@ class BatchEndpoints:
             if file.purpose != INPUT_PURPOSE:
                 raise InvalidRequestError("input_file_id", f"its purpose must be {INPUT_PURPOSE!r}")
             if store.num_open_batches(tenant) >= store.config.max_open_batches:
-                message = f"{store.config.max_open_batches} batches of this API key have not ended; wait or cancel some"
+                message = f"this API key has {counted(store.config.max_open_batches, 'open batch', 'open batches')}, the most; wait or cancel some"
                 raise QueueFullError(message, 60.0)
             store.add_batch(record)
 

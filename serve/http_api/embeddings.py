@@ -15,6 +15,7 @@ from apt_jax.frontend.embedding import check_dimensions, embedding
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest
 from apt_jax.validation import MAX_INTEGER
+from apt_jax.validation.values import shown
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.http_api.errors import HttpError
@@ -129,7 +130,7 @@ def _choice(body: Body, name: str, known: Sequence[str]) -> str:
     if value is None:
         return known[0]
     if value not in known:
-        raise InvalidRequestError(name, f"{value!r:.40} is none of {', '.join(map(repr, known))}")
+        raise InvalidRequestError(name, f"{shown(value)} is none of {', '.join(map(repr, known))}")
     return value
 
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import RequestMetrics
@@ -113,7 +113,7 @@ def _text(body: Body, name: str, *, required: bool = False) -> str:
             raise InvalidRequestError(name, "missing; give a text, which may be empty")
         return ""
     if not isinstance(value, str):
-        raise InvalidRequestError(name, f"{type(value).__name__} is not text")
+        raise InvalidRequestError(name, f"{json_kind(value)} is not text")
     return value
 
 
@@ -121,7 +121,7 @@ def _files(extra: object) -> list[ExtraFile]:
     if extra is None:
         return []
     if not isinstance(extra, list):
-        raise InvalidRequestError(_EXTRA, f"{type(extra).__name__} is not a list of files")
+        raise InvalidRequestError(_EXTRA, f"{json_kind(extra)} is not a list of files")
     if len(extra) > _MAX_FILES:
         raise InvalidRequestError(_EXTRA, f"{len(extra)} files must be at most {_MAX_FILES}")
     files = []
@@ -132,7 +132,7 @@ def _files(extra: object) -> list[ExtraFile]:
             given = check_mapping(name, file).get(part)
             given = default if given is None else given
             if not isinstance(given, str):
-                raise InvalidRequestError(f"{name}.{part}", f"{type(given).__name__} is not text")
+                raise InvalidRequestError(f"{name}.{part}", f"{json_kind(given)} is not text")
             made[part] = given
         files.append(ExtraFile(made["filename"], made["text"]))
     return files

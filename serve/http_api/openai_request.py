@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from apt_jax.errors import DuplicateRequestError, InvalidRequestError
+from apt_jax.errors import DuplicateRequestError, InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.text.detokenizer import IncrementalDetokenizer
@@ -225,7 +225,7 @@ def read_call(
     base_id = body.get("request_id")
     if base_id is None:
         base_id = f"req-{uuid.uuid4().hex}"
-    output = OutputPlan()
+    output, slo_names = OutputPlan(), _slo_names(body, headers)
     try:
         prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
         if kind == "chat":
@@ -238,9 +238,10 @@ def read_call(
         if kind == "completion" and body.get("suffix"):
             requests = [ending_with_middle(parts, request) for request in requests]
         check_prompt_logprobs(parts.limits, [(r.prompt_token_ids.size, r.params) for r in requests])
+        deadline_ms = _slo_value(body, "deadline_ms")
+        deadline_s = None if deadline_ms is None else arrival_s + check_deadline_ms(deadline_ms)
     except InvalidRequestError as error:
-        raise _renamed(error, kind, given, output) from None
-    deadline_ms = _slo_value(body, "deadline_ms", "deadline_ms")
+        raise _renamed(error, kind, given, output, slo_names) from None
     echoes = _echoes(parts, body, requests[::n]) if kind == "completion" else None
     return CompletionCall(
         kind=kind,
@@ -249,7 +250,7 @@ def read_call(
         model=requests[0].adapter or parts.model_name,
         requests=requests,
         n=n,
-        deadline_s=None if deadline_ms is None else arrival_s + check_deadline_ms(deadline_ms),
+        deadline_s=deadline_s,
         stream=stream,
         include_usage=options is not None and flag(options, "include_usage", "stream_options."),
         continuous_usage=options is not None and flag(options, "continuous_usage_stats", "stream_options."),
@@ -261,7 +262,7 @@ def read_call(
         tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
         timings=flag(body, "aptjax_timings"),
         service_tier=used_tier(requests[0].slo_class, _tier(body, headers)),
-        renamed=functools.partial(_renamed, kind=kind, body=given, output=output),
+        renamed=functools.partial(_renamed, kind=kind, body=given, output=output, slo_names=slo_names),
         output=output,
         functions=kind == "chat" and uses_functions(given),
     )
@@ -277,7 +278,7 @@ def check_model(parts: EngineComponents, body: Body) -> None:
     if model is None or model == "":
         return
     if not isinstance(model, str):
-        raise InvalidRequestError("model", f"{type(model).__name__} is not a name")
+        raise InvalidRequestError("model", f"{json_kind(model)} is not a name")
     require_served_model(parts, model)
 
 
@@ -349,11 +350,27 @@ def _logit_bias(value: object) -> object:
     return changed
 
 
-_SLO_PARTS = ("ttft_ms", "tbt_ms", "class", "deadline_ms")
+_SLO_PARTS = {"ttft_ms": "slo_ttft_ms", "tbt_ms": "slo_tbt_ms", "class": "slo_class", "deadline_ms": "deadline_ms"}
+"""Fields of `slo`, and their flat twins."""
+_SLO_KEYS = {"ttft_ms": TTFT_KEYS, "tbt_ms": TBT_KEYS}
+"""Headers for them."""
 
 
-def _slo_value(body: Body, name: str, flat_name: str) -> object:
+def _slo_names(body: Body, headers: Mapping[str, str]) -> dict[str, str]:
+    """Names under which objectives were sent, by those that they may have in errors."""
+    nested = body.get("slo") or {}
+    names: dict[str, str] = {}
+    for part, flat in _SLO_PARTS.items():
+        sent = [flat] if body.get(flat) is not None else []
+        sent += [f"slo.{part}"] if nested.get(part) is not None else []
+        sent += [key for key in _SLO_KEYS.get(part, ()) if key in headers]
+        names |= dict.fromkeys((flat, f"slo.{part}"), sent[0]) if sent else {}
+    return names
+
+
+def _slo_value(body: Body, name: str) -> object:
     """A field of `slo`, or its flat twin."""
+    flat_name = _SLO_PARTS[name]
     slo = {} if body.get("slo") is None else check_mapping("slo", body["slo"])
     unknown = next((part for part in slo if part not in _SLO_PARTS), None)
     if unknown is not None:  # not an OpenAI field: no client sends it for another server
@@ -367,8 +384,7 @@ def _slo_value(body: Body, name: str, flat_name: str) -> object:
 
 def _slo_fields(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
     """SLOs and class: those of the body, else of headers, else the server's default."""
-    ttft, tbt = _slo_value(body, "ttft_ms", "slo_ttft_ms"), _slo_value(body, "tbt_ms", "slo_tbt_ms")
-    slo_class = _slo_value(body, "class", "slo_class")
+    ttft, tbt, slo_class = (_slo_value(body, name) for name in ("ttft_ms", "tbt_ms", "class"))
     of_tier = _class_of_priority(body.get("priority")) or class_of_tier(_tier(body, headers))
     return {
         "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
@@ -499,13 +515,15 @@ def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
     return text.removesuffix(IncrementalDetokenizer(tokenizer, request.prompt_token_ids).flush())
 
 
-def _renamed(error: InvalidRequestError, kind: Kind, body: Body, output: OutputPlan) -> InvalidRequestError:
+def _renamed(
+    error: InvalidRequestError, kind: Kind, body: Body, output: OutputPlan, slo_names: Mapping[str, str]
+) -> InvalidRequestError:
     """Rename the field in an error to the name that the body has for it."""
     if isinstance(error, DuplicateRequestError):
         return error
     name, bracket, rest = error.field.partition("[")
     prompt = "prompt" if kind == "completion" else "messages"
-    names = {"prompt": prompt, "prompt_token_ids": prompt}
+    names = {**slo_names, "prompt": prompt, "prompt_token_ids": prompt}
     if kind == "chat" and body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
     if kind == "chat":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import embedding
 from apt_jax.frontend.outputs import OutputDelta
@@ -72,7 +72,7 @@ def _texts(body: Body, side: str) -> list[str]:
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             field = f"{side}[{index}]" if isinstance(value, list) else side
-            raise InvalidRequestError(field, f"{type(text).__name__} is not text")
+            raise InvalidRequestError(field, f"{json_kind(text)} is not text")
     return texts
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
-from apt_jax.errors import DuplicateRequestError, InvalidRequestError
+from apt_jax.errors import DuplicateRequestError, InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import EngineRequest
 from apt_jax.text.chat import MAX_MESSAGES
@@ -176,7 +176,7 @@ def check_items(field: str, value: object) -> Sequence[Any]:
         InvalidRequestError: it is not one.
     """
     if not isinstance(value, list):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not a list")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not a list")
     if not value:
         raise InvalidRequestError(field, "must not be empty")
     if len(value) > MAX_MESSAGES:
@@ -186,4 +186,4 @@ def check_items(field: str, value: object) -> Sequence[Any]:
 
 def quoted(value: object) -> str:
     """A client's word for a message, never long."""
-    return repr(value[:40]) if isinstance(value, str) else f"a {type(value).__name__}"
+    return repr(value[:40]) if isinstance(value, str) else json_kind(value)

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, counted
 from serve.errors import CommandError
 from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, is_loopback
 from serve.http_api.socket_file import FLAG as UDS_FLAG
@@ -240,7 +240,7 @@ def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str
         return [dict(env)] * count
     if count * size > len(gpus):
         raise ConfigError(
-            f"{count} replicas of {size} devices need {count * size}, and {len(gpus)} can be seen ({', '.join(gpus)}): lower --replicas or -tp, or have CUDA_VISIBLE_DEVICES name more"
+            f"{counted(count, 'replica')} of {counted(size, 'device')} must have {count * size}, and {len(gpus)} can be seen ({', '.join(gpus)}): lower --replicas or -tp, or have CUDA_VISIBLE_DEVICES name more"
         )
     return [{**env, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * size : (i + 1) * size])} for i in range(count)]
 

@@ -23,7 +23,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, counted
 from serve.errors import CommandError
 from serve.observability.call_log import write_line
 from serve.signals import Signals
@@ -95,7 +95,7 @@ class Supervisor:
             failures = 1 if healthy_s >= STEADY_S else failures + 1
             if failures > self._max_restarts:
                 raise CommandError(
-                    f"{name} {how}, {failures} times in a row (--max-restarts {self._max_restarts}); last log line: {self._last_log_line()}"
+                    f"{name} {how}, {counted(failures, 'time')} in a row (--max-restarts {self._max_restarts}); last log line: {self._last_log_line()}"
                 )
             delay_s = min(2.0 ** (failures - 1), _MAX_RESTART_DELAY_S)
             logger.warning("%s %s; it is started again in %g s", name, how, delay_s)

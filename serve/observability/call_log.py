@@ -20,6 +20,7 @@ from typing import Any, Literal, TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
+from apt_jax.errors import counted
 from serve.observability.call_record import NO_ID, CallRecord
 
 Format = Literal["text", "json"]
@@ -181,7 +182,9 @@ class CallLog:
         left_out = self._recent.pop(reason)[0] - (0 if reason == _STARTING else _MOST_LINES)
         if left_out <= 0:
             return
-        self._logger.info("%d more requests: %s", left_out, reason, extra={"reason": reason, "left_out": left_out})
+        self._logger.info(
+            "%s: %s", counted(left_out, "more request"), reason, extra={"reason": reason, "left_out": left_out}
+        )
         if reason == _STARTING and not self._closed:
             self._begin_start_window()  # this was its line
 

@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 import apt_jax
-from apt_jax.errors import ConfigError
+from apt_jax.errors import ConfigError, counted
 from apt_jax.metrics import RequestRecord
 from apt_jax.request import EngineRequest, RequestMetrics
 from serve.observability.call_log import log_failure
@@ -147,7 +147,7 @@ class _Exporter(SpanExporter):
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._num_lost:
-                logger.warning("%s takes traces again; %d spans were lost", self._where, self._num_lost)
+                logger.warning("%s takes traces again; lost: %s", self._where, counted(self._num_lost, "span"))
             self._num_lost = 0
         else:
             if not self._num_lost:

@@ -120,7 +120,7 @@ def test_too_few_devices_are_named():
     with pytest.raises(ConfigError) as caught:
         parallel.tensor_mesh(count + 1)
     assert str(caught.value) == (
-        f"tensor_parallel_size={count + 1} needs {count + 1} devices and there are {count} (cpu); "
+        f"tensor_parallel_size={count + 1} needs {count + 1} devices; JAX has {count} device{'s' * (count != 1)} (cpu); "
         f"JAX_NUM_CPU_DEVICES={count + 1} simulates them (-tp)"
     )
 

@@ -99,7 +99,7 @@ def test_the_log_has_a_line_a_minute(caplog):
         parts.engine.step()
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert lines == [
-        f"policy broken failed, fcfs schedules instead ({n} iterations so far): ZeroDivisionError: no reason"
+        f"policy broken failed, fcfs schedules instead ({n} iteration{'s' * (n != 1)} so far): ZeroDivisionError: no reason"
         for n in (1, 31, 61)
     ]
 

@@ -143,7 +143,7 @@ def test_classes_are_those_of_each_prompt():
     assert seen == ["rt", "rt", "be", "be", "be", "rt", "be"]
     with pytest.raises(InvalidRequestError, match=r"slo_class: 'flex' must be 'rt' .* or 'be'"):
         generate(llm, ["a"], GREEDY, slo_class="flex")
-    with pytest.raises(InvalidRequestError, match="slo_class: 1 entries for 2 prompts"):
+    with pytest.raises(InvalidRequestError, match="slo_class: 1 entry for 2 prompts"):
         generate(llm, ["a", "b"], GREEDY, slo_class=["be"])
 
 

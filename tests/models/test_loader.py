@@ -447,7 +447,7 @@ def test_one_tensor_under_two_names_is_refused(tmp_path):
 def test_F3_a_missing_shard_is_named(tmp_path):
     write_model(tmp_path, TINY, random_tensors(TINY), shards=3)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    assert "1 of 3 shards are missing: model-00002-of-00003" in _refusal(tmp_path)
+    assert "of 3 shards 1 is missing: model-00002-of-00003" in _refusal(tmp_path)
 
 
 def test_shards_that_contradict_the_index_or_each_other_are_refused(tmp_path):

@@ -125,7 +125,7 @@ def test_modules_without_tensors_may_be_listed_as_in_peft(tmp_path):
         ({"base_model.model.model.decoder.embed_tokens.lora_embedding_A": (4, 48)}, "neither lora_A nor lora_B"),
         ({f"base_model.model.{Q}.lora_magnitude_vector": (16,)}, "neither lora_A nor lora_B"),
         ({f"{'a.' * 500_000}lora_A.weight": (4, 48)}, "has a name of 1000013 characters, at most 1024 are read"),
-        ({f"base_model.model.{Q}.lora_B.weight": None}, "is missing of 1 modules"),
+        ({f"base_model.model.{Q}.lora_B.weight": None}, "is missing of 1 module"),
         ({f"base_model.model.{Q}.lora_A.weight": (4, 12)}, "not [r, 16] and [16, r]; is it of another model?"),
         ({f"base_model.model.{Q}.lora_B.weight": (16, 3)}, "not [r, 16] and [16, r]"),
         ({f"{Q}.lora_A.weight": (4, 16)}, "are the same tensor"),
@@ -184,7 +184,7 @@ def test_bounds_and_damage(tmp_path):
 
 def test_adapters_of_another_model_are_refused(tmp_path):
     write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": (16, 16), "model.layers.0.mlp.gate_proj": (16, 24)})
-    with pytest.raises(ModelLoadError, match="1 modules are no linear layers of this model") as error:
+    with pytest.raises(ModelLoadError, match="it changes 1 module where this model has no linear layer") as error:
         load(tmp_path)
     assert "mlp.gate_proj" in str(error.value)
 

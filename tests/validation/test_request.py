@@ -193,7 +193,7 @@ def test_R2_prompt_and_output_together_are_bounded_and_the_message_says_by_how_m
     assert "13 at most" in message
     assert build("x" * 50, limits=limits, params=SamplingParams(max_tokens=13))
     refused("prompt", prompt="x" * 63, limits=limits, params=SamplingParams(max_tokens=1))
-    assert "64 tokens" in refused("prompt_token_ids", prompt=None, prompt_token_ids=[1] * 64, limits=limits)
+    assert "64 prompt tokens" in refused("prompt_token_ids", prompt=None, prompt_token_ids=[1] * 64, limits=limits)
 
 
 def test_R3_what_can_never_fit_the_pool_is_refused():
@@ -342,7 +342,7 @@ def test_a_temperature_that_is_too_small_is_raised_and_said_so_once(caplog, monk
     with caplog.at_level("WARNING", logger="apt_jax.validation"):
         assert [build(params={"temperature": t}).params.temperature for t in (1e-8, 0.001, 0.00999)] == [0.01] * 3
     assert [record.getMessage() for record in caplog.records] == [
-        "temperature 1e-08 is raised to 0.01, below which results may overflow (1 times since this was last said)"
+        "temperature 1e-08 is raised to 0.01, below which results may overflow (1 time since this was last said)"
     ]
     assert build(params={"temperature": 0.0}).params.is_greedy
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from apt_jax.errors import ModelLoadError, one_line
+from apt_jax.errors import ModelLoadError, counted, json_kind, one_line
 from apt_jax.utils.json_memory import MAX_JSON_BYTES, check_json_memory
 
 _MAX_ELEMENTS = 2**48
@@ -150,7 +150,7 @@ def _parse_json(text: bytes, where: str, allowance: int = 0) -> dict[str, Any]:
     ) as error:  # undecodable bytes, syntax, integers or nesting beyond any use
         raise ModelLoadError(f"{where}: not valid JSON ({type(error).__name__}: {one_line(str(error)):.120})") from None
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{where}: must hold a JSON object, not {type(value).__name__}")
+        raise ModelLoadError(f"{where}: must hold a JSON object, not {json_kind(value)}")
     return value
 
 
@@ -394,7 +394,10 @@ def _shards(directory: Path, index_name: str) -> list[Path]:
     paths = [file_inside(directory, name, str(where)) for name in sorted(set(names))]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise ModelLoadError(f"{where}: {len(missing)} of {len(paths)} shards are missing: {format_names(missing)}")
+        are = "is" if len(missing) == 1 else "are"
+        raise ModelLoadError(
+            f"{where}: of {counted(len(paths), 'shard')} {len(missing)} {are} missing: {format_names(missing)}"
+        )
     return paths
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from apt_jax.errors import ModelLoadError
+from apt_jax.errors import ModelLoadError, counted
 from apt_jax.models.checkpoint_map import ModelFamily
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.config_fields import ConfigFields
@@ -79,7 +79,7 @@ def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelCo
         unknown = sorted(module for module in pairs if family.strip_prefix(module) not in places)
         if unknown:
             raise ModelLoadError(
-                f"{weights}: {len(unknown)} modules are no linear layers of this model, or not ones that adapters may "
+                f"{weights}: it changes {counted(len(unknown), 'module')} where this model has no linear layer, or none that adapters may "
                 f"change here ({format_names(unknown)})"
             )
         matrices: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
@@ -184,7 +184,9 @@ def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str,
         pairs[module][which] = name
     single = sorted(module for module, tensors in pairs.items() if len(tensors) < 2)
     if single:
-        raise ModelLoadError(f"{path}: lora_A or lora_B is missing of {len(single)} modules ({format_names(single)})")
+        raise ModelLoadError(
+            f"{path}: lora_A or lora_B is missing of {counted(len(single), 'module')} ({format_names(single)})"
+        )
     return pairs
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from apt_jax.config import DType, LoadFormat
+from apt_jax.errors import counted
 from serve.cli import options
 from serve.cli.output import write_json
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         )
     seconds = time.monotonic() - started
     sys.stdout.write(
-        f"{result['path']}: {result['tensors']} tensors, {result['bytes'] / 2**20:.1f} MiB, {seconds:.1f} s\n"
+        f"{result['path']}: {counted(result['tensors'], 'tensor')}, {result['bytes'] / 2**20:.1f} MiB, {seconds:.1f} s\n"
     )
     write_json(args.json, {**result, "seconds": seconds})
     return 0

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from serve.http_api.translation import check_items, quoted
 
 ROLES = ("user", "assistant", "system")
@@ -81,7 +81,7 @@ def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
 def _add(made: list[Message], turn: Message, role: str, field: str, block: object) -> Message:
     """Add a block of a message; returns the message that the next one belongs to."""
     if not isinstance(block, Mapping):
-        raise InvalidRequestError(field, f"{type(block).__name__} is not a block")
+        raise InvalidRequestError(field, f"{json_kind(block)} is not a block")
     kind = block.get("type")
     if isinstance(kind, str) and kind in _UNSUPPORTED:
         raise InvalidRequestError(field, f"{_UNSUPPORTED[kind]} are not supported; send text")
@@ -157,7 +157,7 @@ def _texts(field: str, content: object) -> object:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(field, f"{type(content).__name__} is neither a text nor a list of blocks")
+        raise InvalidRequestError(field, f"{json_kind(content)} is neither a text nor a list of blocks")
     parts = []
     for at, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
@@ -171,5 +171,5 @@ def _texts(field: str, content: object) -> object:
 
 def _text(field: str, value: object) -> str:
     if not isinstance(value, str):
-        raise InvalidRequestError(field, f"{type(value).__name__} is not text")
+        raise InvalidRequestError(field, f"{json_kind(value)} is not text")
     return value

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.validation import MAX_INTEGER, check_integer, check_mapping
 from apt_jax.validation.values import check_number
@@ -88,9 +88,7 @@ def read_call(
     chat["max_tokens"] = check_integer("max_tokens", body["max_tokens"], 1, MAX_INTEGER)
     if body.get("stop_sequences") is not None:
         if not isinstance(body["stop_sequences"], list):
-            raise InvalidRequestError(
-                "stop_sequences", f"{type(body['stop_sequences']).__name__} is not a list of texts"
-            )
+            raise InvalidRequestError("stop_sequences", f"{json_kind(body['stop_sequences'])} is not a list of texts")
         chat["stop"] = body["stop_sequences"]
     temperature = body.get("temperature")
     if temperature is not None:
@@ -163,7 +161,7 @@ def _take_output_config(body: Body, chat: dict[str, Any]) -> None:
     effort = config.get("effort")
     if effort is not None:
         if not isinstance(effort, str):
-            raise InvalidRequestError("output_config.effort", f"{type(effort).__name__} is not a word")
+            raise InvalidRequestError("output_config.effort", f"{json_kind(effort)} is not a word")
         chat["reasoning_effort"] = effort
 
 

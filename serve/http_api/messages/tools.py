@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.text.chat import MAX_TOOLS
 from apt_jax.validation import check_flag
 from serve.http_api.translation import leave_out_tools, quoted
@@ -28,7 +28,7 @@ def chat_tools(tools: object) -> list[Tool]:
     if tools is None:
         return []
     if not isinstance(tools, list):
-        raise InvalidRequestError("tools", f"{type(tools).__name__} is not a list of tools")
+        raise InvalidRequestError("tools", f"{json_kind(tools)} is not a list of tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
     made = []
@@ -66,7 +66,7 @@ def chat_choice(choice: object) -> tuple[object, bool | None]:
         return None, None
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     if not isinstance(choice, Mapping) or not isinstance(kind, str) or kind not in (*_CHOICES, "tool"):
-        raise InvalidRequestError("tool_choice", "must be {'type': ...} with one of auto, any, tool, none")
+        raise InvalidRequestError("tool_choice", 'must be {"type": ...} with one of auto, any, tool, none')
     alone = choice.get("disable_parallel_tool_use")
     parallel = None if alone is None else not check_flag("tool_choice.disable_parallel_tool_use", alone)
     if kind != "tool":

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from serve.http_api.translation import check_items, quoted
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -50,7 +50,7 @@ def messages_of(instructions: object, given: object) -> list[Message]:
     messages: list[Message] = []
     if instructions is not None:
         if not isinstance(instructions, str):
-            raise InvalidRequestError("instructions", f"{type(instructions).__name__} is not text")
+            raise InvalidRequestError("instructions", f"{json_kind(instructions)} is not text")
         messages.append({"role": "system", "content": instructions})
     if given is None:
         raise InvalidRequestError("input", "missing; give a text or a list of items")
@@ -63,7 +63,7 @@ def messages_of(instructions: object, given: object) -> list[Message]:
 
 def _add(messages: list[Message], field: str, item: object) -> None:
     if not isinstance(item, Mapping):
-        raise InvalidRequestError(field, f"{type(item).__name__} is not an item")
+        raise InvalidRequestError(field, f"{json_kind(item)} is not an item")
     kind = item.get("type")
     match "message" if kind is None else kind:
         case "message":
@@ -140,12 +140,12 @@ def _content(field: str, content: object) -> object:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(field, f"{type(content).__name__} is neither a text nor a list of parts")
+        raise InvalidRequestError(field, f"{json_kind(content)} is neither a text nor a list of parts")
     parts = []
     for number, part in enumerate(content):
         at = f"{field}[{number}]"
         if not isinstance(part, Mapping):
-            raise InvalidRequestError(at, f"{type(part).__name__} is not a part")
+            raise InvalidRequestError(at, f"{json_kind(part)} is not a part")
         kind = part.get("type")
         if isinstance(kind, str) and kind in _PARTS_WITHOUT_TEXT:
             raise InvalidRequestError(at, f"{_PARTS_WITHOUT_TEXT[kind]} are not supported; send text")
@@ -158,6 +158,6 @@ def _content(field: str, content: object) -> object:
 def _text(field: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidRequestError(
-            field, f"{'missing; give a text' if value is None else f'{type(value).__name__} is not text'}"
+            field, f"{'missing; give a text' if value is None else f'{json_kind(value)} is not text'}"
         )
     return value

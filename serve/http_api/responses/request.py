@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.validation import MAX_INTEGER, MAX_LOGPROBS, check_integer, check_mapping
 from serve.compact_json import json_bytes
@@ -63,7 +63,7 @@ _OWN = (*_TAKEN, *SHOWN, *REFUSED)
 _OF_CHAT = {
     "functions": "tools",
     "function_call": "tool_choice",
-    "logprobs": f"include: [{LOGPROBS!r}]",
+    "logprobs": f'include: ["{LOGPROBS}"]',
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -207,7 +207,7 @@ def _logprobs(body: Body, chat: dict[str, Any]) -> int:
     """Put the log probabilities that are asked for into a chat completion; returns how many most likely tokens."""
     include = body.get("include")
     if include is not None and not isinstance(include, list):
-        raise InvalidRequestError("include", f"{type(include).__name__} is not a list")
+        raise InvalidRequestError("include", f"{json_kind(include)} is not a list")
     for name in include or ():
         if name not in INCLUDABLE:
             raise InvalidRequestError("include", f"{quoted(name)} must be one of {', '.join(INCLUDABLE)}")

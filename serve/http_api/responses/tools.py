@@ -4,7 +4,7 @@ have to run."""
 from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.text.chat import MAX_TOOLS
 from apt_jax.validation import check_flag
 from serve.http_api.translation import leave_out_tools, quoted
@@ -25,7 +25,7 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
     if tools is None:
         return [], []
     if not isinstance(tools, list):
-        raise InvalidRequestError("tools", f"{type(tools).__name__} is not a list of tools")
+        raise InvalidRequestError("tools", f"{json_kind(tools)} is not a list of tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(tools)} tools; at most {MAX_TOOLS}")
     made, shown = [], []
@@ -77,7 +77,7 @@ def chat_choice(choice: object) -> object:
         if kind is not None and kind not in KINDS:
             raise InvalidRequestError("tool_choice", f"the type {quoted(kind)} is not supported; name a function")
     raise InvalidRequestError(
-        "tool_choice", f"must be one of {', '.join(CHOICES)}, or {{'type': 'function', 'name': ...}}"
+        "tool_choice", f'must be one of {", ".join(CHOICES)}, or {{"type": "function", "name": ...}}'
     )
 
 
@@ -89,6 +89,6 @@ def _allowed(choice: Mapping[str, Any]) -> object:
     for tool in given:
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind not in KINDS or not isinstance(tool.get("name"), str):
-            raise InvalidRequestError("tool_choice", "allowed_tools must be {'type': 'function', 'name': ...}")
+            raise InvalidRequestError("tool_choice", 'allowed_tools must be {"type": "function", "name": ...}')
         tools.append({"type": kind, kind: {"name": tool["name"]}})
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError
+from apt_jax.errors import InvalidRequestError, json_kind
 
 INPUT = "input"
 """The argument of a custom tool."""
@@ -36,12 +36,12 @@ def with_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
         if body.get("tools"):
             raise InvalidRequestError("functions", "cannot be given together with tools; put them there")
         if not isinstance(functions, list):
-            raise InvalidRequestError("functions", f"{type(functions).__name__} is not a list of functions")
+            raise InvalidRequestError("functions", f"{json_kind(functions)} is not a list of functions")
         changed["tools"] = [{"type": "function", "function": function} for function in functions]
         changed["tool_choice"] = _old_choice(choice)
         changed["parallel_tool_calls"] = False
     elif functions not in (None, []):
-        raise InvalidRequestError("functions", f"{type(functions).__name__} is not a list of functions")
+        raise InvalidRequestError("functions", f"{json_kind(functions)} is not a list of functions")
     elif choice not in (None, "none", "auto"):
         raise InvalidRequestError("function_call", "asks for a call; give the functions in functions")
     messages = body.get("messages")
@@ -121,7 +121,7 @@ def function_of(field: str, tool: Mapping[str, Any]) -> Json:
         raise InvalidRequestError(field, 'must be {"type": "custom", "custom": {"name": ..., ...}}')
     description = custom.get("description")
     if not isinstance(description, str | None):
-        raise InvalidRequestError(field, f"has a description that is not text but {type(description).__name__}")
+        raise InvalidRequestError(field, f"has a description that is not text but {json_kind(description)}")
     schema = {"type": "string", **_pattern(field, custom.get("format"))}
     function = {
         "name": custom["name"],

@@ -77,7 +77,7 @@ def test_what_does_not_go_with_a_suffix_is_told_in_one_line():
             ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "cannot be given together with suffix"),
             ({"prompt": [1, 2]}, "prompt", "must be a text, or a list of texts"),
             ({"prompt": []}, "prompt", "must be a text, or a list of texts"),
-            ({"suffix": 5}, "suffix", "int is not text"),
+            ({"suffix": 5}, "suffix", "a number is not text"),
             ({"suffix": "x" * 9000}, "suffix", "shorten it"),
             ({"prompt": "x" * 150, "suffix": "x" * 150}, "prompt", ""),
         ):

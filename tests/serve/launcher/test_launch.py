@@ -427,7 +427,7 @@ def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
         (
             ("--replicas", "2", "-tp", "2"),
             {"CUDA_VISIBLE_DEVICES": "0,1", "JAX_PLATFORMS": ""},
-            "2 replicas of 2 devices need 4, and 2 can be seen (0, 1): lower --replicas or -tp",
+            "2 replicas of 2 devices must have 4, and 2 can be seen (0, 1): lower --replicas or -tp",
         ),
     ],
 )

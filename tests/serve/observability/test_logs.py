@@ -12,6 +12,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2
 
+from apt_jax.errors import counted
 from apt_jax.frontend.streams import EngineStartingError
 from serve.observability import call_log as logs
 from serve.observability.call_record import CallRecord
@@ -225,7 +226,7 @@ def test_what_is_refused_has_ten_lines_a_second_and_one_for_the_rest():
         told = [line for line in mine if "request_id" in line]
         rest = [line for line in mine if "left_out" in line]
         assert len(told) + sum(line["left_out"] for line in rest) == 30
-        assert all(f"{line['left_out']} more requests: {reason}" in line["message"] for line in rest)
+        assert all(f"{counted(line['left_out'], 'more request')}: {reason}" in line["message"] for line in rest)
     assert sum(line["reason"] == "length" for line in found) == 15
 
 

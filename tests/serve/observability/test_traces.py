@@ -256,7 +256,7 @@ def test_a_collector_that_comes_back_is_told_of(caplog):
             await served.until(lambda: "does not take traces" in caplog.text, 40)
             found.status = 200
             await served.ask("hi", max_tokens=2)
-            await served.until(lambda: "takes traces again; 4 spans were lost" in caplog.text, 40)
+            await served.until(lambda: "takes traces again; lost: 4 spans" in caplog.text, 40)
 
     with collector() as found, tracing(found.url) as tracer:
         asyncio.run(scenario(tracer))

@@ -90,8 +90,8 @@ def test_consecutive_messages_of_a_role_are_one_turn():
         ({"type": "tool_use", "id": "t", "name": "f", "input": {}}, "'tool_use' is not supported in messages of this role"),
         ({"type": "server_tool_use"}, "'server_tool_use' is not supported"),
         (result(1, content=[{"type": "image"}]), "images are not supported"),
-        ("text", "str is not a block"),
-        ({"type": "text"}, "NoneType is not text"),
+        ("text", "a string is not a block"),
+        ({"type": "text"}, "null is not text"),
     ],
 )  # fmt: skip
 def test_blocks_that_are_not_supported_are_refused_by_name(block, problem):

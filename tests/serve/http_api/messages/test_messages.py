@@ -134,7 +134,7 @@ def test_tokens_are_counted_as_the_prompt_is():
         assert response.json() == {"input_tokens": want["usage"]["prompt_tokens"]}
         refused = await served.post("/v1/messages/count_tokens", {"messages": "hi"}, headers=HEADERS)
         assert refused.status_code == 400
-        assert error_of(refused)["message"] == "messages: str is not a list"
+        assert error_of(refused)["message"] == "messages: a string is not a list"
 
     run(scenario, parts=parts())
 
@@ -192,14 +192,14 @@ REFUSALS = [
     ({"max_tokens": None}, "max_tokens: missing"),
     ({"max_tokens": 0}, "max_tokens: 0 must"),
     ({"temperature": 1.5}, "temperature: 1.5 must lie in [0, 1]"),
-    ({"stop_sequences": "x"}, "stop_sequences: str is not a list"),
+    ({"stop_sequences": "x"}, "stop_sequences: a string is not a list"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop": ["x"]}, "stop: is not a field of this API; use stop_sequences"),
     ({"messages": []}, "messages: must not be empty"),
     ({"messages": None}, "messages: missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]: role 'tool' must be one of"),
     ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "image"}]}]}, "messages[1].content[0]: images are"),
-    ({"system": 5}, "system: int is neither"),
+    ({"system": 5}, "system: a number is neither"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: the tool 'web_search_20250305' is not"),
     ({"tools": [{"name": "f"}]}, "tools[0]: must have a name and an input_schema"),
     ({"tool_choice": "any"}, "tool_choice: must be"),

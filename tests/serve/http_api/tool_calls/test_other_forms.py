@@ -91,7 +91,7 @@ def test_old_calls_and_results_make_the_prompt_of_new_ones():
     ("fields", "field", "says"),
     [
         ({"functions": [TIME], "tools": [{"type": "function", "function": TIME}]}, "functions", "together with tools"),
-        ({"functions": {"name": "f"}}, "functions", "dict is not a list of functions"),
+        ({"functions": {"name": "f"}}, "functions", "an object is not a list of functions"),
         ({"functions": [{"name": "a b"}]}, "functions[0]", "must match"),
         ({"functions": [5]}, "functions", r"\[0\] must be"),
         ({"functions": [TIME], "function_call": {"name": "other"}}, "function_call", "'other' is not the name"),
