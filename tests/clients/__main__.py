@@ -128,6 +128,7 @@ def try_client(client: Client, environments: Path, variables: Mapping[str, str])
     with tempfile.TemporaryDirectory() as folder:  # clients keep caches where they run
         command = [python, HERE / "cases" / client.script]
         if client.is_javascript:  # packages are looked for beside the script
+            shutil.copy(HERE / "cases" / "harness.mjs", python)
             command = ["node", shutil.copy(HERE / "cases" / client.script, python)]
         try:
             done = subprocess.run(

@@ -1,16 +1,10 @@
-// Ollama's client for JavaScript; prints a line for each feature, as `harness.py` does.
+// Ollama's client for JavaScript.
 
+import { expect, messages, model, rootUrl, run } from "./harness.mjs";
 import { Ollama } from "ollama";
 
-const host = process.env.CLIENTS_URL ?? "http://127.0.0.1:8000";
-const model = process.env.CLIENTS_MODEL ?? "smollm2-135m";
-const client = new Ollama({ host, headers: { authorization: "Bearer no-key-is-needed" } });
-const messages = [{ role: "user", content: "What is the capital of France?" }];
+const client = new Ollama({ host: rootUrl, headers: { authorization: "Bearer no-key-is-needed" } });
 const options = { temperature: 0, num_predict: 16 };
-
-function expect(condition, message = "") {
-  if (!condition) throw new Error(typeof message === "string" ? message : JSON.stringify(message));
-}
 
 const features = {
   async models() {
@@ -50,15 +44,4 @@ const features = {
   },
 };
 
-let failed = false;
-for (const [feature, check] of Object.entries(features)) {
-  try {
-    await check();
-    console.log(JSON.stringify({ feature, ok: true, detail: "" }));
-  } catch (error) {
-    failed = true;
-    console.error(error);
-    console.log(JSON.stringify({ feature, ok: false, detail: String(error).slice(0, 500) }));
-  }
-}
-process.exit(failed ? 1 : 0);
+await run(features);
