@@ -101,8 +101,7 @@ def test_help_states_a_default_or_a_meaning_for_every_flag(command):
     from serve.cli.flags import Parser
 
     parser = Parser(prog=command)
-    module = "serve.demo.demo" if command == "demo" else f"serve.cli.commands.{command}"
-    importlib.import_module(module).add_arguments(parser)
+    importlib.import_module(_COMMANDS[command][0]).add_arguments(parser)
     for action in parser._actions:
         assert action.help, action.option_strings
         if action.nargs != 0 and action.option_strings:
