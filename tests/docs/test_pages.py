@@ -25,6 +25,13 @@ OTHERS = (
 """Flags of other programs that pages name."""
 
 
+FOREIGN = {
+    "FindBlock", "FindPreemptBlock", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "LoRARequest", "MemoryMax",
+    "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME", "OTEL_TRACES_SAMPLER",
+}  # fmt: skip
+"""Names of papers and other programs."""
+
+
 def _inline_code(page: Path) -> Iterator[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     yield from re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
@@ -66,6 +73,38 @@ def test_functions_that_pages_name_exist() -> None:
         if (call := re.fullmatch(r"(?:[\w]+\.)*(\w+)\(\)", code)) and call.group(1) not in defined
     ]
     assert not missing, "\n".join(missing)
+
+
+def test_classes_and_constants_that_pages_name_exist() -> None:
+    """`Class`, `Class.attribute` and `CONSTANT_NAME`."""
+    known: set[str] = set()
+    for tree in _source("apt_jax", "serve", "tests", "benchmarks", "tools"):
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.alias():
+                    known.add(node.name.rpartition(".")[2])
+                case ast.Name():
+                    known.add(node.id)
+                case ast.Attribute():
+                    known.add(node.attr)
+                case ast.Constant(value=str(text)):
+                    known.update(re.findall(r"\w+", text))
+    names = r"[A-Z][a-z]+[A-Z]\w*(?:\.\w+)?|[A-Z]+_[A-Z_]+"
+    missing = [
+        _where(page, code)
+        for page in PAGES
+        for code in _inline_code(page)
+        if re.fullmatch(names, code) and not known.union(FOREIGN).issuperset(code.split("."))
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_metrics_that_the_page_lists_exist() -> None:
+    texts = "".join(path.read_text() for path in (ROOT / "serve").rglob("*.py"))
+    page = (ROOT / "docs" / "serving" / "observability.md").read_text()
+    named = re.findall(r"`(?:aptjax|vllm):(\w+)", page)
+    assert len(named) > 20
+    assert not [name for name in named if name.removesuffix("_total") not in texts]
 
 
 @functools.cache
