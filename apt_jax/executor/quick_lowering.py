@@ -1,37 +1,58 @@
-"""Lowers many programs in less time: half a gigabyte of objects is not collected again and again, and modules that do not
-exist are not looked for at every operation."""
+"""Lowers many programs in less time: half a gigabyte of objects is not collected again and again, and Triton's operations
+are not looked for at every use."""
 
 import contextlib
 import gc
+import importlib
 import importlib.util
+import logging
 import sys
+import threading
 from collections.abc import Iterator
 
-_LOOKED_FOR = ("jaxlib.mlir.dialects", "jaxlib.mosaic.python", "jaxlib.thunky.python")
-"""Where jaxlib's bindings look for the module of a dialect, for every operation of it."""
-_DIALECT = "tt"
-"""Names of Triton's modules, which jaxlib lacks."""
+logger = logging.getLogger(__name__)
+
+_LOOKED_FOR, _TRITON = "jaxlib.mlir.dialects.tt", "jaxlib.triton.dialect"
+"""Where jaxlib's bindings look for Triton's operations, again at each of them until they find a module; and the module."""
+_NEW_OBJECTS = 100_000
+"""Objects that a collection waits for: most of a program's are gone by themselves by then."""
+
+_lock = threading.Lock()
+_num_within = 0
+_before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
+"""Thresholds of collections before the first came in, and whether the heap was frozen."""
 
 
 @contextlib.contextmanager
 def quick_lowering() -> Iterator[None]:
-    """Within it, garbage collections skip the objects that existed before. It may be nested, and serve threads."""
-    for package in _LOOKED_FOR:
-        name = f"{package}.{_DIALECT}"
-        if name not in sys.modules and not _exists(name):
-            sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails at once
-    frozen_before = gc.get_freeze_count() > 0
-    if not frozen_before:
-        gc.freeze()
+    """While it lasts, collections are rare and leave alone what there was before. It may be nested, and serve threads."""
+    global _num_within, _before
+    with _lock:
+        if not _num_within:
+            _name_triton()
+            _before = gc.get_threshold(), gc.get_freeze_count() > 0
+            if not _before[1]:
+                gc.freeze()
+            if 0 < _before[0][0] < _NEW_OBJECTS:
+                gc.set_threshold(_NEW_OBJECTS, *_before[0][1:])
+        _num_within += 1
     try:
         yield
     finally:
-        if not frozen_before:
-            gc.unfreeze()
+        with _lock:
+            _num_within -= 1
+            if not _num_within:
+                gc.set_threshold(*_before[0])
+                if not _before[1]:
+                    gc.unfreeze()
 
 
-def _exists(name: str) -> bool:
+def _name_triton() -> None:
+    """Put the module of Triton's operations where it is looked for."""
+    if _LOOKED_FOR in sys.modules:
+        return
     try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # not even its package
-        return False
+        if importlib.util.find_spec(_LOOKED_FOR) is None:
+            sys.modules[_LOOKED_FOR] = importlib.import_module(_TRITON)
+    except ImportError as error:
+        logger.info("programs with Triton kernels take longer to lower: %s", error)
