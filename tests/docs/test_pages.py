@@ -186,3 +186,9 @@ def test_messages_that_are_explained_are_those_of_the_source() -> None:
 def test_messages_that_the_source_does_not_have_are_noticed() -> None:
     other = ["this line is in no source", "the pool, ... of a model, ... takes the queue"]
     assert _unprinted(other) == other
+
+
+def test_the_pages_are_short() -> None:
+    """At most 40,000 words in all pages and the changelog; records under docs/lab are not counted."""
+    pages = [page for page in PAGES if "lab" not in page.parts and page.name != "SECURITY.md"]
+    assert sum(len(page.read_text().split()) for page in [*pages, ROOT / "CHANGELOG.md"]) <= 40_000
