@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from apt_jax.errors import AptJaxError, InvalidRequestError, QueueFullError, json_kind
 from apt_jax.request import StructuredOutputsParams, TokenConstraint
 from apt_jax.structured.compile_worker import TokenTable
-from apt_jax.structured.json_schema import exact_schema
+from apt_jax.structured.json_schema import closed, exact_schema
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.memory import spare_memory_bytes
 from apt_jax.utils.worker_process import (
@@ -137,6 +137,8 @@ def json_schema_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
         ValueError: a keyword cannot be enforced; one line.
     """
     schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
+    if isinstance(schema, dict):
+        schema = closed(schema)
     whitespace: dict[str, Any] = (
         {"whitespace_flexible": False}
         if wanted.disable_any_whitespace

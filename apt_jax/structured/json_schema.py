@@ -10,6 +10,8 @@
 * `propertyNames` that are an expression or listed names become `patternProperties` or `properties`.
 * Bounds and constants that llguidance would round.
 
+`closed` takes out of a schema, before, what small models would not end: properties that it does not list.
+
 `minProperties` that counts names which the schema does not list is rejected: nothing keeps them from being equal.
 """
 
@@ -30,6 +32,15 @@ Node: TypeAlias = dict[str, Any]
 _SCHEMA = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 _SCHEMAS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_COMPOSED = (
+    "allOf", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "not", "then",
+    "unevaluatedProperties",
+)  # fmt: skip
+_CHOICES = ("$ref", "anyOf", "oneOf")
+_OF_OBJECTS = (
+    "additionalProperties", "const", "enum", "maxProperties", "minProperties", "patternProperties", "properties",
+    "propertyNames", "required",
+)  # fmt: skip
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 
 _LEAP = r"[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00"
@@ -114,6 +125,54 @@ def _at(place: _Place) -> Iterator[None]:
     except ValueError as error:
         path = _path(place)
         raise ValueError(f"{path}.{error}" if path else str(error)) from None
+
+
+def closed(schema: Mapping[str, Any]) -> Node:
+    """Return a schema that allows no more than the given one: objects whose properties are listed have no others, unless
+    `additionalProperties` or `patternProperties` allow them, or one of the required ones is not listed. Small models
+    would add properties without end.
+    """
+    branches = _Branches(dict(schema))
+
+    def composed(value: Any) -> bool:
+        if isinstance(value, list):
+            return any(map(composed, value))
+        if not isinstance(value, Mapping):
+            return False
+        choices = sum(key in value for key in _CHOICES)
+        if choices > 1 or (choices and any(key in value for key in _OF_OBJECTS)):
+            return True
+        patterns = value.get("patternProperties")
+        if isinstance(patterns, Mapping) and ("properties" in value or len(patterns) > 1):
+            return True  # several schemas for one value
+        if isinstance(value.get("oneOf"), list) and branches.overlap(value["oneOf"]) is not None:
+            return True  # a value that one closed branch forbids may satisfy it as it was written
+        named = [value[key].values() for key in _NAMED if isinstance(value.get(key), Mapping)]  # any names
+        others = [item for key, item in value.items() if key not in _NAMED]
+        return any(key in value for key in _COMPOSED) or any(map(composed, [*itertools.chain(*named), *others]))
+
+    def close(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        made = dict(value)
+        for key in _NAMED:
+            if isinstance(made.get(key), Mapping):
+                made[key] = {name: close(item) for name, item in made[key].items()}
+        for key in ("additionalProperties", "items"):
+            if key in made:
+                made[key] = close(made[key])
+        for key in ("anyOf", "oneOf", "prefixItems"):
+            if isinstance(made.get(key), list):
+                made[key] = [close(item) for item in made[key]]
+        if isinstance(made.get("properties"), Mapping) and not made.keys() & {"additionalProperties", "const", "enum"}:
+            names, required, fewest = made["properties"].keys(), made.get("required", []), made.get("minProperties", 0)
+            suffices = isinstance(required, list) and isinstance(fewest, int | float) and fewest <= len(names)
+            if suffices and names >= set(map(str, required)):
+                made["additionalProperties"] = False
+        return made
+
+    # What is composed of several schemas that each close themselves would allow nothing.
+    return dict(schema) if composed(schema) else close(schema)
 
 
 class _Rewriter:

@@ -16,7 +16,7 @@ import pytest
 from apt_jax.errors import InvalidRequestError
 from apt_jax.structured import expressions
 from apt_jax.structured.expressions import are_apart
-from apt_jax.structured.json_schema import _FORMAT_SHAPES, Names, exact_schema
+from apt_jax.structured.json_schema import _FORMAT_SHAPES, Names, closed, exact_schema
 from tests.support.cases import num_cases
 from tests.support.output_sampler import OutputSampler
 from tests.support.suite_schemas import OTHER_FORMATS, suite_schema
@@ -87,8 +87,10 @@ def test_outputs_of_any_schema_satisfy_it(sampler: OutputSampler, record_propert
 
 # --- one by one -----------------------------------------------------------------------------------------------------------
 
-OPEN = {"type": "object", "properties": {"b": {"type": "integer"}, "n\n": {"type": "null"}}, "required": ["b"]}
+OPEN = {"type": "object", "properties": {"b": {"type": "integer"}, "n\n": {"type": "null"}}, "required": ["b"], "additionalProperties": True}  # fmt: skip
 CLOSED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+LISTED = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OTHER = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
 HALF = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 ONE_NAME = {"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": DIGIT, "b": DIGIT}, "additionalProperties": False}  # fmt: skip
@@ -110,12 +112,36 @@ TEXTS = [
     (ONE_NAME, '{"a":1}', True), (ONE_NAME, '{"b":1}', True), (ONE_NAME, "{}", 1), (ONE_NAME, '{"a":1,', 6),
     ({"type": "string", "format": "password"}, '"any"', True), ({"type": "string", "format": "hostname"}, '"a-b.org"', True),
     ({"type": "string", "format": "hostname"}, '"xn--a', 4),
+    (LISTED, '{"a":1}', True), (LISTED, "{}", True), (LISTED, '{"a":1,', 6), (LISTED, '{"b', 2), (LISTED | {"required": ["a"]}, '{"a":1,', 6),
+    ({"type": "array", "items": LISTED}, '[{"a":1,', 7), ({"anyOf": [LISTED, {"type": "null"}]}, '{"a":1,', 6),
+    ({"oneOf": [LISTED, {"type": "null"}]}, '{"a":1,', 6), ({"properties": {"c": {"$ref": "#/$defs/d"}}, "$defs": {"d": LISTED}}, '{"c":{"a":1,', 11),
+    (LISTED | {"additionalProperties": True}, '{"a":1,"b":2}', True), (LISTED | {"additionalProperties": DIGIT}, '{"b":2}', True),
+    (LISTED | {"patternProperties": {"^b": DIGIT}}, '{"a":1,"b1":2}', True), (LISTED | {"required": ["b"]}, '{"b":2}', True),
+    ({"allOf": [LISTED, OTHER]}, '{"a":1,"b":2}', True),
+    (LISTED | {"anyOf": [OTHER, {"type": "null"}]}, '{"a":1,"b":2}', True),
+    ({"properties": {"c": OTHER}, "patternProperties": {"^c": LISTED}}, '{"c":{"b":2,"a":1}}', True),
+    ({"$ref": "#/$defs/d", "$defs": {"d": LISTED}, "properties": {"b": DIGIT}}, '{"a":1,"b":2}', True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schema", "text", "accepted"), TEXTS, ids=lambda x: str(x)[:50])
 def test_what_a_schema_allows(sampler: OutputSampler, schema: object, text: str, accepted: bool | int) -> None:
     assert repr(sampler.accepts(schema, text)) == repr(accepted)
+
+
+def test_closed_schemas_allow_less_and_never_more() -> None:
+    assert closed(LISTED) == {**LISTED, "additionalProperties": False}
+    named = {"type": "object", "properties": {"if": {"type": "string"}, "not": LISTED}}  # names, no keywords
+    assert closed(named)["additionalProperties"] is False
+    assert closed(named)["properties"]["not"] == closed(LISTED)
+    for composed in (
+        {"allOf": [LISTED, OTHER]}, {"anyOf": [LISTED], "required": ["b"]}, {"anyOf": [LISTED], "oneOf": [OTHER]},
+        {"$ref": "#/$defs/d", "anyOf": [OTHER], "$defs": {"d": LISTED}}, {"items": LISTED, "contains": OTHER},
+        {"properties": {"a": {"not": LISTED}}}, {"if": LISTED}, {"dependentRequired": {"a": ["b"]}} | LISTED,
+        {"oneOf": [LISTED, OTHER]}, {"patternProperties": {"a": LISTED, "b": OTHER}}, LISTED | {"minProperties": 2},
+        LISTED | {"enum": [{"b": 1}]}, LISTED | {"const": {"b": 1}}, LISTED | {"required": ["b"]},
+    ):  # fmt: skip
+        assert closed(composed) == composed
 
 
 @pytest.mark.parametrize(
@@ -146,7 +172,7 @@ OVERLAPPING = [
     [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/any"}], [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}],
     [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^[ab]"}], [{"pattern": "^a"}, {"pattern": "^b"}],
     [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}], [{"type": "string", "format": name} for name in ("ipv6", "uri")],
-    [{"maximum": 3}, {"minimum": 4}], [{"required": ["a"]}, {"properties": {"a": True}}], [{"const": 1}, {"const": 1.0}],
+    [{"maximum": 3}, {"minimum": 4}], [LISTED, OTHER], [{"required": ["a"]}, {"properties": {"a": True}}], [{"const": 1}, {"const": 1.0}],
 ]  # fmt: skip
 DISJOINT = [
     [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "null"}], [{"type": "number", "maximum": 3}, {"type": "number", "minimum": 4}],

@@ -5,16 +5,15 @@ around the arguments is fixed to the character, and there is no whitespace in ar
 models were trained on: `serve.http_api.tool_calls.constrained` reads what comes of it.
 """
 
-import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.structured.compiler import field_of, json_schema_of
-from apt_jax.structured.json_schema import exact_schema
+from apt_jax.structured.json_schema import closed, exact_schema
 from apt_jax.text.tokenizer import Tokenizer
 from serve.http_api.tool_calls.definitions import Function
 from serve.http_api.tool_calls.forms import CallForm
@@ -25,10 +24,6 @@ _ANY = "(?s:.*)"
 _SPACE = r"[ \t\r\n]"
 _FREE = "FREE"
 _NL = "\n"
-_COMPOSED = ("allOf", "if", "then", "else", "dependentSchemas", "unevaluatedProperties", "not")
-_SUBSCHEMAS = ("properties", "$defs", "definitions")
-_SUBSCHEMA = ("items", "additionalProperties")
-_LISTS = ("anyOf", "oneOf", "prefixItems")
 
 Literal = Callable[[str], str]
 """Writes a text as a Lark expression."""
@@ -203,38 +198,3 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
     if not function.strict:
         exact["x-guidance"] = {**exact["x-guidance"], "lenient": True}
     return exact
-
-
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that allows no more than the given one: objects whose properties are listed have no others. Small models
-    would go on with new ones for ever."""
-
-    def composed(value: Any) -> bool:
-        if isinstance(value, list):
-            return any(map(composed, value))
-        if not isinstance(value, Mapping):
-            return False
-        named = [value[key].values() for key in _SUBSCHEMAS if isinstance(value.get(key), Mapping)]  # any names
-        others = [item for key, item in value.items() if key not in _SUBSCHEMAS]
-        return any(key in value for key in _COMPOSED) or any(map(composed, [*itertools.chain(*named), *others]))
-
-    def close(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        made = dict(value)
-        for key in _SUBSCHEMAS:
-            if isinstance(made.get(key), Mapping):
-                made[key] = {name: close(item) for name, item in made[key].items()}
-        for key in _SUBSCHEMA:
-            if key in made:
-                made[key] = close(made[key])
-        for key in _LISTS:
-            if isinstance(made.get(key), list):
-                made[key] = [close(item) for item in made[key]]
-        alone = not any(key in made for key in ("anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties"))
-        if isinstance(made.get("properties"), Mapping) and alone:
-            made["additionalProperties"] = False
-        return made
-
-    # What is composed of several schemas that each close themselves would allow nothing.
-    return dict(schema) if composed(schema) else close(schema)

@@ -16,7 +16,7 @@ from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import Function
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText
 from serve.http_api.tool_calls.forms import PARSERS, form_of
-from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, closed, literals_of
+from serve.http_api.tool_calls.grammar import answer_grammar, answer_rules, calls_grammar, literals_of
 from tests.support.cases import num_cases
 from tests.support.random_schemas import random_schema
 
@@ -171,21 +171,6 @@ def test_other_constraints_begin_after_reasoning_or_stand_beside_calls(constrain
 
 def test_a_grammar_of_ones_own_has_rules_that_are_not_combined():
     assert answer_rules(StructuredOutputsParams(grammar='start: "x"')) is None
-
-
-def test_closed_schemas_allow_less_and_never_more():
-    assert closed(CITY) == {**CITY, "additionalProperties": False}
-    composed = {"allOf": [CITY, {"type": "object", "properties": {"b": {}}}]}
-    assert closed(composed) == composed
-    open_ = {"type": "object", "properties": {"a": CITY}, "additionalProperties": True}
-    assert closed(open_) == {**open_, "properties": {"a": closed(CITY)}}
-    by_reference = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": CITY}}
-    assert closed(by_reference)["$defs"]["a"] == closed(CITY)
-    named = {"type": "object", "properties": {"if": {"type": "string"}, "not": CITY}}  # names, no keywords
-    assert closed(named)["additionalProperties"] is False
-    assert closed(named)["properties"]["not"] == closed(CITY)
-    inner = {"type": "object", "properties": {"a": {"not": CITY}}}
-    assert closed(inner) == inner
 
 
 @pytest.mark.seeds
