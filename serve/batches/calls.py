@@ -19,12 +19,13 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.streams import RequestStreamGroup
 from apt_jax.request import EngineRequest
+from apt_jax.validation import check_flag
 from serve.batches.records import Outcome
 from serve.generate_call import CallService, EngineCall, run_generate
 from serve.http_api.endpoints import ENDPOINTS as HTTP_ENDPOINTS
 from serve.http_api.endpoints import Endpoint, ResponseBuilder, TextCall
 from serve.http_api.errors import to_http_error
-from serve.http_api.openai_request import Body, flag, parse_json
+from serve.http_api.openai_request import Body, parse_json
 from serve.observability.call_record import CallRecord
 from serve.slo_headers import TIER_KEY, class_of_tier
 
@@ -69,7 +70,7 @@ class BatchCall:
 
         def read() -> TextCall:
             body = parse_json(self._data)["body"]
-            if flag(body, "stream"):
+            if body.get("stream") is not None and check_flag("stream", body["stream"]):
                 raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
             class_of_tier(body.get(TIER_KEY))  # of no effect, but a mistake is told
             call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)

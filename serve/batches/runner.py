@@ -228,7 +228,7 @@ class BatchRunner:
     async def _validate(self, batch: RunningBatch) -> None:
         record, store = batch.record, self.store
         parts = self._service.engine().parts
-        read = functools.partial(self._read, record, lambda body: check_model(parts, body))
+        read = functools.partial(self._read, record, lambda body: check_model(parts, body.get("model")))
         reading = asyncio.ensure_future(self._files.run(read, record.tenant))
         try:
             found = await asyncio.shield(reading)

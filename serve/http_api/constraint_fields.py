@@ -7,8 +7,10 @@ decided there and in `apt_jax.validation`. A body has one constraint, under any 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from apt_jax import validation
 from apt_jax.errors import InvalidRequestError
 from apt_jax.validation import check_mapping
+from serve.http_api.json_schemas import FLAG, NULL, Schema, list_of, object_of, or_null
 
 OWN_FIELD = "structured_outputs"
 RESPONSE_FORMAT = "response_format"
@@ -92,3 +94,48 @@ def _response_format(value: object) -> dict[str, object] | None:
                 raise InvalidRequestError(f"{RESPONSE_FORMAT}.json_schema", "has no schema")
             return {"json": schema}
     raise InvalidRequestError(RESPONSE_FORMAT, "type must be one of text, json_object, json_schema")
+
+
+# --- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def schemas() -> dict[str, Schema]:
+    """Schemas of all fields that hold a constraint."""
+    text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
+    whitespace = or_null({"type": "string", "minLength": 1, "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES})
+    kinds: dict[str, Schema] = {
+        "json": {"anyOf": [text, {"type": ["object", "boolean"]}]},
+        "regex": text,
+        "choice": list_of(text, 1, validation.MAX_CHOICES),
+        "grammar": text,
+        "json_object": {"const": True},
+    }
+    fields = {name: or_null(kind) for name, kind in kinds.items()}
+    fields |= {"json_object": or_null(FLAG), "disable_any_whitespace": FLAG, "whitespace_pattern": whitespace}
+    exactly_one = [object_of({name: kind}, required=(name,)) for name, kind in kinds.items()]
+    others = {
+        name: or_null(kinds[ours]) | {"description": f"The same as `{OWN_FIELD}.{ours}`; instead of it."}
+        for name, ours in OTHER_NAMES.items()
+    }
+    others["grammar"] |= {"minLength": 0}  # llama.cpp's clients send an empty one for none
+    return {
+        OWN_FIELD: or_null({**object_of(fields, closed=True), "oneOf": exactly_one}),
+        RESPONSE_FORMAT: or_null(_response_formats()),
+        **others,
+        _WHITESPACE: whitespace | {"description": f"With `guided_json`: `{OWN_FIELD}.whitespace_pattern`."},
+    }
+
+
+def _response_formats() -> Schema:
+    schema = {"type": ["object", "boolean", "string"]}
+    named = object_of({"schema": schema}, required=("schema",))
+    return {
+        "anyOf": [
+            object_of({"type": {"const": "text"}}, required=("type",)),
+            object_of({"type": {"const": "json_object"}, "schema": or_null(schema)}, required=("type",)),
+            object_of({"type": {"const": "json_schema"}, "json_schema": named}, required=("type", "json_schema")),
+            object_of(
+                {"type": {"const": "json_schema"}, "schema": schema, "json_schema": NULL}, required=("type", "schema")
+            ),
+        ]
+    }

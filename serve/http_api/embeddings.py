@@ -7,7 +7,9 @@ import base64
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from msgspec import Meta
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
@@ -15,41 +17,44 @@ from apt_jax.frontend.embedding import check_dimensions, embedding
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest
 from apt_jax.validation import MAX_INTEGER
-from apt_jax.validation.values import shown
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.http_api.errors import HttpError
-from serve.http_api.openai_request import Body, flag, with_field
+from serve.http_api.openai_bodies import Addressed, CompletionBody, prompts
+from serve.http_api.openai_request import Body, build_call, with_field
 from serve.http_api.openai_request import is_slow as completion_is_slow
-from serve.http_api.openai_request import read_call as read_completion
+from serve.http_api.records import HIDDEN, EngineField, Flag, Refused, carried, read, shaped
 
 PATH = "/v1/embeddings"
 ID_PREFIX = "embd-"
-POOLINGS = ("last", "mean")
-ENCODINGS = ("float", "base64")
-REFUSED: dict[str, tuple[object, ...]] = {
+_HERE = {name: Refused(harmless, f"can only be {' or '.join(map(json.dumps, harmless))} here") for name, harmless in {
     "add_special_tokens": (True,),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
-    "messages": (),
     "padding": ("do_not_pad",),
     "truncation_side": ("left",),
     "use_activation": (True,),
-}
-"""Fields of vLLM that are refused, with the values that ask for nothing."""
-# Fields that mean the same as in a completion.
-CARRIED = (
-    "model",
-    "request_id",
-    "cache_salt",
-    "priority",
-    "truncate_prompt_tokens",
-    "slo",
-    "slo_ttft_ms",
-    "slo_class",
-    "deadline_ms",
-    "service_tier",
-)
+}.items()}  # fmt: skip
+
+
+Dimensions = Annotated[int, Meta(ge=1, le=MAX_INTEGER, description="Keep the first ones.")] | None
+
+
+class PooledBody(Addressed):
+    """Fields of bodies whose texts are embedded."""
+
+    refused: ClassVar = _HERE | {"messages": Refused((), "is not supported; use input")}
+    truncate_prompt_tokens: EngineField = None
+    pooling: Literal["mean", "last"] | None = "last"
+    stream: Annotated[Flag, HIDDEN] = None
+
+
+class EmbeddingBody(PooledBody):
+    needed: ClassVar = {"input": "missing; give a text, texts, token ids or lists of them"}
+    input: Annotated[Any, shaped(prompts)] = None
+    normalize: Annotated[Flag, Meta(description="Scale to length 1.")] = True
+    dimensions: Dimensions = None
+    encoding_format: Literal["float", "base64"] | None = "float"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,17 +65,14 @@ class EmbeddingsCall:
     model: str
     requests: Sequence[EngineRequest]
     deadline_s: float | None
-    dimensions: int | None
-    normalize: bool
-    encoding: str
     service_tier: str
     """See `serve.http_api.openai_request.CompletionCall`."""
+    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+    """Gives the field in an error the name that it has in the body."""
+    dimensions: int | None = None
+    normalize: bool = True
+    encoding: str = "float"
     stream: bool = False
-
-    @property
-    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
-        """Gives the field in an error the name that it has in the body."""
-        return _renamed
 
     def with_requests(self, requests: Sequence[EngineRequest]) -> Self:
         return dataclasses.replace(self, requests=requests)
@@ -90,53 +92,71 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    if body.get("input") is None:
-        raise InvalidRequestError("input", "missing; give a text, texts, token ids or lists of them")
-    for name, neutral in REFUSED.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            allowed = " or ".join(json.dumps(value) for value in neutral)
-            raise InvalidRequestError(name, f"can only be {allowed} here" if neutral else "is not supported; use input")
-    pooling = _choice(body, "pooling", POOLINGS)
-    encoding = _choice(body, "encoding_format", ENCODINGS)
-    dimensions = body.get("dimensions")
+    asked = read(EmbeddingBody, body)
+    check_dimensions_of(parts, asked.dimensions)
+    call = embed(parts, asked, asked.input, lambda place: f"input{place}", headers, arrival_s, tenant)
+    return dataclasses.replace(
+        call,
+        dimensions=asked.dimensions,
+        normalize=asked.normalize is not False,
+        encoding=asked.encoding_format or "float",
+    )
+
+
+def check_dimensions_of(parts: EngineComponents, dimensions: int | None) -> None:
+    """Raises InvalidRequestError: embeddings of the model have fewer dimensions."""
     config = parts.model_config
     check_dimensions(dimensions, MAX_INTEGER if config is None else config.embedding_size or config.hidden_size)
-    if flag(body, "stream"):
+
+
+def embed(
+    parts: EngineComponents,
+    body: PooledBody,
+    texts: object,
+    name: Callable[[str], str],
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None,
+) -> EmbeddingsCall:
+    """Build a request of the engine for each text; raises as `read_call`.
+
+    Args:
+        parts, headers, arrival_s, tenant: as there.
+        body: its other fields.
+        texts: a text, texts, token ids or lists of them.
+        name: gives the field of the text at a place, such as ``[3]``; empty: of all texts.
+    """
+    if body.stream:
         raise InvalidRequestError("stream", "is not possible for embeddings; leave it out")
-    fields = {name: body[name] for name in CARRIED if name in body}
-    fields |= {"prompt": body["input"], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    asked = CompletionBody(
+        **carried(body, Addressed),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        prompt=texts,
+        max_tokens=1,
+        temperature=0,
+        ignore_eos=True,
+    )
+
+    def renamed(error: InvalidRequestError) -> InvalidRequestError:
+        field, bracket, rest = error.field.partition("[")
+        return with_field(error, name(bracket + rest)) if field == "prompt" else error
+
     try:
-        call = read_completion(parts, "completion", fields, headers, arrival_s, tenant)
+        call = build_call(parts, asked, headers, arrival_s, tenant)
     except InvalidRequestError as error:
-        raise _renamed(error) from None
-    pooled = cast('Literal["mean", "last"]', pooling)
+        raise renamed(error) from None
+    pooling = body.pooling or "last"
     return EmbeddingsCall(
         call_id=ID_PREFIX + call.call_id.partition("-")[2],
         model=call.model,
         requests=[
-            dataclasses.replace(request, params=dataclasses.replace(request.params, pooling=pooled))
+            dataclasses.replace(request, params=dataclasses.replace(request.params, pooling=pooling))
             for request in call.requests
         ],
         deadline_s=call.deadline_s,
-        dimensions=dimensions,
-        normalize=True if body.get("normalize") is None else flag(body, "normalize"),
-        encoding=encoding,
         service_tier=call.service_tier,
+        renamed=renamed,
     )
-
-
-def _choice(body: Body, name: str, known: Sequence[str]) -> str:
-    value = body.get(name)
-    if value is None:
-        return known[0]
-    if value not in known:
-        raise InvalidRequestError(name, f"{shown(value)} is none of {', '.join(map(repr, known))}")
-    return value
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    name, bracket, rest = error.field.partition("[")
-    return with_field(error, f"input{bracket}{rest}") if name == "prompt" else error
 
 
 class EmbeddingsResponse:

@@ -1,7 +1,10 @@
 """Building blocks of the JSON schemas in the OpenAPI document."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from apt_jax.validation import MAX_INTEGER, MIN_POSITIVE, REQUEST_FIELDS, FieldSpec, RequestLimits
 
 Schema = dict[str, Any]
 
@@ -50,3 +53,72 @@ def or_null(schema: Schema) -> Schema:
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     return {"anyOf": [schema, NULL]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Bounds of schemas that depend on the model."""
+
+    limits: RequestLimits | None = None
+    """None: there is no engine yet, so that lengths and ids have no bound of a model."""
+    models: Sequence[str] = ()
+    """Names that requests may use; (): any."""
+
+    @property
+    def model(self) -> Schema:
+        return {"enum": [*self.models, "", None]} if self.models else {"type": ["string", "null"]}
+
+    @property
+    def token(self) -> Schema:
+        return integer(0, MAX_INTEGER if self.limits is None else self.limits.vocab_size - 1)
+
+    @property
+    def token_ids(self) -> Schema:
+        """A prompt that leaves room for a token of output."""
+        return list_of(self.token, 1, MAX_INTEGER if self.limits is None else self.limits.max_model_len - 1)
+
+    @property
+    def max_output(self) -> int:
+        if self.limits is None:
+            return MAX_INTEGER
+        pool = self.limits.max_pool_tokens
+        return min(self.limits.max_model_len, MAX_INTEGER if pool is None else pool) - 1
+
+    @property
+    def max_sequences(self) -> int:
+        return int(REQUEST_FIELDS["n"].max or 1) if self.limits is None else self.limits.max_sequences
+
+    def optional(self, name: str) -> Schema:
+        """That of a field that may be null, with its default."""
+        default = REQUEST_FIELDS[name].default
+        return or_null(self.field(name)) | ({} if default in (None, ()) else {"default": default})
+
+    def field(self, name: str) -> Schema:
+        """The schema of a request field by its declaration in `REQUEST_FIELDS`."""
+        spec = REQUEST_FIELDS[name]
+        match spec.type:
+            case "integer":
+                bounds = integer(spec.min, self.max_output if name == "min_tokens" else spec.max)
+                return bounds | ({"not": {"const": 0}} if name == "truncate_prompt_tokens" else {})
+            case "number":
+                return number(MIN_POSITIVE if spec.open_min else spec.min, spec.max)
+            case "strings":
+                most = self.limits.max_stop_strings if name == "stop" and self.limits else spec.max_items
+                texts = [text_of(spec), list_of(text_of(spec), 0, most)]
+                return {"anyOf": texts} if name == "stop" else texts[1]
+            case "token ids":
+                return list_of(self.token, int(name == "allowed_token_ids"), spec.max_items)
+            case "bias map":
+                return {
+                    "type": "object",
+                    "maxProperties": spec.max_items,
+                    "propertyNames": {"pattern": "^(-0{1,10}|[0-9]{1,10})$"},
+                    "additionalProperties": number(spec.min, spec.max),
+                }
+            case "string":
+                return {"enum": list(spec.choices)} if spec.choices else text_of(spec)
+        return FLAG
+
+
+def text_of(spec: FieldSpec) -> Schema:
+    return {"type": "string", "minLength": 1, "maxLength": spec.max_chars}

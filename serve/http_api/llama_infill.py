@@ -6,51 +6,77 @@ of sampling that are not given have llama.cpp's defaults.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from apt_jax.errors import InvalidRequestError, json_kind
+from msgspec import Meta
+
+from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import RequestMetrics
 from apt_jax.text.fill_in_middle import ExtraFile
-from apt_jax.validation import check_integer, check_mapping
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.generate_call import LONG_PROMPT_CHARS
-from serve.http_api import embeddings, openai_request
+from serve.http_api import openai_request
 from serve.http_api.errors import HttpError
 from serve.http_api.infill import ending_with_middle, prompt_around
-from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed, list_of, object_of, or_null
-from serve.http_api.json_schemas import integer as integer_between
-from serve.http_api.openai_request import Body, flag
+from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed
+from serve.http_api.openai_bodies import Addressed, CompletionBody, Generation
+from serve.http_api.openai_request import Body
+from serve.http_api.records import Bits32, EngineField, Flag, Record, Text, carried, read, shaped
 from serve.http_api.translation import TranslatedCall, field_renamer
+from serve.http_api.unsupported_fields import REFUSED
 
 PATH = "/infill"
 
 Json = dict[str, Any]
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-OPTIONS = {
-    **{
-        name: name
-        for name in (
-            *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
-            *("ignore_eos", "logit_bias", "grammar", "json_schema", "mirostat", "typical_p", "xtc_probability"),
-            *("dry_multiplier", "n_probs"),
-        )
-    },
-    "repeat_penalty": "repetition_penalty",
-}
-"""Options, and the fields of completions that they are."""
-CARRIED = tuple(name for name in embeddings.CARRIED if name != "truncate_prompt_tokens")
-"""Fields that mean the same as in a completion."""
-NAMES = {**{field: name for name, field in OPTIONS.items()}, "prompt": "input_prefix", "max_tokens": "n_predict"}
-
+NAMES = {"repetition_penalty": "repeat_penalty", "prompt": "input_prefix", "max_tokens": "n_predict"}
+"""Names of fields of completions, and those that the body has for them."""
+_SAME = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
+    *("ignore_eos", "logit_bias", "stream"),
+)
+"""Fields that are those of a completion."""
+_CONSTRAINTS = ("grammar", "json_schema")
 _PREFIX, _SUFFIX, _EXTRA, _SHOWN = "input_prefix", "input_suffix", "input_extra", "response_fields"
 _MAX_FILES = 256
 _MAX_SHOWN = 64
 _UNNAMED = "tmp"
 """Name of a file that has none, as in llama.cpp."""
+
+
+class FileBody(Record):
+    text: str
+    filename: Text = None
+
+
+class InfillBody(Addressed):
+    refused: ClassVar = {
+        name: REFUSED[name] for name in ("mirostat", "typical_p", "xtc_probability", "dry_multiplier", "n_probs")
+    }
+    needed: ClassVar = dict.fromkeys((_PREFIX, _SUFFIX), "missing; give a text, which may be empty")
+    also: ClassVar = {name: Generation.also[name] for name in _CONSTRAINTS}
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: Annotated[Text, Meta(description="The beginning of what is filled in.")] = None
+    input_extra: Annotated[list[FileBody], Meta(min_length=0, max_length=_MAX_FILES)] | None = None
+    n_predict: Annotated[Bits32, Meta(description="Below 0: as many as fit; 0: the prompt is cached.")] = None
+    stream: Flag = None
+    response_fields: Annotated[list[str], Meta(min_length=0, max_length=_MAX_SHOWN)] | None = None
+    temperature: EngineField = None
+    top_k: EngineField = None
+    top_p: EngineField = None
+    min_p: EngineField = None
+    seed: EngineField = None
+    stop: EngineField = None
+    repeat_penalty: Annotated[Any, shaped(lambda facts: facts.optional("repetition_penalty"))] = None
+    presence_penalty: EngineField = None
+    frequency_penalty: EngineField = None
+    ignore_eos: EngineField = None
+    logit_bias: EngineField = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,69 +107,34 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    fields: Json = {name: body[name] for name in CARRIED if name in body}
-    fields["stream"] = flag(body, "stream")
-    given = {name: value for name, value in body.items() if name in OPTIONS and value is not None}
-    fields |= {OPTIONS[name]: value for name, value in {**DEFAULTS, **given}.items()}
-    shown = _shown(body.get(_SHOWN))
-    openai_request.check_model(parts, body)
+    asked = read(InfillBody, body)
+    openai_request.check_model(parts, asked.model)
+    files = [ExtraFile(file.filename or _UNNAMED, file.text) for file in asked.input_extra or ()]
     ids = prompt_around(
         parts,
-        _text(body, _PREFIX, required=True),
-        _text(body, _SUFFIX, required=True),
+        asked.input_prefix,
+        asked.input_suffix,
         names=(_PREFIX, _SUFFIX),
-        begun=_text(body, "prompt"),
-        files=_files(body.get(_EXTRA)),
+        begun=asked.prompt or "",
+        files=files,
     )
-    count = body.get("n_predict")
-    count = -1 if count is None else check_integer("n_predict", count, -(2**31), 2**31 - 1)
-    fields |= {"prompt": ids, "max_tokens": _room(parts, ids) if count < 0 else max(count, 1)}
+    count = -1 if asked.n_predict is None else asked.n_predict
+    fields = {name: value for name in _SAME if (value := getattr(asked, name)) is not None}
+    completion = CompletionBody(
+        **carried(asked, Addressed),
+        **DEFAULTS | fields,
+        repetition_penalty=asked.repeat_penalty,
+        prompt=ids,
+        max_tokens=_room(parts, ids) if count < 0 else max(count, 1),
+    )
+    constraints = {name: body[name] for name in _CONSTRAINTS if name in body}
     try:
-        call = openai_request.read_call(parts, "completion", fields, headers, arrival_s, tenant)
+        call = openai_request.build_call(parts, completion, headers, arrival_s, tenant, constraints)
     except InvalidRequestError as error:
         raise field_renamer(NAMES)(error) from None
     requests = [ending_with_middle(parts, request) for request in call.requests]
+    shown = tuple(asked.response_fields or ())
     return InfillCall(chat=call.with_requests(requests), names=NAMES, shown=shown, is_silent=count == 0)
-
-
-def _text(body: Body, name: str, *, required: bool = False) -> str:
-    value = body.get(name)
-    if value is None:
-        if required:
-            raise InvalidRequestError(name, "missing; give a text, which may be empty")
-        return ""
-    if not isinstance(value, str):
-        raise InvalidRequestError(name, f"{json_kind(value)} is not text")
-    return value
-
-
-def _files(extra: object) -> list[ExtraFile]:
-    if extra is None:
-        return []
-    if not isinstance(extra, list):
-        raise InvalidRequestError(_EXTRA, f"{json_kind(extra)} is not a list of files")
-    if len(extra) > _MAX_FILES:
-        raise InvalidRequestError(_EXTRA, f"{len(extra)} files must be at most {_MAX_FILES}")
-    files = []
-    for number, file in enumerate(extra):
-        name = f"{_EXTRA}[{number}]"
-        made: dict[str, str] = {}
-        for part, default in (("filename", _UNNAMED), ("text", None)):
-            given = check_mapping(name, file).get(part)
-            given = default if given is None else given
-            if not isinstance(given, str):
-                raise InvalidRequestError(f"{name}.{part}", f"{json_kind(given)} is not text")
-            made[part] = given
-        files.append(ExtraFile(made["filename"], made["text"]))
-    return files
-
-
-def _shown(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or len(value) > _MAX_SHOWN or not all(isinstance(name, str) for name in value):
-        raise InvalidRequestError(_SHOWN, f"must be a list of at most {_MAX_SHOWN} names")
-    return tuple(value)
 
 
 def _room(parts: EngineComponents, ids: Sequence[int]) -> int:
@@ -260,24 +251,6 @@ def _event(value: Json) -> bytes:
 EXAMPLES: Schema = {
     "Infill": {"text": {"value": {_PREFIX: "def add(a, b):\n", _SUFFIX: "\n\nprint(add(1, 2))\n", "n_predict": 16}}}
 }
-
-
-def requests(of_completion: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Schema of bodies, from the fields of a completion."""
-    file = object_of({"text": STRING, "filename": or_null(STRING)}, required=("text",))
-    own = {
-        _PREFIX: STRING,
-        _SUFFIX: STRING,
-        "prompt": or_null(STRING) | {"description": "The beginning of what is filled in."},
-        _EXTRA: or_null(list_of(file, 0, _MAX_FILES)),
-        "n_predict": or_null(integer_between(-(2**31), 2**31 - 1))
-        | {"description": "Below 0: as many as fit; 0: the prompt is cached."},
-        "stream": or_null(FLAG),
-        _SHOWN: or_null(list_of(STRING, 0, _MAX_SHOWN)),
-    }
-    options = {name: of_completion[field] for name, field in OPTIONS.items() if field in of_completion}
-    carried = {name: of_completion[name] for name in CARRIED if name in of_completion}
-    return {"InfillRequest": object_of({**options, **carried, **own}, required=(_PREFIX, _SUFFIX))}
 
 
 def answers() -> dict[str, Schema]:

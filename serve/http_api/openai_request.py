@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import time
+import types
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -23,22 +24,20 @@ from apt_jax.text.detokenizer import IncrementalDetokenizer
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.validation import (
     MAX_INTEGER,
-    MAX_LOGPROBS,
     check_deadline_ms,
-    check_flag,
     check_integer,
-    check_mapping,
     check_prompt_logprobs,
     check_request_id,
     check_sequences,
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
-from serve.http_api.constraint_fields import OWN_FIELD, read_constraint
+from serve.http_api.constraint_fields import OWN_FIELD, Constraint, read_constraint
 from serve.http_api.infill import ending_with_middle, prompt_around
+from serve.http_api.openai_bodies import ChatBody, CompletionBody, ConversationBody, Generation, StreamOptions
+from serve.http_api.records import read
 from serve.http_api.tool_calls.definitions import ToolSet, read_tools
 from serve.http_api.tool_calls.other_forms import OLD_NAMES, uses_functions, with_tools
 from serve.http_api.tool_calls.plan import OutputPlan, plan_output
-from serve.http_api.unsupported_fields import reject_unsupported
 from serve.slo_headers import TBT_KEYS, TIER_KEY, TTFT_KEYS, class_of_tier, max_queue_s, milliseconds, used_tier
 
 Kind = Literal["completion", "chat"]
@@ -50,7 +49,6 @@ MAX_NAMES = 3 * 2**15
 """Names in all objects of one body, for the same reason: more than the longest conversation has."""
 MAX_VALUES = 2**19
 """Values of one body, for the same reason: more than there are token ids in a prompt."""
-MAX_PRIORITY = 2**63 - 1
 _MAX_EFFORT_CHARS = 32
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
@@ -60,8 +58,6 @@ PLAIN = tuple(
     for field in dataclasses.fields(SamplingParams)
     if field.name not in ("max_tokens", "logprobs", "logit_bias", "structured_outputs", "pooling")
 )
-
-ADD_SPECIAL_TOKENS = {"completion": True, "chat": False}
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -201,48 +197,63 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    check_model(parts, body)
-    _reject_unsupported(kind, body)
-    given = body
-    if kind == "chat":
-        body = with_tools(body)
-    stream = flag(body, "stream")
-    options = body.get("stream_options")
-    if options is not None:
-        options = check_mapping("stream_options", options)
-        if not stream:
-            raise InvalidRequestError("stream_options", "goes with stream=true alone")
+    if kind == "completion":
+        return build_call(parts, read(CompletionBody, body), headers, arrival_s, tenant, body)
+    return build_call(parts, read(ChatBody, with_tools(body)), headers, arrival_s, tenant, body)
+
+
+def build_call(
+    parts: EngineComponents,
+    asked: CompletionBody | ChatBody,
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None,
+    given: Body = types.MappingProxyType({}),
+) -> CompletionCall:
+    """Build the requests of a body; see `read_call`.
+
+    Args:
+        parts, headers, arrival_s, tenant: as there.
+        asked: the body.
+        given: the body as it came, for constraints and for names in errors.
+    """
+    check_model(parts, asked.model)
+    kind: Kind = "chat" if isinstance(asked, ChatBody) else "completion"
+    options = StreamOptions() if asked.stream_options is None else asked.stream_options
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidRequestError("stream_options", "goes with stream=true alone")
+    constraint = read_constraint(given)
     fields = {
-        "params": _sampling_fields(kind, body),
+        "params": _sampling_fields(asked, constraint),
         "arrival_s": arrival_s,
-        "adapter": parts.adapter_named(body.get("model")),
-        "cache_salt": body.get("cache_salt"),
+        "adapter": parts.adapter_named(asked.model),
+        "cache_salt": asked.cache_salt,
         "tenant": tenant,
         "grammars": parts.pending_grammars,
-        **_slo_fields(body, headers),
+        **_slo_fields(asked, headers),
         "max_queue_s": max_queue_s(headers),
     }
-    base_id = body.get("request_id")
-    if base_id is None:
-        base_id = f"req-{uuid.uuid4().hex}"
-    output, slo_names = OutputPlan(), _slo_names(body, headers)
+    base_id = f"req-{uuid.uuid4().hex}" if asked.request_id is None else asked.request_id
+    output, slo_names = OutputPlan(), _slo_names(asked, headers)
     try:
-        prompts = _prompts(parts, body) if kind == "completion" else _conversation(parts, body)
-        if kind == "chat":
-            continues, ids = flag(body, "continue_final_message"), prompts[0]["prompt_token_ids"]
-            output = plan_output(parts, _tools(body), ids, read_constraint(body), continues=continues)
+        if isinstance(asked, ChatBody):
+            prompts = _conversation(parts, asked)
+            ids, continues = prompts[0]["prompt_token_ids"], bool(asked.continue_final_message)
+            output = plan_output(parts, _tools(asked), ids, constraint, continues=continues)
             fields["params"].update(output.fields)
-        n = check_sequences(parts.limits, len(prompts), 1 if body.get("n") is None else body["n"])
-        _check_best_of(parts, body, n)
+        else:
+            prompts = _prompts(parts, asked)
+        n = check_sequences(parts.limits, len(prompts), 1 if asked.n is None else asked.n)
+        _check_best_of(parts, asked.best_of, n)
         requests = _requests(parts, prompts, n, base_id, fields)
-        if kind == "completion" and body.get("suffix"):
+        if isinstance(asked, CompletionBody) and asked.suffix:
             requests = [ending_with_middle(parts, request) for request in requests]
         check_prompt_logprobs(parts.limits, [(r.prompt_token_ids.size, r.params) for r in requests])
-        deadline_ms = _slo_value(body, "deadline_ms")
+        deadline_ms = _slo_value(asked, "deadline_ms")
         deadline_s = None if deadline_ms is None else arrival_s + check_deadline_ms(deadline_ms)
     except InvalidRequestError as error:
         raise _renamed(error, kind, given, output, slo_names) from None
-    echoes = _echoes(parts, body, requests[::n]) if kind == "completion" else None
+    echoes = _echoes(parts, requests[::n]) if isinstance(asked, CompletionBody) and asked.echo else None
     return CompletionCall(
         kind=kind,
         call_id=f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{base_id}",
@@ -251,30 +262,29 @@ def read_call(
         requests=requests,
         n=n,
         deadline_s=deadline_s,
-        stream=stream,
-        include_usage=options is not None and flag(options, "include_usage", "stream_options."),
-        continuous_usage=options is not None and flag(options, "continuous_usage_stats", "stream_options."),
+        stream=bool(asked.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         echoes=echoes,
-        echo_logprobs=echoes is not None and body.get("logprobs") is not None,
-        prompt_logprobs=body.get("prompt_logprobs") is not None,
-        without_output=kind == "completion" and body.get("max_tokens") == 0,
-        token_ids=flag(body, "return_token_ids"),
-        tokens_as_ids=flag(body, "return_tokens_as_token_ids"),
-        timings=flag(body, "aptjax_timings"),
-        service_tier=used_tier(requests[0].slo_class, _tier(body, headers)),
+        echo_logprobs=echoes is not None and asked.logprobs is not None,
+        prompt_logprobs=asked.prompt_logprobs is not None,
+        without_output=kind == "completion" and asked.max_tokens == 0,
+        token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+        timings=bool(asked.aptjax_timings),
+        service_tier=used_tier(requests[0].slo_class, _tier(asked, headers)),
         renamed=functools.partial(_renamed, kind=kind, body=given, output=output, slo_names=slo_names),
         output=output,
         functions=kind == "chat" and uses_functions(given),
     )
 
 
-def check_model(parts: EngineComponents, body: Body) -> None:
-    """Check that the body names this model, or none.
+def check_model(parts: EngineComponents, model: object) -> None:
+    """Check that a body names this model, or none.
 
     Raises:
         UnknownModelError, InvalidRequestError: it names another one, or no name.
     """
-    model = body.get("model")
     if model is None or model == "":
         return
     if not isinstance(model, str):
@@ -282,60 +292,39 @@ def check_model(parts: EngineComponents, body: Body) -> None:
     require_served_model(parts, model)
 
 
-def flag(body: Body, name: str, prefix: str = "") -> bool:
-    value = body.get(name)
-    return value is not None and check_flag(prefix + name, value)
-
-
-def _reject_unsupported(kind: Kind, body: Body) -> None:
-    reject_unsupported(body)
-    if kind == "chat" and flag(body, "echo"):
-        raise InvalidRequestError("echo", "is not supported for chats")
-    add_special = body.get("add_special_tokens")
-    if add_special is not None:
-        usual = ADD_SPECIAL_TOKENS[kind]
-        if check_flag("add_special_tokens", add_special) is not usual:
-            shown = "true" if usual else "false"
-            raise InvalidRequestError(
-                "add_special_tokens", f"can only be {shown} here; send token ids for other prompts"
-            )
-
-
-def _check_best_of(parts: EngineComponents, body: Body, n: int) -> None:
-    best_of = body.get("best_of")
+def _check_best_of(parts: EngineComponents, best_of: object, n: int) -> None:
     if best_of is not None and check_integer("best_of", best_of, 1, parts.limits.max_sequences) != n:
         raise InvalidRequestError("best_of", "is not supported beyond n; ask for n and choose by logprobs")
 
 
-def _sampling_fields(kind: Kind, body: Body) -> dict[str, Any]:
+def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[str, Any]:
     """Fields of `SamplingParams`, raw."""
-    fields = {name: body[name] for name in PLAIN if body.get(name) is not None}
-    if body.get("logit_bias") is not None:
-        fields["logit_bias"] = _logit_bias(body["logit_bias"])
-    constraint = read_constraint(body)
+    fields = {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        fields["logit_bias"] = _logit_bias(body.logit_bias)
     if constraint is not None:
         fields["structured_outputs"] = constraint.value
-    most = body.get("max_tokens")
-    if fields.get("prompt_logprobs") is not None and flag(body, "stream"):
+    if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("prompt_logprobs", "is not available with stream=true")
-    if kind == "completion":
+    if isinstance(body, CompletionBody):
+        most = body.max_tokens
         if most is not None:
             fields["max_tokens"] = most
-        if body.get("logprobs") is not None:
-            fields["logprobs"] = body["logprobs"]
-            if flag(body, "echo"):
-                fields.setdefault("prompt_logprobs", body["logprobs"])
-        if most == 0 and type(most) is int and (flag(body, "echo") or "prompt_logprobs" in fields):
+        if body.logprobs is not None:
+            fields["logprobs"] = body.logprobs
+            if body.echo:
+                fields.setdefault("prompt_logprobs", body.logprobs)
+        if most == 0 and type(most) is int and (body.echo or "prompt_logprobs" in fields):
             fields["max_tokens"] = 1  # the least that the engine computes; the response leaves it out
         return fields
-    newer = body.get("max_completion_tokens")
+    assert isinstance(body, ChatBody)
+    most, newer = body.max_tokens, body.max_completion_tokens
     if newer is not None and most is not None:
         check_integer("max_tokens", most, 1, MAX_INTEGER)
     fields["max_tokens"] = most if newer is None else newer  # None: as many as fit
-    top = body.get("top_logprobs")
-    if flag(body, "logprobs"):
-        fields["logprobs"] = 0 if top is None else check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
-    elif top is not None and check_integer("top_logprobs", top, 0, MAX_LOGPROBS) > 0:
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
         raise InvalidRequestError("top_logprobs", "goes with logprobs=true alone")
     return fields
 
@@ -356,62 +345,50 @@ _SLO_KEYS = {"ttft_ms": TTFT_KEYS, "tbt_ms": TBT_KEYS}
 """Headers for them."""
 
 
-def _slo_names(body: Body, headers: Mapping[str, str]) -> dict[str, str]:
+def _nested_slo(body: Generation, part: str) -> object:
+    return None if body.slo is None else getattr(body.slo, "slo_class" if part == "class" else part)
+
+
+def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
     """Names under which objectives were sent, by those that they may have in errors."""
-    nested = body.get("slo") or {}
     names: dict[str, str] = {}
     for part, flat in _SLO_PARTS.items():
-        sent = [flat] if body.get(flat) is not None else []
-        sent += [f"slo.{part}"] if nested.get(part) is not None else []
+        sent = [flat] if getattr(body, flat) is not None else []
+        sent += [f"slo.{part}"] if _nested_slo(body, part) is not None else []
         sent += [key for key in _SLO_KEYS.get(part, ()) if key in headers]
         names |= dict.fromkeys((flat, f"slo.{part}"), sent[0]) if sent else {}
     return names
 
 
-def _slo_value(body: Body, name: str) -> object:
+def _slo_value(body: Generation, part: str) -> object:
     """A field of `slo`, or its flat twin."""
-    flat_name = _SLO_PARTS[name]
-    slo = {} if body.get("slo") is None else check_mapping("slo", body["slo"])
-    unknown = next((part for part in slo if part not in _SLO_PARTS), None)
-    if unknown is not None:  # not an OpenAI field: no client sends it for another server
-        raise InvalidRequestError("slo", f"{unknown[:80]!r} is none of {', '.join(_SLO_PARTS)}")
-    nested = slo.get(name)
-    flat = body.get(flat_name)
+    nested, flat = _nested_slo(body, part), getattr(body, _SLO_PARTS[part])
     if nested is not None and flat is not None:
-        raise InvalidRequestError(flat_name, f"stands in slo.{name} too; give it once")
+        raise InvalidRequestError(_SLO_PARTS[part], f"stands in slo.{part} too; give it once")
     return flat if nested is None else nested
 
 
-def _slo_fields(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
+def _slo_fields(body: Generation, headers: Mapping[str, str]) -> dict[str, Any]:
     """SLOs and class: those of the body, else of headers, else the server's default."""
-    ttft, tbt, slo_class = (_slo_value(body, name) for name in ("ttft_ms", "tbt_ms", "class"))
-    of_tier = _class_of_priority(body.get("priority")) or class_of_tier(_tier(body, headers))
+    ttft, tbt, slo_class = (_slo_value(body, part) for part in ("ttft_ms", "tbt_ms", "class"))
+    of_priority = ("be" if body.priority > 0 else "rt") if body.priority else None  # vLLM's: lower ones come first
     return {
         "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
         "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
-        "slo_class": of_tier if slo_class is None else slo_class,
+        "slo_class": of_priority or class_of_tier(_tier(body, headers)) if slo_class is None else slo_class,
     }
 
 
-def _class_of_priority(value: object) -> str | None:
-    """The class that vLLM's `priority` asks for, of which lower ones come first; None: none."""
-    if value is None:
-        return None
-    number = check_integer("priority", value, -MAX_PRIORITY, MAX_PRIORITY)
-    return None if number == 0 else "be" if number > 0 else "rt"
-
-
-def _tier(body: Body, headers: Mapping[str, str]) -> object:
+def _tier(body: Generation, headers: Mapping[str, str]) -> object:
     """The service tier that is asked for; None: none."""
-    tier = body.get(TIER_KEY)
-    return headers.get(TIER_KEY) if tier is None else tier
+    return headers.get(TIER_KEY) if body.service_tier is None else body.service_tier
 
 
-def _prompts(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
+def _prompts(parts: EngineComponents, body: CompletionBody) -> list[dict[str, Any]]:
     """`prompt` or `prompt_token_ids` of each prompt, raw."""
-    prompt, suffix = body.get("prompt"), body.get("suffix")
-    if suffix is not None and suffix != "":
-        return [{"prompt_token_ids": ids} for ids in _around_middle(parts, body, suffix)]
+    prompt = body.prompt
+    if body.suffix:
+        return [{"prompt_token_ids": ids} for ids in _around_middle(parts, body, body.suffix)]
     if isinstance(prompt, list):
         if not prompt:  # validation rejects it
             return [{"prompt_token_ids": prompt}]
@@ -423,58 +400,51 @@ def _prompts(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
     return [{"prompt": prompt}]
 
 
-def _around_middle(parts: EngineComponents, body: Body, suffix: object) -> list[list[int]]:
+def _around_middle(parts: EngineComponents, body: CompletionBody, suffix: str) -> list[list[int]]:
     """Token ids of the prompts of a body with a `suffix`."""
     for name in ("echo", "truncate_prompt_tokens"):
-        if body.get(name):
+        if getattr(body, name):
             raise InvalidRequestError(name, "cannot be given together with suffix")
-    prompt = body.get("prompt")
-    texts = prompt if isinstance(prompt, list) else [prompt]
+    texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError("prompt", "must be a text, or a list of texts, where there is a suffix")
     return [prompt_around(parts, text, suffix) for text in texts]
 
 
-def _conversation(parts: EngineComponents, body: Body) -> list[dict[str, Any]]:
+def _conversation(parts: EngineComponents, body: ChatBody) -> list[dict[str, Any]]:
     """The token ids of the conversation."""
-    messages = body.get("messages")
-    if messages is None:
-        raise InvalidRequestError("messages", "missing; give a list of messages")
-    truncated = body.get("truncate_prompt_tokens") is not None
-    ids = parts.chat_prompt(messages, tools=tools_of(body), truncated=truncated, **template_options(body))
-    return [{"prompt_token_ids": ids}]
+    return [{"prompt_token_ids": conversation_ids(parts, body, truncated=body.truncate_prompt_tokens is not None)}]
 
 
-def tools_of(body: Body) -> Sequence[Mapping[str, Any]] | None:
-    """Definitions of the tools that the prompt tells of."""
-    return _tools(body).definitions
-
-
-def _tools(body: Body) -> ToolSet:
-    return read_tools(body.get("tools"), body.get("tool_choice"), body.get("parallel_tool_calls"))
-
-
-def template_options(body: Body) -> dict[str, Any]:
-    """How the chat template is used: arguments of `EngineComponents.chat_prompt`.
+def conversation_ids(
+    parts: EngineComponents, body: ChatBody | ConversationBody, *, truncated: bool = False
+) -> list[int]:
+    """The prompt of a conversation; see `EngineComponents.chat_prompt`.
 
     Raises:
-        InvalidRequestError: the last message is to be continued and another one to be begun.
+        InvalidRequestError: it is malformed, or its last message is to be continued and another one to be begun.
     """
-    continues = flag(body, "continue_final_message")
-    given = body.get("add_generation_prompt")
-    begins = not continues if given is None else check_flag("add_generation_prompt", given)
+    continues = bool(body.continue_final_message)
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and begins:
         raise InvalidRequestError(
             "continue_final_message", "goes with add_generation_prompt=false alone: the answer is no new message"
         )
-    variables, effort = body.get("chat_template_kwargs"), body.get("reasoning_effort")
+    variables, effort = body.chat_template_kwargs, body.reasoning_effort
     if isinstance(effort, str) and len(effort) <= _MAX_EFFORT_CHARS and isinstance(variables, Mapping | None):
         variables = {"reasoning_effort": effort, **(variables or {})}  # the name that templates have for it
-    return {
-        "add_generation_prompt": begins,
-        "continue_final_message": continues,
-        "template_kwargs": variables,
-    }
+    return parts.chat_prompt(
+        body.messages,
+        tools=_tools(body).definitions,
+        truncated=truncated,
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        template_kwargs=variables,
+    )
+
+
+def _tools(body: ChatBody | ConversationBody) -> ToolSet:
+    return read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
 def _requests(
@@ -499,9 +469,7 @@ def _requests(
     return requests
 
 
-def _echoes(parts: EngineComponents, body: Body, requests: Iterable[EngineRequest]) -> Sequence[str] | None:
-    if not flag(body, "echo"):
-        return None
+def _echoes(parts: EngineComponents, requests: Iterable[EngineRequest]) -> Sequence[str]:
     if parts.tokenizer is None:
         raise InvalidRequestError("echo", "this model has no tokenizer, so its prompts have no text")
     return [_echo(parts.tokenizer, r) if r.prompt is None else r.prompt for r in requests]

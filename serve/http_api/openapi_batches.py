@@ -1,18 +1,14 @@
 """Paths and schemas of files and batches, for `serve.http_api.openapi`."""
 
 from collections.abc import Callable
-from typing import Any
 
 from serve.batches import config as bounds
 from serve.batches.calls import ENDPOINTS
 from serve.batches.config import BatchConfig
 from serve.batches.records import INPUT_PURPOSE, OUTPUT_PURPOSE, STATUSES
 from serve.http_api.batches import BATCHES_PAGE, MAX_BATCHES_PAGE, MAX_FILES_PAGE
+from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed, integer, object_of, ref
 
-Schema = dict[str, Any]
-
-_STRING: Schema = {"type": "string"}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
 _TIME: Schema = {"type": "integer", "minimum": 0, "description": "Seconds since the epoch."}
 _EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
@@ -26,26 +22,26 @@ def paths(operation: Callable[..., Schema], get: Callable[..., Schema], post: Ca
     """
 
     def good(name: str) -> Schema:
-        return {"description": "The answer.", "content": {"application/json": {"schema": _ref(name)}}}
+        return {"description": "The answer.", "content": {"application/json": {"schema": ref(name)}}}
 
-    file_id = _parameter("file_id", "path", _STRING, "The `id` of a file.")
-    batch_id = _parameter("batch_id", "path", _STRING, "The `id` of a batch.")
-    after = _parameter("after", "query", _STRING, "The `id` behind which the page begins.")
+    file_id = _parameter("file_id", "path", STRING, "The `id` of a file.")
+    batch_id = _parameter("batch_id", "path", STRING, "The `id` of a batch.")
+    after = _parameter("after", "query", STRING, "The `id` behind which the page begins.")
     pages = [
-        _parameter("purpose", "query", _STRING, "Only files of this purpose."),
+        _parameter("purpose", "query", STRING, "Only files of this purpose."),
         _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "By time of creation."),
-        _parameter("limit", "query", _whole(1, MAX_FILES_PAGE) | {"default": MAX_FILES_PAGE}, "Files of a page."),
+        _parameter("limit", "query", integer(1, MAX_FILES_PAGE) | {"default": MAX_FILES_PAGE}, "Files of a page."),
         after,
     ]
-    limit = _parameter("limit", "query", _whole(1, MAX_BATCHES_PAGE) | {"default": BATCHES_PAGE}, "Batches of a page.")
+    limit = _parameter("limit", "query", integer(1, MAX_BATCHES_PAGE) | {"default": BATCHES_PAGE}, "Batches of a page.")
     upload = operation(
         "UploadFile", "Upload the input of batches: a JSON object a line.", good("File"), (413, 415, 429, 503, 507)
     )
     upload["requestBody"] = {
         "required": True,
-        "content": {"multipart/form-data": {"schema": _ref("UploadFileRequest")}},
+        "content": {"multipart/form-data": {"schema": ref("UploadFileRequest")}},
     }
-    text = {"description": "The file.", "content": {"application/jsonl": {"schema": _STRING}}}
+    text = {"description": "The file.", "content": {"application/jsonl": {"schema": STRING}}}
     delete = operation("DeleteFile", "Delete a file that no running batch reads.", good("DeletedFile"), (404, 503, 507))
     cancel = operation("CancelBatch", "Cancel a batch that has not ended.", good("Batch"), (404, 503, 507))
     return {
@@ -75,10 +71,8 @@ def requests(config: BatchConfig) -> Schema:
         "propertyNames": {"maxLength": bounds.MAX_METADATA_KEY_CHARS},
         "additionalProperties": {"type": "string", "maxLength": bounds.MAX_METADATA_VALUE_CHARS},
     }
-    life = _object({
-        "anchor": {"const": "created_at"},
-        "seconds": _whole(bounds.MIN_FILE_TTL_S, bounds.MAX_FILE_TTL_S),
-    })  # fmt: skip
+    seconds = integer(bounds.MIN_FILE_TTL_S, bounds.MAX_FILE_TTL_S)
+    life = object_of({"anchor": {"const": "created_at"}, "seconds": seconds}, required=("anchor", "seconds"))
     create = {
         "input_file_id": {"type": "string", "minLength": 1},
         "endpoint": {"enum": list(ENDPOINTS)},
@@ -93,43 +87,43 @@ def requests(config: BatchConfig) -> Schema:
         "purpose": {"const": INPUT_PURPOSE},
         "file": {"type": "string", "contentMediaType": "application/octet-stream", "description": f"At most {config.max_file_bytes} bytes."},
         "expires_after[anchor]": {"const": "created_at"},
-        "expires_after[seconds]": _whole(bounds.MIN_FILE_TTL_S, bounds.MAX_FILE_TTL_S),
+        "expires_after[seconds]": seconds,
     }  # fmt: skip
     return {
-        "CreateBatchRequest": _object(create, optional=("metadata", "output_expires_after")),
-        "UploadFileRequest": _object(upload, optional=("expires_after[anchor]", "expires_after[seconds]")),
+        "CreateBatchRequest": object_of(create, required=("input_file_id", "endpoint", "completion_window")),
+        "UploadFileRequest": object_of(upload, required=("purpose", "file")),
     }
 
 
 def answers() -> Schema:
     """Schemas of responses."""
     maybe_time, maybe_text = _TIME | {"type": ["integer", "null"]}, {"type": ["string", "null"]}
-    file = _closed({
-        "id": _STRING, "object": {"const": "file"}, "bytes": _COUNT, "created_at": _TIME, "expires_at": maybe_time,
-        "filename": _STRING, "purpose": {"enum": [INPUT_PURPOSE, OUTPUT_PURPOSE]}, "status": {"const": "processed"},
+    file = closed({
+        "id": STRING, "object": {"const": "file"}, "bytes": COUNT, "created_at": _TIME, "expires_at": maybe_time,
+        "filename": STRING, "purpose": {"enum": [INPUT_PURPOSE, OUTPUT_PURPOSE]}, "status": {"const": "processed"},
         "status_details": {"type": "null"},
     })  # fmt: skip
-    problem = _closed(
-        {"code": _STRING, "line": _COUNT | {"type": ["integer", "null"]}, "message": _STRING, "param": maybe_text}
+    problem = closed(
+        {"code": STRING, "line": COUNT | {"type": ["integer", "null"]}, "message": STRING, "param": maybe_text}
     )
-    errors = _closed({"object": {"const": "list"}, "data": {"type": "array", "items": problem}})
-    usage = _closed({
-        "input_tokens": _COUNT, "input_tokens_details": _closed({"cached_tokens": _COUNT}),
-        "output_tokens": _COUNT, "output_tokens_details": _closed({"reasoning_tokens": _COUNT}), "total_tokens": _COUNT,
+    errors = closed({"object": {"const": "list"}, "data": {"type": "array", "items": problem}})
+    usage = closed({
+        "input_tokens": COUNT, "input_tokens_details": closed({"cached_tokens": COUNT}),
+        "output_tokens": COUNT, "output_tokens_details": closed({"reasoning_tokens": COUNT}), "total_tokens": COUNT,
     })  # fmt: skip
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-    batch = _closed({
-        "id": _STRING, "object": {"const": "batch"}, "endpoint": {"enum": list(ENDPOINTS)}, "model": maybe_text,
-        "errors": {"anyOf": [errors, {"type": "null"}]}, "input_file_id": _STRING, "completion_window": _STRING,
+    batch = closed({
+        "id": STRING, "object": {"const": "batch"}, "endpoint": {"enum": list(ENDPOINTS)}, "model": maybe_text,
+        "errors": {"anyOf": [errors, {"type": "null"}]}, "input_file_id": STRING, "completion_window": STRING,
         "status": {"enum": list(STATUSES)}, "output_file_id": maybe_text, "error_file_id": maybe_text,
         "created_at": _TIME, "expires_at": _TIME, **{f"{name}_at": maybe_time for name in times},
-        "request_counts": _closed({name: _COUNT for name in ("total", "completed", "failed")}),
+        "request_counts": closed({name: COUNT for name in ("total", "completed", "failed")}),
         "usage": usage, "metadata": {"type": ["object", "null"]},
     })  # fmt: skip
     return {
         "File": file,
         "Files": _list_of("File"),
-        "DeletedFile": _closed({"id": _STRING, "object": {"const": "file"}, "deleted": {"const": True}}),
+        "DeletedFile": closed({"id": STRING, "object": {"const": "file"}, "deleted": {"const": True}}),
         "Batch": batch,
         "Batches": _list_of("Batch"),
     }
@@ -137,27 +131,11 @@ def answers() -> Schema:
 
 def _list_of(name: str) -> Schema:
     maybe_id = {"type": ["string", "null"]}
-    return _closed({
-        "object": {"const": "list"}, "data": {"type": "array", "items": _ref(name)},
-        "first_id": maybe_id, "last_id": maybe_id, "has_more": {"type": "boolean"},
+    return closed({
+        "object": {"const": "list"}, "data": {"type": "array", "items": ref(name)},
+        "first_id": maybe_id, "last_id": maybe_id, "has_more": FLAG,
     })  # fmt: skip
 
 
 def _parameter(name: str, where: str, schema: Schema, text: str) -> Schema:
     return {"name": name, "in": where, "required": where == "path", "schema": schema, "description": text}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
-
-
-def _whole(low: int, high: int) -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-def _object(fields: Schema, *, optional: tuple[str, ...] = ()) -> Schema:
-    return {"type": "object", "properties": fields, "required": [name for name in fields if name not in optional]}
-
-
-def _closed(fields: Schema) -> Schema:
-    return {**_object(fields), "additionalProperties": False}

@@ -1,23 +1,35 @@
 """``/v1/rerank``: documents by their similarity to a query, in the form of Cohere and Jina, as vLLM's."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
-from apt_jax.errors import InvalidRequestError
+from msgspec import Meta
+
+from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.validation import MAX_INTEGER, check_integer
+from apt_jax.validation import MAX_INTEGER
 from serve.compact_json import json_bytes
-from serve.http_api.embeddings import CARRIED, REFUSED
-from serve.http_api.openai_request import Body, flag, with_field
-from serve.http_api.scores import ScoreCall, ScoreResponse
+from serve.http_api.embeddings import PooledBody
+from serve.http_api.json_schemas import list_of, object_of
+from serve.http_api.openai_bodies import TEXT
+from serve.http_api.openai_request import Body
+from serve.http_api.records import Flag, fixed, read, shaped
+from serve.http_api.scores import ScoreCall, ScoreResponse, score
 from serve.http_api.scores import is_slow as scores_are_slow
-from serve.http_api.scores import read_call as read_scores
 
 PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 ID_PREFIX = "rerank-"
-_NAMES = {"text_1": "query", "text_2": "documents"}
+
+_DOCUMENT = {"anyOf": [TEXT, object_of({"text": TEXT}, required=("text",))]}
+
+
+class RerankBody(PooledBody, kw_only=True):
+    query: Annotated[str, fixed(TEXT)]
+    documents: Annotated[list[Any], shaped(lambda facts: list_of(_DOCUMENT, 1, facts.max_sequences - 1))]
+    top_n: Annotated[int, Meta(ge=0, le=MAX_INTEGER, description="Results in the answer; 0: all.")] | None = None
+    return_documents: Flag = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +40,6 @@ class RerankCall(ScoreCall):
     top_n: int
     """Results in the answer."""
     return_documents: bool
-
-    @property
-    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
-        """Gives the field in an error the name that it has in the body."""
-        return lambda error: _renamed(super(RerankCall, self).renamed(error))
 
 
 def is_slow(body: Body) -> bool:
@@ -49,32 +56,23 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    query, given, top_n = body.get("query"), body.get("documents"), body.get("top_n")
-    if not isinstance(query, str):
-        raise InvalidRequestError("query", "must be a text")
-    if not isinstance(given, list) or not given:
+    asked = read(RerankBody, body)
+    if not asked.documents:
         raise InvalidRequestError("documents", "must be a list of at least one text")
-    documents = [document.get("text") if isinstance(document, Mapping) else document for document in given]
-    count = len(documents) if top_n is None else check_integer("top_n", top_n, 0, MAX_INTEGER) or len(documents)
-    fields = {name: body[name] for name in (*CARRIED, *REFUSED, "pooling", "stream") if name in body}
-    try:
-        call = read_scores(parts, {**fields, "text_1": query, "text_2": documents}, headers, arrival_s, tenant)
-    except InvalidRequestError as error:
-        raise _renamed(error) from None
+    documents: list[str] = []
+    for number, document in enumerate(asked.documents):
+        text = document.get("text") if isinstance(document, Mapping) else document
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"documents[{number}]", f"{json_kind(text)} is not text")
+        documents.append(text)
+    call = score(parts, asked, [asked.query], documents, ("query", "documents"), headers, arrival_s, tenant)
     own: dict[str, Any] = {
         "call_id": ID_PREFIX + call.call_id.partition("-")[2],
         "documents": documents,
-        "top_n": count,
-        "return_documents": body.get("return_documents") is None or flag(body, "return_documents"),
+        "top_n": asked.top_n or len(documents),
+        "return_documents": asked.return_documents is not False,
     }
     return RerankCall(**vars(call) | own)
-
-
-def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    name, bracket, rest = error.field.partition("[")
-    if name not in _NAMES:
-        return error
-    return with_field(error, _NAMES[name] + (bracket + rest if name == "text_2" else ""))
 
 
 class RerankResponse(ScoreResponse):

@@ -2,24 +2,38 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar
 
 import numpy as np
 
-from apt_jax.errors import InvalidRequestError, json_kind
+from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.embedding import embedding
 from apt_jax.frontend.outputs import OutputDelta
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
-from serve.http_api.embeddings import CARRIED, REFUSED, EmbeddingsCall, EmbeddingsResponse
+from serve.http_api.embeddings import EmbeddingsCall, EmbeddingsResponse, PooledBody, embed
 from serve.http_api.embeddings import is_slow as embeddings_is_slow
-from serve.http_api.embeddings import read_call as read_embeddings
-from serve.http_api.openai_request import Body, with_field
+from serve.http_api.json_schemas import Facts, Schema, list_of
+from serve.http_api.openai_bodies import TEXT
+from serve.http_api.openai_request import Body
+from serve.http_api.records import read, shaped
 
 PATH = "/v1/score"
 ID_PREFIX = "score-"
 SIDES = ("text_1", "text_2")
+
+
+def texts_of(facts: Facts) -> Schema:
+    """A text, or as many as leave room for another one."""
+    return {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences - 1)]}
+
+
+class ScoreBody(PooledBody):
+    needed: ClassVar = dict.fromkeys(SIDES, "missing; give a text or texts")
+    text_1: Annotated[str | list[str], shaped(texts_of, "One text, or as many as in `text_2`.")] = ""
+    text_2: Annotated[str | list[str], shaped(texts_of)] = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +42,6 @@ class ScoreCall(EmbeddingsCall):
 
     num_first: int
     """Texts in `text_1`."""
-
-    @property
-    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
-        """Gives the field in an error the name that it has in the body."""
-        return lambda error: _renamed(super(ScoreCall, self).renamed(error), self.num_first)
 
 
 def is_slow(body: Body) -> bool:
@@ -49,43 +58,39 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    first, second = (_texts(body, side) for side in SIDES)
+    asked = read(ScoreBody, body)
+    first, second = ([side] if isinstance(side, str) else side for side in (asked.text_1, asked.text_2))
+    for side, texts in zip(SIDES, (first, second), strict=True):
+        if not texts:
+            raise InvalidRequestError(side, "has no text")
     if len(first) not in (1, len(second)):
         raise InvalidRequestError("text_1", f"has {len(first)} texts and text_2 {len(second)}; give one, or as many")
-    fields = {name: body[name] for name in (*CARRIED, *REFUSED, "pooling", "stream") if name in body}
-    try:
-        call = read_embeddings(parts, fields | {"input": [*first, *second]}, headers, arrival_s, tenant)
-    except InvalidRequestError as error:
-        raise _renamed(error, len(first)) from None
+    return score(parts, asked, first, second, ("text_1[{}]", "text_2"), headers, arrival_s, tenant)
+
+
+def score(
+    parts: EngineComponents,
+    body: PooledBody,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None,
+) -> ScoreCall:
+    """Build a request of the engine for each text; raises as `read_call`. `names` are those of a text of `first`, and of
+    `second`."""
+
+    def name(place: str) -> str:
+        index = place[1:].partition("]")[0]
+        if not index.isdecimal():
+            return names[1]
+        number = int(index)
+        return names[0].format(number) if number < len(first) else f"{names[1]}[{number - len(first)}]"
+
+    call = embed(parts, body, [*first, *second], name, headers, arrival_s, tenant)
     call_id = ID_PREFIX + call.call_id.partition("-")[2]
     return ScoreCall(**vars(call) | {"call_id": call_id, "num_first": len(first)})
-
-
-def _texts(body: Body, side: str) -> list[str]:
-    """The texts of one side."""
-    value = body.get(side)
-    if value is None:
-        raise InvalidRequestError(side, "missing; give a text or texts")
-    texts = value if isinstance(value, list) else [value]
-    if not texts:
-        raise InvalidRequestError(side, "has no text")
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            field = f"{side}[{index}]" if isinstance(value, list) else side
-            raise InvalidRequestError(field, f"{json_kind(text)} is not text")
-    return texts
-
-
-def _renamed(error: InvalidRequestError, num_first: int) -> InvalidRequestError:
-    """The error with its field as the body has it: the texts of both sides are one input."""
-    name, _, rest = error.field.partition("[")
-    if name != "input":
-        return error
-    index = rest.partition("]")[0]
-    if not index.isdecimal():
-        return with_field(error, "text_2")
-    place = int(index)
-    return with_field(error, f"text_1[{place}]" if place < num_first else f"text_2[{place - num_first}]")
 
 
 class ScoreResponse(EmbeddingsResponse):

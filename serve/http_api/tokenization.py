@@ -1,24 +1,55 @@
 """The endpoints ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.tokenizer import special_token
-from apt_jax.validation import check_flag, check_text, check_text_length, check_token_ids
+from apt_jax.validation import MAX_INTEGER, check_text, check_text_length, check_token_ids
 from serve.compact_json import json_bytes
 from serve.http_api.errors import BadCallError
-from serve.http_api.openai_request import (
-    Body,
-    check_model,
-    flag,
-    template_options,
-    tools_of,
-)
+from serve.http_api.openai_bodies import ConversationBody, Model
+from serve.http_api.openai_request import Body, check_model, conversation_ids
+from serve.http_api.records import Flag, Record, Refused, read, shaped
 from serve.http_api.tool_calls.other_forms import with_tools
-from serve.http_api.unsupported_fields import reject_unsupported
+from serve.http_api.unsupported_fields import REFUSED
 from serve.tokenizer_settings import tokenizer_settings
+
+MISSING = "missing; give prompt, a text, or messages"
+
+
+class TokenizeBody(Record):
+    """A text."""
+
+    needed: ClassVar = {"prompt": MISSING}
+    model: Model = None
+    prompt: str = ""
+    messages: None = None
+    add_special_tokens: Flag = None
+    return_token_strs: Flag = None
+
+
+class TokenizeConversation(ConversationBody):
+    refused: ClassVar = {name: refused._replace(text=None) for name, refused in REFUSED.items()} | {
+        "add_special_tokens": Refused((False,), "can only be false for messages: the chat template adds them")
+    }
+    return_token_strs: Flag = None
+
+
+class DetokenizeBody(Record, kw_only=True):
+    model: Model = None
+    tokens: Annotated[
+        Any,
+        shaped(
+            lambda facts: {
+                "type": "array",
+                "items": facts.token,
+                "maxItems": MAX_INTEGER if facts.limits is None else facts.limits.max_model_len,
+            }
+        ),
+    ]
+
 
 _SLICE = 4096
 """Values that are encoded at a time: the encoder holds the interpreter's lock."""
@@ -30,25 +61,18 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
     Raises:
         InvalidRequestError, UnknownModelError: as for `read_call`.
     """
-    check_model(parts, body)
+    check_model(parts, body.get("model"))
     tokenizer = parts.tokenizer
     if tokenizer is None:
         raise InvalidRequestError("prompt", "this model has no tokenizer")
     if body.get("messages") is not None:
-        reject_unsupported(body)
-        if flag(body, "add_special_tokens"):
-            raise InvalidRequestError(
-                "add_special_tokens", "can only be false for messages: the chat template adds them"
-            )
-        body = with_tools(body)
-        ids = parts.chat_prompt(body["messages"], tools=tools_of(body), **template_options(body))
+        conversation = read(TokenizeConversation, with_tools(body))
+        ids, shows_texts = conversation_ids(parts, conversation), conversation.return_token_strs
     else:
-        text = body.get("prompt")
-        if text is None:
-            hint = "; llama.cpp's 'content' is 'prompt' here" if body.get("content") is not None else ""
-            raise InvalidRequestError("prompt", f"missing; give prompt, a text, or messages{hint}")
-        special = body.get("add_special_tokens")
-        special = True if special is None else check_flag("add_special_tokens", special)
+        if body.get("prompt") is None and body.get("content") is not None:
+            raise InvalidRequestError("prompt", f"{MISSING}; llama.cpp's 'content' is 'prompt' here")
+        asked = read(TokenizeBody, body)
+        text, shows_texts = asked.prompt, asked.return_token_strs
         if text == "":
             ids = []
         else:
@@ -56,9 +80,10 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
             check_text_length(parts.limits, tokenizer, text)
             token_id = tokenizer.special_id(text)
             # Who sends a special token alone asks for its id, as lm-eval does.
+            special = asked.add_special_tokens is not False
             ids = tokenizer.encode(text, add_special_tokens=special) if token_id is None else [token_id]
     strings = b"null"
-    if flag(body, "return_token_strs"):
+    if shows_texts:
         strings = _array([tokenizer.backend.id_to_token(token_id) or "" for token_id in ids])
     counts = json_bytes({"count": len(ids), "max_model_len": parts.limits.max_model_len})
     return b'%s,"tokens":%s,"token_strs":%s}' % (counts[:-1], _array(ids), strings)
@@ -89,8 +114,8 @@ def detokenize(parts: EngineComponents, body: Body) -> bytes:
     Raises:
         InvalidRequestError, UnknownModelError: as for `read_call`.
     """
-    check_model(parts, body)
+    check_model(parts, body.get("model"))
     if parts.tokenizer is None:
         raise InvalidRequestError("tokens", "this model has no tokenizer")
-    ids = check_token_ids(parts.limits, "tokens", body.get("tokens"), parts.limits.max_model_len)
+    ids = check_token_ids(parts.limits, "tokens", read(DetokenizeBody, body).tokens, parts.limits.max_model_len)
     return json_bytes({"prompt": parts.tokenizer.decode(ids, skip_special_tokens=False)})

@@ -15,23 +15,16 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.request import EngineRequest
 from apt_jax.text.chat import MAX_MESSAGES
 from serve.http_api import openai_request
-from serve.http_api.json_schemas import NULL, Schema
+from serve.http_api.constraint_fields import RESPONSE_FORMAT
+from serve.http_api.openai_bodies import ChatBody, SharedBody
 from serve.http_api.openai_request import Body, CompletionCall, with_field
+from serve.http_api.records import carried, quoted
+from serve.http_api.tool_calls.other_forms import with_tools
 
 _logger = logging.getLogger(__name__)
 _MAX_LEFT_OUT = 64
 _left_out: set[str] = set()
 """Kinds of tools that the log has named."""
-
-_OF_CHAT_ALONE: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "continuous_usage_stats": (False,),
-    "n": (1,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-}
-"""Fields whose answer only chat completions have, with the values that ask for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,58 +59,35 @@ class TranslatedCall:
 
 def read_chat(
     parts: EngineComponents,
-    chat: dict[str, Any],
+    chat: ChatBody,
     names: Mapping[str, str],
     headers: Mapping[str, str],
     arrival_s: float,
     tenant: str | None,
+    constraint: Body,
 ) -> CompletionCall:
-    """Build the request of a body that has been made one of chat completions; `names` are those of `field_renamer`.
+    """Build the request of a body that has been made one of chat completions; `names` are those of `field_renamer`, and
+    `constraint` has the fields of constraints.
 
     Raises:
-        InvalidRequestError: see `serve.http_api.openai_request.read_call`; `.field` is the other API's.
+        InvalidRequestError: see `serve.http_api.openai_request.build_call`; `.field` is the other API's.
     """
     try:
-        return openai_request.read_call(parts, "chat", chat, headers, arrival_s, tenant)
+        chat.messages = with_tools({"messages": chat.messages})["messages"]
+        return openai_request.build_call(parts, chat, headers, arrival_s, tenant, constraint)
     except InvalidRequestError as error:
         raise field_renamer(names)(error) from None
 
 
-def chat_fields(body: Body, own: Collection[str], renamed: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a body that a chat completion has too.
-
-    Args:
-        body: of another API.
-        own: fields of that API, which are left out.
-        renamed: names of fields of chat completions and what that API has for them.
-
-    Raises:
-        InvalidRequestError: there is a field that only chat completions have.
-    """
-    for name in body.keys() & renamed.keys():
-        if name not in own and body[name] is not None:
-            raise InvalidRequestError(name, f"is not a field of this API; use {renamed[name]}")
-    for name in body.keys() & _OF_CHAT_ALONE.keys():
-        value = body[name]
-        if value is not None and not any(value == v and type(value) is type(v) for v in _OF_CHAT_ALONE[name]):
-            raise InvalidRequestError(name, "is not supported here; use /v1/chat/completions")
-    return {name: value for name, value in body.items() if name not in own and name not in _OF_CHAT_ALONE}
+def chat_fields(asked: SharedBody) -> dict[str, Any]:
+    """The fields of a chat completion that a body of another API has as well."""
+    refused = type(asked).refused
+    return {name: value for name, value in carried(asked, SharedBody).items() if name not in refused}
 
 
-def chat_schemas(of_chat: Mapping[str, Schema], own: Collection[str], renamed: Mapping[str, str]) -> dict[str, Schema]:
-    """Schemas of the fields of chat completions that `chat_fields` with these arguments takes.
-
-    Args:
-        of_chat: the schemas of all fields of chat completions.
-        own, renamed: as for `chat_fields`.
-    """
-    alone = {
-        name: {"enum": [*values, None], "description": "Only chat completions have more."}
-        for name, values in _OF_CHAT_ALONE.items()
-    }
-    refused = {name: {**NULL, "description": f"Use {word}."} for name, word in renamed.items() if name not in own}
-    kept = {name: schema for name, schema in of_chat.items() if name not in own and name != "echo"}
-    return {**kept, **alone, **refused}
+def constraint_fields(body: Body) -> dict[str, Any]:
+    """The fields of a body of another API that hold a constraint as chat completions do."""
+    return {name: body[name] for name in body.keys() & SharedBody.also.keys() if name != RESPONSE_FORMAT}
 
 
 def field_renamer(
@@ -182,8 +152,3 @@ def check_items(field: str, value: object) -> Sequence[Any]:
     if len(value) > MAX_MESSAGES:
         raise InvalidRequestError(field, f"{len(value)} items; at most {MAX_MESSAGES}")
     return value
-
-
-def quoted(value: object) -> str:
-    """A client's word for a message, never long."""
-    return repr(value[:40]) if isinstance(value, str) else json_kind(value)

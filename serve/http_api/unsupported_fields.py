@@ -4,128 +4,84 @@ Fields that change nothing (`cache_prompt`, `id_slot`, `user`, ...) are ignored,
 docs/serving/request_fields.md has each field of vLLM and OpenAI (tests/support/request_fields.py).
 """
 
-from collections.abc import Mapping
-from typing import Any
+from serve.http_api.records import Refused
 
-from apt_jax.errors import InvalidRequestError
 
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
+def _refused(*harmless: object, way_out: str = "") -> Refused:
+    why = f"is not supported; {way_out}" if way_out else "is not supported"
+    return Refused(harmless, why, "Not supported; these values ask for nothing.")
+
+
+REFUSED = {
     # OpenAI
-    "audio": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "web_search_options": (),
+    "audio": _refused(),
+    "modalities": _refused(["text"]),
+    "moderation": _refused(way_out="no model here moderates"),
+    "web_search_options": _refused(),
     # vLLM
-    "chat_template": (),
-    "documents": ([],),
-    "ec_transfer_params": ({},),
-    "include_reasoning": (True,),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": (),
-    "prompt_embeds": (),
-    "repetition_detection": (),
-    "return_prompt_text": (False,),
-    "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (-1,),
-    "truncation_side": ("left",),
-    "use_beam_search": (False,),
-    "watermarking": (False,),
+    "chat_template": _refused(way_out="operators choose it (--chat-template)"),
+    "documents": _refused([], way_out="put them into a message"),
+    "ec_transfer_params": _refused({}, way_out="the server has no encoder apart"),
+    "include_reasoning": _refused(True, way_out="leave out reasoning_content when reading the answer"),
+    "kv_transfer_params": _refused({}, way_out="caches are not moved between servers"),
+    "logits_processors": _refused([], way_out="code of requests is not run; use logit_bias, bad_words or a constraint"),
+    "logprob_token_ids": _refused(way_out="use top_logprobs, or logprobs of completions"),
+    "prompt_embeds": _refused(way_out="send text or token ids"),
+    "repetition_detection": _refused(way_out="use repetition_penalty or max_tokens"),
+    "return_prompt_text": _refused(False, way_out="use return_token_ids and /detokenize"),
+    "spaces_between_special_tokens": _refused(True, way_out="use return_token_ids"),
+    "thinking_token_budget": _refused(-1, way_out="use max_tokens, or enable_thinking in chat_template_kwargs"),
+    "truncation_side": _refused("left", way_out="truncate_prompt_tokens keeps the last tokens"),
+    "use_beam_search": _refused(False, way_out="use n with a temperature, or a temperature of 0"),
+    "watermarking": _refused(False, way_out="outputs are not marked"),
     # SGLang
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "lora_path": (),
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "session_params": ({},),
-    "stop_regex": ("", []),
-    "structural_tag": (),
+    "custom_logit_processor": _refused(),
+    "custom_params": _refused({}),
+    "lora_path": _refused(),
+    "no_stop_trim": _refused(False, way_out="use include_stop_str_in_output"),
+    "return_hidden_states": _refused(False),
+    "session_params": _refused({}),
+    "stop_regex": _refused("", [], way_out="use stop"),
+    "structural_tag": _refused(),
     # llama.cpp
-    "adaptive_target": (-1,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "grammar_lazy": (False,),
-    "grammar_triggers": ([],),
-    "image_data": ([],),
-    "lora": ([],),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "n_indent": (0,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "repeat_penalty": (1,),
-    "samplers": (),
-    "t_max_predict_ms": (0,),
-    "top_n_sigma": (-1, 0),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
+    "adaptive_target": _refused(-1),
+    "dry_multiplier": _refused(0),
+    "dynatemp_range": _refused(0),
+    "grammar_lazy": _refused(False),
+    "grammar_triggers": _refused([]),
+    "image_data": _refused([]),
+    "lora": _refused([]),
+    "min_keep": _refused(0),
+    "mirostat": _refused(0),
+    "n_indent": _refused(0),
+    "n_predict": _refused(-1, way_out="use max_tokens"),
+    "n_probs": _refused(0, way_out="use logprobs"),
+    "repeat_penalty": _refused(1, way_out="use repetition_penalty"),
+    "samplers": _refused(),
+    "t_max_predict_ms": _refused(0, way_out="use deadline_ms"),
+    "top_n_sigma": _refused(-1, 0),
+    "typical_p": _refused(1),
+    "xtc_probability": _refused(0),
     # text-generation-webui, KoboldCpp, transformers
-    "ban_eos_token": (False,),
-    "banned_strings": ([],),
-    "custom_token_bans": ("",),
-    "do_sample": (True,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "guidance_scale": (1,),
-    "max_length": (),
-    "max_new_tokens": (),
-    "mirostat_mode": (0,),
-    "negative_prompt": ("",),
-    "no_repeat_ngram_size": (0,),
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "rep_pen": (1,),
-    "smoothing_factor": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "typical": (1,),
+    "ban_eos_token": _refused(False, way_out="use ignore_eos"),
+    "banned_strings": _refused([], way_out="use bad_words or logit_bias"),
+    "custom_token_bans": _refused("", way_out="use bad_words or logit_bias"),
+    "do_sample": _refused(True, way_out="use a temperature of 0 for greedy outputs"),
+    "epsilon_cutoff": _refused(0),
+    "eta_cutoff": _refused(0),
+    "guidance_scale": _refused(1),
+    "max_length": _refused(way_out="use max_tokens"),
+    "max_new_tokens": _refused(way_out="use max_tokens"),
+    "mirostat_mode": _refused(0),
+    "negative_prompt": _refused(""),
+    "no_repeat_ngram_size": _refused(0),
+    "num_beams": _refused(1),
+    "penalty_alpha": _refused(0),
+    "rep_pen": _refused(1, way_out="use repetition_penalty"),
+    "smoothing_factor": _refused(0),
+    "tfs": _refused(1),
+    "tfs_z": _refused(1),
+    "top_a": _refused(0),
+    "typical": _refused(1),
 }
-"""The fields, with the values that change nothing; null never does."""
-
-_HINTS = {
-    "chat_template": "operators choose it (--chat-template)",
-    "documents": "put them into a message",
-    "ec_transfer_params": "the server has no encoder apart",
-    "include_reasoning": "leave out reasoning_content when reading the answer",
-    "kv_transfer_params": "caches are not moved between servers",
-    "logits_processors": "code of requests is not run; use logit_bias, bad_words or a constraint",
-    "logprob_token_ids": "use top_logprobs, or logprobs of completions",
-    "moderation": "no model here moderates",
-    "prompt_embeds": "send text or token ids",
-    "repetition_detection": "use repetition_penalty or max_tokens",
-    "return_prompt_text": "use return_token_ids and /detokenize",
-    "spaces_between_special_tokens": "use return_token_ids",
-    "thinking_token_budget": "use max_tokens, or enable_thinking in chat_template_kwargs",
-    "truncation_side": "truncate_prompt_tokens keeps the last tokens",
-    "use_beam_search": "use n with a temperature, or a temperature of 0",
-    "watermarking": "outputs are not marked",
-    **dict.fromkeys(("max_length", "max_new_tokens", "n_predict"), "use max_tokens"),
-    **dict.fromkeys(("repeat_penalty", "rep_pen"), "use repetition_penalty"),
-    **dict.fromkeys(("banned_strings", "custom_token_bans"), "use bad_words or logit_bias"),
-    "ban_eos_token": "use ignore_eos",
-    "do_sample": "use a temperature of 0 for greedy outputs",
-    "n_probs": "use logprobs",
-    "no_stop_trim": "use include_stop_str_in_output",
-    "stop_regex": "use stop",
-    "t_max_predict_ms": "use deadline_ms",
-}
-
-
-def reject_unsupported(body: Mapping[str, Any]) -> None:
-    """Check that a body asks for nothing of `UNSUPPORTED`.
-
-    Raises:
-        InvalidRequestError: it does; the field is named, and one that does the same if there is one.
-    """
-    for name in body.keys() & UNSUPPORTED.keys():
-        value = body[name]
-        if value is None or any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
-            continue
-        hint = f"; {_HINTS[name]}" if name in _HINTS else ""
-        raise InvalidRequestError(name, f"is not supported{hint}")
-
-
-def _same(value: object, neutral: object) -> bool:
-    """Return whether two values are equal in JSON, where 1 is 1.0 and not true."""
-    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+"""The fields, with the values that ask for nothing."""

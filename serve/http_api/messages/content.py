@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError, json_kind
-from serve.http_api.translation import check_items, quoted
+from serve.http_api.records import quoted
+from serve.http_api.translation import check_items
 
 ROLES = ("user", "assistant", "system")
 _UNSUPPORTED = {"image": "images", "document": "documents", "search_result": "search results"}

@@ -2,24 +2,28 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from apt_jax.errors import InvalidRequestError, json_kind
+from msgspec import Meta
+
+from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
+from apt_jax.text.chat import MAX_MESSAGES, MAX_TOOLS
 from apt_jax.validation import MAX_INTEGER, check_integer, check_mapping
 from apt_jax.validation.values import check_number
 from serve.compact_json import json_bytes
 from serve.http_api import openai_request
-from serve.http_api.json_schemas import Schema
-from serve.http_api.messages.content import messages_of
-from serve.http_api.messages.tools import chat_choice, chat_tools
+from serve.http_api.json_schemas import FLAG, STRING, Schema, integer, list_of, many, object_of, or_null
+from serve.http_api.messages.content import BLOCKS, ROLES, messages_of
+from serve.http_api.messages.tools import OTHER_PATTERN, chat_choice, chat_tools
+from serve.http_api.openai_bodies import ChatBody, SharedBody, elsewhere
 from serve.http_api.openai_request import Body
+from serve.http_api.records import HIDDEN, Record, Refused, Text, fixed, quoted, read, shaped
 from serve.http_api.translation import (
     TranslatedCall,
     chat_fields,
-    chat_schemas,
+    constraint_fields,
     field_renamer,
-    quoted,
     read_chat,
     set_thinking,
 )
@@ -27,32 +31,11 @@ from serve.http_api.translation import (
 ID_PREFIX = "msg_"
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 DISPLAYS = ("summarized", "omitted")
-SERVICE_TIERS = ("auto", "standard_only")
 USED_TIERS = {"default": "standard", "flex": "batch", "priority": "priority"}
 """Anthropic's names of the tiers that answers name (`serve.slo_headers.USED_TIERS`)."""
 MAX_TEMPERATURE = 1.0
 MAX_USER_ID_CHARS = 512
 
-REFUSED: dict[str, tuple[object, ...]] = {
-    "container": (),
-    "mcp_servers": ([],),
-}
-"""Fields that are refused, with the values that ask for nothing."""
-
-_TAKEN = ("cache_control", "context_management", "max_tokens", "messages", "metadata", "output_config", "output_format", "service_tier",
-          "stop_sequences", "system", "temperature", "thinking", "tool_choice", "tools")  # fmt: skip
-_OWN = (*_TAKEN, *REFUSED, "add_generation_prompt", "continue_final_message")
-_OF_CHAT = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "logprobs": "/v1/chat/completions",
-    "max_completion_tokens": "max_tokens",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "reasoning_effort": "output_config.effort",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-    "top_logprobs": "/v1/chat/completions",
-}
 _NAMES = {
     "continue_final_message": "messages",
     "parallel_tool_calls": "tool_choice",
@@ -60,6 +43,143 @@ _NAMES = {
     "response_format": "output_config.format",
     "stop": "stop_sequences",
 }
+
+
+class Metadata(Record):
+    user_id: Annotated[str, Meta(max_length=MAX_USER_ID_CHARS)] | None = None
+
+
+class OutputConfig(Record):
+    format: Annotated[Any, shaped(lambda _: or_null(_format()))] = None
+    effort: Text = None
+
+
+# --- schemas of what is checked where it is read ---------------------------------------------------------------------
+
+
+def _block(name: str, /, **fields: Schema) -> Schema:
+    return object_of({"type": {"const": name}, **fields}, required=("type", *fields))
+
+
+def _texts() -> Schema:
+    return {"anyOf": [STRING, many(_block("text", text=STRING))]}
+
+
+def _message() -> Schema:
+    result = _block("tool_result", tool_use_id=STRING)
+    result["properties"]["content"] = or_null(_texts())
+    blocks = {
+        "text": _block("text", text=STRING),
+        "tool_result": result,
+        "tool_use": _block("tool_use", id=STRING, name=STRING, input={"type": "object"}),
+        "thinking": _block("thinking", thinking=STRING),
+        "redacted_thinking": _block("redacted_thinking"),
+        **{
+            name: _block(name, id=STRING, name=STRING, input={"type": "object"})
+            for name in ("server_tool_use", "mcp_tool_use")
+        },
+    }
+    elsewhere = object_of(
+        {"type": {"type": "string", "pattern": "_tool_result$"}, "tool_use_id": STRING},
+        required=("type", "tool_use_id"),
+    )
+    of_roles = []
+    for role in ROLES:
+        more = [elsewhere] if role == "assistant" else []
+        allowed = many({"anyOf": [*(blocks[name] for name in BLOCKS[role]), *more]})
+        fields = {"role": {"const": role}, "content": {"anyOf": [STRING, allowed]}}
+        of_roles.append(object_of(fields, required=("role", "content")))
+    return {"anyOf": of_roles}
+
+
+def _tool() -> Schema:
+    fields = {
+        "type": {"enum": ["custom", None]},
+        "name": STRING,
+        "input_schema": {"type": "object"},
+        "strict": or_null(FLAG),
+    }
+    described = object_of(fields, required=("name", "input_schema"))
+    other = object_of({"type": {"type": "string", "pattern": f"^{OTHER_PATTERN}$"}}, required=("type",))
+    return {"anyOf": [described, other | {"description": "Left out, as the server does not run it."}]}
+
+
+def _choice() -> Schema:
+    alone = {"disable_parallel_tool_use": or_null(FLAG)}
+    plain = object_of({"type": {"enum": ["auto", "any", "none"]}, **alone}, required=("type",))
+    named = object_of({"type": {"const": "tool"}, "name": STRING, **alone}, required=("type", "name"))
+    return {"anyOf": [plain, named]}
+
+
+def _thinking() -> Schema:
+    fields = {
+        "type": {"enum": list(THINKING)},
+        "budget_tokens": or_null(integer(1, MAX_INTEGER)),
+        "display": {"enum": [*DISPLAYS, None]},
+    }
+    return object_of(fields, required=("type",))
+
+
+def _format() -> Schema:
+    schema: Schema = {"type": ["object", "boolean", "string"]}
+    return object_of({"type": {"const": "json_schema"}, "schema": schema}, required=("type", "schema"))
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+class CountTokensBody(SharedBody):
+    refused: ClassVar = {
+        **SharedBody.refused,
+        **elsewhere(
+            functions="tools",
+            function_call="tool_choice",
+            logprobs="/v1/chat/completions",
+            max_completion_tokens="max_tokens",
+            parallel_tool_calls="tool_choice.disable_parallel_tool_use",
+            reasoning_effort="output_config.effort",
+            response_format="output_config.format",
+            stop="stop_sequences",
+            top_logprobs="/v1/chat/completions",
+        ),
+        **{
+            name: Refused(harmless, text="Not supported; these values ask for nothing.")
+            for name, harmless in {"container": (), "mcp_servers": ([],)}.items()
+        },
+    }
+    needed: ClassVar = {"messages": "missing; give a list of messages"}
+    messages: Annotated[Any, fixed(list_of(_message(), 1, MAX_MESSAGES))] = None
+    system: Annotated[Any, fixed(or_null(_texts()))] = None
+    tools: Annotated[Any, fixed(or_null(list_of(_tool(), 0, MAX_TOOLS)))] = None
+    tool_choice: Annotated[Any, fixed(or_null(_choice()))] = None
+    thinking: Annotated[
+        Any, shaped(lambda _: or_null(_thinking()), "Accepted: blocks come wherever the model thinks, without a bound.")
+    ] = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
+    stop_sequences: Annotated[list[Any] | None, shaped(lambda facts: or_null(facts.field("stop")["anyOf"][1]))] = None
+    temperature: Annotated[
+        Any, shaped(lambda facts: {"allOf": [facts.optional("temperature"), {"maximum": MAX_TEMPERATURE}]})
+    ] = None
+    output_config: OutputConfig | None = None
+    output_format: Annotated[Any, shaped(lambda _: or_null(_format()), "The older name of `output_config.format`.")] = (
+        None
+    )
+    add_generation_prompt: Annotated[Any, HIDDEN] = None
+    continue_final_message: Annotated[Any, HIDDEN] = None
+
+
+class MessagesBody(CountTokensBody):
+    needed: ClassVar = {**CountTokensBody.needed, "max_tokens": "missing; give the most tokens of the answer"}
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] = 1
+
+
+COUNTED = (
+    *("model", "messages", "system", "tools", "tool_choice", "thinking", "metadata", "service_tier"),
+    *("container", "mcp_servers"),
+)
+"""Fields of a body that say something about the length of its prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,22 +201,16 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    openai_request.check_model(parts, body)
-    if body.get("max_tokens") is None:
-        raise InvalidRequestError("max_tokens", "missing; give the most tokens of the answer")
-    chat = _conversation(body)
-    chat["max_tokens"] = check_integer("max_tokens", body["max_tokens"], 1, MAX_INTEGER)
-    if body.get("stop_sequences") is not None:
-        if not isinstance(body["stop_sequences"], list):
-            raise InvalidRequestError("stop_sequences", f"{json_kind(body['stop_sequences'])} is not a list of texts")
-        chat["stop"] = body["stop_sequences"]
-    temperature = body.get("temperature")
-    if temperature is not None:
-        if check_number("temperature", temperature) > MAX_TEMPERATURE:
-            raise InvalidRequestError("temperature", f"{temperature} must lie in [0, 1]")
-        chat["temperature"] = temperature
-    call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
-    return MessagesCall(chat=call, names=_NAMES, hides_thinking=_hides_thinking(body))
+    openai_request.check_model(parts, body.get("model"))
+    asked = read(MessagesBody, body)
+    chat, constraint = _conversation(asked, body)
+    temperature = asked.temperature
+    if temperature is not None and check_number("temperature", temperature) > MAX_TEMPERATURE:
+        raise InvalidRequestError("temperature", f"{temperature} must lie in [0, 1]")
+    made = ChatBody(**chat, max_tokens=asked.max_tokens, temperature=temperature, stop=asked.stop_sequences)
+    call = read_chat(parts, made, _NAMES, headers, arrival_s, tenant, constraint)
+    hides = isinstance(asked.thinking, Mapping) and asked.thinking.get("display") == "omitted"
+    return MessagesCall(chat=call, names=_NAMES, hides_thinking=hides)
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:
@@ -105,78 +219,58 @@ def count_tokens(parts: EngineComponents, body: Body) -> bytes:
     Raises:
         InvalidRequestError, UnknownModelError: as for `read_call`.
     """
-    openai_request.check_model(parts, body)
-    chat = _conversation(body)
+    openai_request.check_model(parts, body.get("model"))
+    chat, _ = _conversation(read(CountTokensBody, body), body)
     try:
-        tools, options = openai_request.tools_of(chat), openai_request.template_options(chat)
-        ids = parts.chat_prompt(chat["messages"], tools=tools, **options)
+        ids = openai_request.conversation_ids(parts, ChatBody(**chat))
     except InvalidRequestError as error:
         raise field_renamer(_NAMES)(error) from None
     return json_bytes({"input_tokens": len(ids)})
 
 
-def chat_fields_of(of_chat: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Schemas of the fields that this API shares with chat completions; see `chat_schemas`."""
-    return chat_schemas(of_chat, _OWN, _OF_CHAT)
-
-
-def _conversation(body: Body) -> dict[str, Any]:
-    """The body of a chat completion, less what only generation needs."""
-    for name, harmless in REFUSED.items():
-        value = body.get(name)
-        if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
-            raise InvalidRequestError(name, "is not supported")
-    chat = chat_fields(body, _OWN, _OF_CHAT)
-    chat["messages"] = messages = messages_of(body.get("system"), body.get("messages"))
-    if messages[-1]["role"] == "assistant":  # the answer goes on with it
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools = chat_tools(body.get("tools"))
-    choice, parallel = chat_choice(body.get("tool_choice"))
+def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a chat completion, less what only generation needs, and its constraint."""
+    chat = chat_fields(asked)
+    for name in ("temperature", "service_tier"):
+        chat.pop(name)
+    chat["messages"] = messages = messages_of(asked.system, asked.messages)
+    last = messages[-1]["role"] == "assistant"  # the answer goes on with it
+    chat |= {"continue_final_message": last, "add_generation_prompt": not last}
+    tools = chat_tools(asked.tools)
+    choice, parallel = chat_choice(asked.tool_choice)
     if tools:
         chat |= {"tools": tools, "parallel_tool_calls": parallel}
     if choice is not None:
         chat["tool_choice"] = choice
-    _take_output_config(body, chat)
-    _check_metadata(body.get("metadata"))
-    _take_thinking(body, chat)
-    tier = body.get("service_tier")
-    if tier is not None and tier not in SERVICE_TIERS:
-        raise InvalidRequestError("service_tier", f"{quoted(tier)} must be one of {', '.join(SERVICE_TIERS)}")
-    return chat
+    constraint = constraint_fields(body) | _take_output_config(asked, chat)
+    _take_thinking(asked.thinking, chat)
+    return chat, constraint
 
 
-def _take_output_config(body: Body, chat: dict[str, Any]) -> None:
-    """Put the constraint and the effort that are asked for into a chat completion."""
-    config = {} if body.get("output_config") is None else check_mapping("output_config", body["output_config"])
-    wanted, field = config.get("format"), "output_config.format"
-    if body.get("output_format") is not None:  # the older name
+def _take_output_config(asked: CountTokensBody, chat: dict[str, Any]) -> dict[str, Any]:
+    """Put the effort that is asked for into a chat completion; returns the constraint."""
+    config = asked.output_config or OutputConfig()
+    wanted, field = config.format, "output_config.format"
+    if asked.output_format is not None:  # the older name
         if wanted is not None:
             raise InvalidRequestError("output_format", "stands in output_config.format too; give it once")
-        wanted, field = body["output_format"], "output_format"
-    if wanted is not None:
-        wanted = check_mapping(field, wanted)
-        if wanted.get("type") != "json_schema":
-            raise InvalidRequestError(field, f"type {quoted(wanted.get('type'))} must be 'json_schema'")
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
-    effort = config.get("effort")
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise InvalidRequestError("output_config.effort", f"{json_kind(effort)} is not a word")
-        chat["reasoning_effort"] = effort
+        wanted, field = asked.output_format, "output_format"
+    if config.effort is not None:
+        chat["reasoning_effort"] = config.effort
+    if wanted is None:
+        return {}
+    form = check_mapping(field, wanted)
+    if form.get("type") != "json_schema":
+        raise InvalidRequestError(field, f"type {quoted(form.get('type'))} must be 'json_schema'")
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
 
 
-def _check_metadata(metadata: object) -> None:
-    user = None if metadata is None else check_mapping("metadata", metadata).get("user_id")
-    if user is not None and (not isinstance(user, str) or len(user) > MAX_USER_ID_CHARS):
-        raise InvalidRequestError("metadata.user_id", f"must be a text of at most {MAX_USER_ID_CHARS} characters")
-
-
-def _take_thinking(body: Body, chat: dict[str, Any]) -> None:
+def _take_thinking(thinking: object, chat: dict[str, Any]) -> None:
     """Tell the chat template whether the model shall think. Blocks of it come wherever it does, and no budget bounds
     them."""
-    if body.get("thinking") is None:
+    if thinking is None:
         return
-    fields = check_mapping("thinking", body["thinking"])
+    fields = check_mapping("thinking", thinking)
     kind = fields.get("type")
     if kind not in THINKING:
         raise InvalidRequestError("thinking", f"type {quoted(kind)} must be one of {', '.join(THINKING)}")
@@ -185,7 +279,3 @@ def _take_thinking(body: Body, chat: dict[str, Any]) -> None:
     if fields.get("display") not in (None, *DISPLAYS):
         raise InvalidRequestError("thinking.display", f"must be one of {', '.join(DISPLAYS)}")
     set_thinking(chat, kind != "disabled")
-
-
-def _hides_thinking(body: Body) -> bool:
-    return isinstance(body.get("thinking"), Mapping) and body["thinking"].get("display") == "omitted"

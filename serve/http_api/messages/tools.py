@@ -7,7 +7,8 @@ from typing import Any
 from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.text.chat import MAX_TOOLS
 from apt_jax.validation import check_flag
-from serve.http_api.translation import leave_out_tools, quoted
+from serve.http_api.records import quoted
+from serve.http_api.translation import leave_out_tools
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

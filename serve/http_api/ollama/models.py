@@ -8,8 +8,9 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.fill_in_middle import fills_in_middle
 from serve.compact_json import json_bytes
 from serve.generate_call import require_served_model
-from serve.http_api.ollama.request import served_name
+from serve.http_api.ollama.request import ShowBody, served_name
 from serve.http_api.openai_request import Body
+from serve.http_api.records import read
 from serve.http_api.tool_calls.reasoning import reasoning_parser_of
 
 API_VERSION = "0.13.0"
@@ -46,7 +47,7 @@ def show(parts: EngineComponents, body: Body) -> bytes:
     Raises:
         InvalidRequestError, UnknownModelError: the body names no model of this server.
     """
-    name = served_name(parts, body)
+    name = served_name(parts, read(ShowBody, body))
     if isinstance(name, str) and name:
         require_served_model(parts, name)
     family, config = _family(parts), parts.model_config

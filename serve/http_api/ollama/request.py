@@ -6,55 +6,146 @@ defaults.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.validation import check_integer, check_mapping, check_text, check_text_length
+from apt_jax.text import chat
+from apt_jax.validation import MAX_LOGPROBS, check_text, check_text_length
 from serve.generate_call import LONG_PROMPT_CHARS
-from serve.http_api import embeddings, openai_request
+from serve.http_api import embeddings, openai_bodies, openai_request
 from serve.http_api.infill import prompt_around
-from serve.http_api.openai_request import Body, flag
-from serve.http_api.translation import TranslatedCall, field_renamer, quoted, read_chat, set_thinking
+from serve.http_api.json_schemas import STRING, Facts, Schema, list_of, many, object_of, or_null
+from serve.http_api.openai_bodies import TEXT, Addressed, CompletionBody, Tools
+from serve.http_api.openai_request import Body
+from serve.http_api.records import (
+    HIDDEN,
+    Bits32,
+    EngineField,
+    Flag,
+    Record,
+    Refused,
+    Text,
+    carried,
+    fixed,
+    quoted,
+    read,
+    reject,
+    shaped,
+)
+from serve.http_api.translation import TranslatedCall, field_renamer, read_chat, set_thinking
+from serve.http_api.unsupported_fields import REFUSED
 
 Shape = Literal["chat", "generate"]
 Json = dict[str, Any]
+B = TypeVar("B", bound="_AnswerBody")
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
 """Options that Ollama has where none are given."""
-OPTIONS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "mirostat": "mirostat",
-    "tfs_z": "tfs_z",
-    "typical_p": "typical_p",
-}
-"""Options of `options`, and the fields of completions that they are."""
 EFFORTS = ("low", "medium", "high", "max")
-CARRIED = tuple(name for name in embeddings.CARRIED if name not in ("model", "truncate_prompt_tokens"))
-"""Fields that mean the same as in a chat completion."""
-REFUSED: dict[str, tuple[object, ...]] = {"images": ([],), "context": ([],), "template": ("",)}
-"""Fields of ``/api/generate`` that are refused, with the values that ask for nothing."""
-_REASONS = {
-    "images": "are not supported; send text",
-    "context": "is not kept here; send the conversation to /api/chat",
-    "template": "is not the request's to choose (--chat-template)",
-}
 _LATEST = ":latest"
+_OPTIONS = "options."
+
+
+class Options(Record):
+    """Options of sampling. Those of how a model is loaded are ignored: the server's flags decide."""
+
+    refused: ClassVar = {name: REFUSED[name] for name in ("mirostat", "tfs_z", "typical_p")}
+    temperature: EngineField = None
+    top_k: EngineField = None
+    top_p: EngineField = None
+    min_p: EngineField = None
+    seed: EngineField = None
+    stop: EngineField = None
+    repetition_penalty: Annotated[Any, shaped(lambda facts: facts.optional("repetition_penalty"))] = msgspec.field(
+        name="repeat_penalty", default=None
+    )
+    presence_penalty: EngineField = None
+    frequency_penalty: EngineField = None
+    num_predict: Bits32 = None
+
+
 NAMES = {
-    **{field: f"options.{name}" for name, field in OPTIONS.items()},
+    **{field: f"{_OPTIONS}{field}" for field in Options.__struct_fields__},
+    "repetition_penalty": "options.repeat_penalty",
     "max_tokens": "options.num_predict",
     "response_format": "format",
     "structured_outputs": "format",
     "reasoning_effort": "think",
 }
+
+
+def _names(facts: Facts) -> Schema:
+    made = facts.model
+    if "enum" in made:
+        made["enum"] += [f"{known}{_LATEST}" for known in made["enum"] if known]
+    return made
+
+
+def _message() -> Schema:
+    function = object_of({"name": STRING, "arguments": {"type": "object"}}, required=("name",))
+    fields = {
+        "role": {"type": "string", "pattern": f"^{chat.ROLE_PATTERN}$"},
+        "content": or_null(STRING),
+        "thinking": or_null(STRING),
+        "tool_name": {"type": ["string", "null"], "maxLength": chat.MAX_NAME_CHARS},
+        "tool_calls": or_null(many(object_of({"function": function}, required=("function",)))),
+        "images": {"enum": [[], None]},
+    }
+    return object_of(fields, required=("role",))
+
+
+class ShowBody(Record):
+    model: Annotated[Any, shaped(_names)] = None
+    name: Annotated[Any, HIDDEN] = None
+
+
+class _NamedBody(Addressed):
+    """Fields of all bodies but that of ``/api/show``."""
+
+    model: Annotated[Any, shaped(_names)] = None
+    name: Annotated[Any, HIDDEN] = None
+
+
+class _AnswerBody(_NamedBody):
+    stream: Flag = True
+    options: Options | None = None
+    format: Annotated[Any, fixed({"anyOf": [{"enum": ["", "json", None]}, {"type": "object"}]})] = None
+    think: Annotated[Any, fixed({"enum": [True, False, *EFFORTS, None]})] = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class ChatBody(_AnswerBody):
+    messages: Annotated[Any, fixed(or_null(list_of(_message(), 0, chat.MAX_MESSAGES)))] = None
+    tools: Tools = None
+
+
+class GenerateBody(_AnswerBody):
+    refused: ClassVar = {
+        "images": Refused(([],), "are not supported; send text"),
+        "context": Refused(([],), "is not kept here; send the conversation to /api/chat"),
+        "template": Refused(("",), "is not the request's to choose (--chat-template)"),
+    }
+    prompt: Text = None
+    system: Text = None
+    suffix: Text = None
+    raw: Flag = None
+
+
+class EmbedBody(_NamedBody):
+    needed: ClassVar = {"input": "missing; give a text or texts"}
+    input: Annotated[Any, shaped(lambda facts: {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences)]})] = None
+    truncate: Flag = None
+    dimensions: embeddings.Dimensions = None
+
+
+class OldEmbedBody(_NamedBody):
+    needed: ClassVar = {"prompt": "missing; give a text"}
+    prompt: Annotated[Any, fixed(TEXT)] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,50 +182,45 @@ def read_chat_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    given = body.get("messages")
-    if given is None or given == []:
-        return _load(parts, "chat", body, headers, arrival_s, tenant)
-    chat = _fields(parts, body, stream=True)
-    chat["messages"] = messages_of(given)
-    for name in ("tools", "logprobs", "top_logprobs"):
-        if body.get(name) is not None:
-            chat[name] = body[name]
-    call = read_chat(parts, chat, NAMES, headers, arrival_s, tenant)
-    return OllamaCall(chat=call, names=NAMES, shape="chat", model=_shown(call.model, body))
+    asked = _read(ChatBody, body)
+    if not asked.messages and asked.messages in (None, []):
+        return _load(parts, "chat", asked, headers, arrival_s, tenant)
+    fields, form = _fields(parts, asked)
+    made = openai_bodies.ChatBody(
+        **fields,
+        messages=messages_of(asked.messages),
+        tools=asked.tools,
+        logprobs=asked.logprobs,
+        top_logprobs=asked.top_logprobs,
+        **_thinking(asked.think),
+    )
+    return _call(parts, made, form, asked, NAMES, "chat", headers, arrival_s, tenant)
 
 
 def read_generate(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None = None
 ) -> OllamaCall:
     """Check a body of ``/api/generate`` and build its request; raises as `read_chat_call`."""
-    for name, neutral in REFUSED.items():
-        value = body.get(name)
-        if value is not None and not any(value == v and type(value) is type(v) for v in neutral):
-            raise InvalidRequestError(name, _REASONS[name])
-    prompt, system, suffix = (_text(body, name) for name in ("prompt", "system", "suffix"))
+    asked = _read(GenerateBody, body)
+    prompt, system, suffix = asked.prompt or "", asked.system or "", asked.suffix or ""
     if not prompt and not suffix:
-        return _load(parts, "generate", body, headers, arrival_s, tenant)
-    fields = _fields(parts, body, stream=True)
-    if suffix or flag(body, "raw") or parts.chat_template is None:
-        fields["prompt"] = f"{system}\n\n{prompt}" if system and not flag(body, "raw") and not suffix else prompt
-        fields |= {"suffix": suffix} if suffix else {}
-        if body.get("logprobs") is not None and flag(body, "logprobs"):
-            fields["logprobs"] = body.get("top_logprobs") or 0
-        fields.setdefault("max_tokens", _room(parts, fields["prompt"], suffix))
-        try:
-            call = openai_request.read_call(parts, "completion", fields, headers, arrival_s, tenant)
-        except InvalidRequestError as error:
-            raise field_renamer(NAMES)(error) from None
+        return _load(parts, "generate", asked, headers, arrival_s, tenant)
+    (fields, form), thinking = _fields(parts, asked), _thinking(asked.think)
+    if suffix or asked.raw or parts.chat_template is None:
+        text = f"{system}\n\n{prompt}" if system and not asked.raw and not suffix else prompt
+        fields = {"max_tokens": _room(parts, text, suffix), **fields}
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        made = CompletionBody(**fields, prompt=text, suffix=suffix or None, logprobs=logprobs)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        fields["messages"] = [*messages, {"role": "user", "content": prompt}]
-        for name in ("logprobs", "top_logprobs"):
-            if body.get(name) is not None:
-                fields[name] = body[name]
-        call = read_chat(parts, fields, {**NAMES, "messages": "prompt"}, headers, arrival_s, tenant)
-    return OllamaCall(
-        chat=call, names={**NAMES, "messages": "prompt"}, shape="generate", model=_shown(call.model, body)
-    )
+        made = openai_bodies.ChatBody(
+            **fields,
+            messages=[*messages, {"role": "user", "content": prompt}],
+            logprobs=asked.logprobs,
+            top_logprobs=asked.top_logprobs,
+            **thinking,
+        )
+    return _call(parts, made, form, asked, {**NAMES, "messages": "prompt"}, "generate", headers, arrival_s, tenant)
 
 
 def read_embed(
@@ -142,31 +228,31 @@ def read_embed(
 ) -> embeddings.EmbeddingsCall:
     """Check a body of ``/api/embed``, or of the older ``/api/embeddings`` with one `prompt`, and build its requests; raises
     as `read_chat_call`."""
-    fields = {name: body[name] for name in (*CARRIED, "dimensions") if name in body}
     name = "prompt" if "prompt" in body and body.get("input") is None else "input"
-    texts = body.get(name)
-    wrong = next((t for t in (texts if isinstance(texts, list) else [texts]) if not isinstance(t, str)), None)
+    asked = read(EmbedBody if name == "input" else OldEmbedBody, body)
+    texts = asked.input if isinstance(asked, EmbedBody) else asked.prompt
+    if texts == []:
+        raise InvalidRequestError(name, "missing; give a text or texts")
+    wrong = next((text for text in (texts if isinstance(texts, list) else [texts]) if not isinstance(text, str)), None)
     if wrong is not None:
         raise InvalidRequestError(name, f"{json_kind(wrong)} is not text")
-    if texts == [] or texts is None:
-        raise InvalidRequestError(name, "missing; give a text or texts")
-    if body.get("truncate") is None or flag(body, "truncate"):
-        fields["truncate_prompt_tokens"] = -1
-    fields |= {"input": texts, "model": served_name(parts, body)}
-    try:
-        call = embeddings.read_call(parts, fields, headers, arrival_s, tenant)
-    except InvalidRequestError as error:
-        raise field_renamer({"input": name})(error) from None
-    return dataclasses.replace(call, model=_shown(call.model, body))
+    made = embeddings.PooledBody(**carried(asked, Addressed))
+    made.model = served_name(parts, asked)
+    if isinstance(asked, OldEmbedBody) or asked.truncate is not False:
+        made.truncate_prompt_tokens = -1
+    dimensions = asked.dimensions if isinstance(asked, EmbedBody) else None
+    embeddings.check_dimensions_of(parts, dimensions)
+    call = embeddings.embed(parts, made, texts, lambda place: f"{name}{place}", headers, arrival_s, tenant)
+    return dataclasses.replace(call, model=_shown(call.model, asked), dimensions=dimensions)
 
 
-def served_name(parts: EngineComponents, body: Body) -> object:
+def served_name(parts: EngineComponents, body: _NamedBody | ShowBody) -> object:
     """The name of the model in a body, without ``:latest`` if no model is served under it with that.
 
     Raises:
         InvalidRequestError: it is not text.
     """
-    name = body.get("model", body.get("name"))
+    name = body.name if body.model is None else body.model
     if name is not None and not isinstance(name, str):
         raise InvalidRequestError("model", f"{json_kind(name)} is not a name")
     known = (*parts.model_names, parts.config.model, *parts.limits.adapters)
@@ -209,26 +295,34 @@ def messages_of(given: object) -> object:
     return made
 
 
-def _fields(parts: EngineComponents, body: Body, *, stream: bool) -> Json:
-    """The fields of a completion that both kinds of calls have."""
-    fields: Json = {name: body[name] for name in CARRIED if name in body}
-    fields["model"] = served_name(parts, body)
-    fields["stream"] = stream if body.get("stream") is None else flag(body, "stream")
-    options = {} if body.get("options") is None else check_mapping("options", body["options"])
-    given = {name: value for name, value in options.items() if name in OPTIONS and value is not None}
-    fields |= {OPTIONS[name]: value for name, value in {**DEFAULTS, **given}.items()}
-    most = options.get("num_predict")
-    if most is not None and check_integer("options.num_predict", most, -(2**31), 2**31 - 1) > 0:
+def _read(record: type[B], body: Body) -> B:
+    asked = read(record, body)
+    reject(Options.refused, body.get("options") or {}, _OPTIONS)
+    return asked
+
+
+def _fields(parts: EngineComponents, asked: _AnswerBody) -> tuple[Json, Json]:
+    """The fields of a completion that both kinds of calls have, and its constraint."""
+    options = asked.options or Options()
+    given = {name: value for name, value in carried(options, Options).items() if value is not None}
+    most = given.pop("num_predict", 0)
+    fields = {**carried(asked, Addressed), **DEFAULTS, **given, "model": served_name(parts, asked)}
+    fields["stream"] = asked.stream is not False
+    if most > 0:
         fields["max_tokens"] = most  # else as many as fit
-    wanted = body.get("format")
-    if wanted is not None and wanted != "":
-        if wanted == "json":
-            fields["response_format"] = {"type": "json_object"}
-        elif isinstance(wanted, Mapping):
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted}}
-        else:
-            raise InvalidRequestError("format", f"{quoted(wanted)} must be json or a JSON schema")
-    think = body.get("think")
+    wanted, form = asked.format, {}
+    if wanted == "json":
+        form = {"type": "json_object"}
+    elif isinstance(wanted, Mapping):
+        form = {"type": "json_schema", "json_schema": {"schema": wanted}}
+    elif wanted is not None and wanted != "":
+        raise InvalidRequestError("format", f"{quoted(wanted)} must be json or a JSON schema")
+    return fields, {"response_format": form} if form else {}
+
+
+def _thinking(think: object) -> Json:
+    """Fields of a chat completion that say whether and how much the model shall think."""
+    fields: Json = {}
     if isinstance(think, str) and think in EFFORTS:
         set_thinking(fields, True)
         fields["reasoning_effort"] = think
@@ -237,6 +331,27 @@ def _fields(parts: EngineComponents, body: Body, *, stream: bool) -> Json:
             raise InvalidRequestError("think", f"{quoted(think)} must be true, false or one of {', '.join(EFFORTS)}")
         set_thinking(fields, think)
     return fields
+
+
+def _call(
+    parts: EngineComponents,
+    made: openai_bodies.ChatBody | CompletionBody,
+    constraint: Json,
+    asked: _AnswerBody,
+    names: Mapping[str, str],
+    shape: Shape,
+    headers: Mapping[str, str],
+    arrival_s: float,
+    tenant: str | None,
+) -> OllamaCall:
+    if isinstance(made, openai_bodies.ChatBody):
+        call = read_chat(parts, made, names, headers, arrival_s, tenant, constraint)
+    else:
+        try:
+            call = openai_request.build_call(parts, made, headers, arrival_s, tenant, constraint)
+        except InvalidRequestError as error:
+            raise field_renamer(names)(error) from None
+    return OllamaCall(chat=call, names=names, shape=shape, model=_shown(call.model, asked))
 
 
 def _room(parts: EngineComponents, prompt: str, suffix: str) -> int:
@@ -257,26 +372,20 @@ def _room(parts: EngineComponents, prompt: str, suffix: str) -> int:
 def _load(
     parts: EngineComponents,
     shape: Shape,
-    body: Body,
+    asked: _AnswerBody,
     headers: Mapping[str, str],
     arrival_s: float,
     tenant: str | None,
 ) -> OllamaCall:
     """A call without a prompt, which is answered when the model is there: one token is computed and not shown."""
-    fields = _fields(parts, body, stream=False)
-    asked = {name: fields[name] for name in (*CARRIED, "model") if name in fields}
-    asked |= {"prompt": [0], "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-    call = openai_request.read_call(parts, "completion", asked, headers, arrival_s, tenant)
-    return OllamaCall(chat=call, names=NAMES, shape=shape, model=_shown(call.model, body), loads=True)
+    fields, _ = _fields(parts, asked)
+    _thinking(asked.think)
+    carries = {name: fields[name] for name in Addressed.__struct_fields__}
+    made = CompletionBody(**carries, prompt=[0], max_tokens=1, temperature=0, ignore_eos=True)
+    call = openai_request.build_call(parts, made, headers, arrival_s, tenant)
+    return OllamaCall(chat=call, names=NAMES, shape=shape, model=_shown(call.model, asked), loads=True)
 
 
-def _text(body: Body, name: str) -> str:
-    value = body.get(name)
-    if value is not None and not isinstance(value, str):
-        raise InvalidRequestError(name, f"{json_kind(value)} is not text")
-    return value or ""
-
-
-def _shown(name: str, body: Body) -> str:
-    given = body.get("model", body.get("name"))
+def _shown(name: str, asked: _NamedBody) -> str:
+    given = asked.name if asked.model is None else asked.model
     return given if isinstance(given, str) and given else name

@@ -1,12 +1,6 @@
 """Schemas of Ollama's API, for `serve.http_api.openapi`."""
 
-from collections.abc import Mapping
-
-from apt_jax.text import chat
-from apt_jax.validation import MAX_LOGPROBS
-from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed, list_of, many, object_of, or_null
-from serve.http_api.json_schemas import integer as integer_between
-from serve.http_api.ollama import request
+from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed, many
 
 PREFIX = "Ollama"
 """Begins the names of its operations and of its schemas."""
@@ -18,60 +12,6 @@ EXAMPLES: Schema = {
     "OllamaEmbeddings": {"text": {"value": {"prompt": "One text."}}},
     "OllamaShow": {"model": {"value": {}}},
 }  # fmt: skip
-
-
-def requests(of_chat: Mapping[str, Schema], of_embedding: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Schemas of bodies.
-
-    Args:
-        of_chat: the fields of a chat completion.
-        of_embedding: those of embeddings.
-    """
-    name = dict(of_chat["model"])
-    if "enum" in name:
-        name["enum"] = [*name["enum"], *(f"{known}:latest" for known in name["enum"] if known)]
-    bound = integer_between(-(2**31), 2**31 - 1)
-    options = {option: of_chat[field] for option, field in request.OPTIONS.items()}
-    carried = {field: of_chat[field] for field in request.CARRIED if field in of_chat}
-    common = {
-        **carried,
-        "model": name,
-        "stream": or_null(FLAG) | {"default": True},
-        "options": or_null(object_of({**options, "num_predict": or_null(bound)})),
-        "format": {"anyOf": [{"enum": ["", "json", None]}, {"type": "object"}]},
-        "think": {"enum": [True, False, *request.EFFORTS, None]},
-        "logprobs": or_null(FLAG),
-        "top_logprobs": or_null(integer_between(0, MAX_LOGPROBS)),
-    }
-    call = object_of({"function": object_of({"name": STRING, "arguments": {"type": "object"}}, required=("name",))}, required=("function",))  # fmt: skip
-    message = {
-        "role": {"type": "string", "pattern": f"^{chat.ROLE_PATTERN}$"},
-        "content": or_null(STRING),
-        "thinking": or_null(STRING),
-        "tool_name": {"type": ["string", "null"], "maxLength": chat.MAX_NAME_CHARS},
-        "tool_calls": or_null(many(call)),
-        "images": {"enum": [[], None]},
-    }
-    text_input, texts_input, *_ = of_embedding["input"]["anyOf"]
-    texts = {"anyOf": [text_input, texts_input]}
-    text = or_null(STRING)
-    return {
-        "OllamaChatRequest": object_of({
-            **common,
-            "messages": or_null(list_of(object_of(message, required=("role",)), 0, chat.MAX_MESSAGES)),
-            "tools": of_chat["tools"],
-        }),
-        "OllamaGenerateRequest": object_of({
-            **common, "prompt": text, "system": text, "suffix": text, "raw": or_null(FLAG),
-            **{field: {"enum": [*neutral, None]} for field, neutral in request.REFUSED.items()},
-        }),
-        "OllamaEmbedRequest": object_of(
-            {**carried, "model": name, "input": texts, "truncate": or_null(FLAG), "dimensions": of_embedding["dimensions"]},
-            required=("input",),
-        ),
-        "OllamaEmbeddingsRequest": object_of({**carried, "model": name, "prompt": text_input}, required=("prompt",)),
-        "OllamaShowRequest": object_of({"model": name}),
-    }  # fmt: skip
 
 
 def answers() -> dict[str, Schema]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from apt_jax.errors import InvalidRequestError, json_kind
-from serve.http_api.translation import check_items, quoted
+from serve.http_api.records import quoted
+from serve.http_api.translation import check_items
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")

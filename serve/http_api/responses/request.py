@@ -5,25 +5,24 @@ Nothing is stored: whatever needs an earlier response, a conversation or a file 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from apt_jax.errors import InvalidRequestError, json_kind
+from msgspec import Meta
+
+from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
-from apt_jax.validation import MAX_INTEGER, MAX_LOGPROBS, check_integer, check_mapping
+from apt_jax.text.chat import MAX_MESSAGES, MAX_TOOLS
+from apt_jax.validation import MAX_INTEGER, check_mapping
 from serve.compact_json import json_bytes
 from serve.http_api import openai_request
-from serve.http_api.json_schemas import Schema
+from serve.http_api.constraint_fields import RESPONSE_FORMAT
+from serve.http_api.json_schemas import FLAG, NULL, STRING, Schema, integer, list_of, many, object_of, or_null
+from serve.http_api.openai_bodies import ChatBody, SharedBody, TopLogprobs, elsewhere
 from serve.http_api.openai_request import Body
-from serve.http_api.responses.input_items import messages_of
-from serve.http_api.responses.tools import chat_choice, chat_tools
-from serve.http_api.translation import (
-    TranslatedCall,
-    chat_fields,
-    chat_schemas,
-    quoted,
-    read_chat,
-    set_thinking,
-)
+from serve.http_api.records import Flag, Record, Refused, Text, fixed, quoted, read, shaped
+from serve.http_api.responses.input_items import LEFT_OUT, ROLES, TEXT_PARTS, messages_of
+from serve.http_api.responses.tools import CHOICES, KINDS, chat_choice, chat_tools
+from serve.http_api.translation import TranslatedCall, chat_fields, constraint_fields, read_chat, set_thinking
 
 ID_PREFIX = "resp_"
 LOGPROBS = "message.output_text.logprobs"
@@ -39,9 +38,82 @@ INCLUDABLE = (
 )
 """Names for `include`. Only the first adds something: the others belong to tools and contents that no answer has."""
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-TRUNCATIONS = ("auto", "disabled")
+SHOWN = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Fields that mean nothing here and come back in the answer."""
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
-REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+
+# --- schemas of what is checked where it is read ---------------------------------------------------------------------
+
+
+def _item() -> Schema:
+    text = object_of({"type": {"enum": list(TEXT_PARTS)}, "text": STRING}, required=("type", "text"))
+    refusal = object_of({"type": {"const": "refusal"}, "refusal": STRING}, required=("type", "refusal"))
+    content = {"anyOf": [STRING, many({"anyOf": [text, refusal]})]}
+    message = {"type": {"enum": ["message", None]}, "role": {"enum": list(ROLES)}, "content": content}
+    call = {"type": {"const": "function_call"}, **dict.fromkeys(("call_id", "name", "arguments"), STRING)}
+    custom = {"type": {"const": "custom_tool_call"}, **dict.fromkeys(("call_id", "name", "input"), STRING)}
+    outputs = ["function_call_output", "custom_tool_call_output"]
+    output = {"type": {"enum": outputs}, "call_id": STRING, "output": content}
+    thoughts = or_null(many(object_of({"text": STRING}, required=("text",))))
+    return {
+        "anyOf": [
+            object_of(message, required=("role", "content")),
+            object_of(call, required=tuple(call)),
+            object_of(custom, required=tuple(custom)),
+            object_of(output, required=tuple(output)),
+            object_of({"type": {"enum": list(LEFT_OUT)}}, required=("type",)),
+            object_of({"type": {"const": "reasoning"}, "content": thoughts, "summary": thoughts}, required=("type",)),
+        ]
+    }
+
+
+def _format() -> Schema:
+    plain = object_of({"type": {"enum": ["text", "json_object"]}}, required=("type",))
+    schema: Schema = {"type": ["object", "boolean", "string"]}
+    name = or_null({"type": "string", "maxLength": MAX_METADATA_VALUE})
+    form = {"type": {"const": "json_schema"}, "name": name, "schema": schema}
+    return {"anyOf": [plain, object_of(form, required=("type", "schema"))]}
+
+
+def _tool() -> Schema:
+    fields = {"type": {"const": "function"}, "name": STRING, "strict": or_null(FLAG)}
+    named = {"type": {"const": "custom"}, "name": STRING, "description": or_null(STRING)}
+    forms = {
+        "anyOf": [
+            NULL,
+            object_of({"type": {"const": "text"}}, required=("type",)),
+            object_of(
+                {"type": {"const": "grammar"}, "syntax": {"enum": ["regex", "lark"]}, "definition": STRING},
+                required=("type", "syntax", "definition"),
+            ),
+        ]
+    }
+    custom = object_of({**named, "format": forms}, required=("type", "name"))
+    other = object_of({"type": {"type": "string", "not": {"enum": list(KINDS)}}}, required=("type",))
+    other["description"] = "Left out, as the server does not run it."
+    return {"anyOf": [object_of(fields, required=("type", "name")), custom, other]}
+
+
+def _choice() -> Schema:
+    named = object_of({"type": {"enum": list(KINDS)}, "name": STRING}, required=("type", "name"))
+    fields = {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": list_of(named, 1, MAX_TOOLS),
+    }
+    return {"anyOf": [{"enum": list(CHOICES)}, named, object_of(fields, required=tuple(fields))]}
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+_NOT_STORED: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), "no response is stored here; send the whole conversation as input"),
     "conversation": ((), "no conversation is stored here; send all of it as input"),
     "background": ((False,), "is not supported; leave it out, or send a batch"),
@@ -53,31 +125,75 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "image": ((), "is not supported; no model here makes images"),
     "context_management": (([],), "is not supported; shorten the input"),
 }
-"""Fields that are refused, with the values that ask for nothing, and what the message says."""
+_PAIRS: Schema = {
+    "type": "object",
+    "maxProperties": MAX_METADATA,
+    "propertyNames": {"maxLength": MAX_METADATA_KEY},
+    "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+}
+Short = Annotated[str, Meta(max_length=MAX_METADATA_VALUE)] | None
 
-_TAKEN = ("include", "input", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "store",
-          "text", "tool_choice", "tools", "top_logprobs", "truncation", "max_tool_calls")  # fmt: skip
-SHOWN = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""Fields that mean nothing here and come back in the answer."""
-_OWN = (*_TAKEN, *SHOWN, *REFUSED)
-_OF_CHAT = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "logprobs": f'include: ["{LOGPROBS}"]',
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-    "verbosity": "text.verbosity",
-}
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
+
+class Reasoning(Record):
+    effort: Short = None
+    summary: Short = None
+
+
+class TextOptions(Record):
+    format: Annotated[Any, shaped(lambda _: or_null(_format()))] = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponsesBody(SharedBody):
+    refused: ClassVar = {
+        **SharedBody.refused,
+        **elsewhere(
+            functions="tools",
+            function_call="tool_choice",
+            logprobs=f'include: ["{LOGPROBS}"]',
+            max_completion_tokens="max_output_tokens",
+            max_tokens="max_output_tokens",
+            messages="input",
+            reasoning_effort="reasoning.effort",
+            response_format="text.format",
+            verbosity="text.verbosity",
+        ),
+        **{name: Refused(harmless, why, f"Refused: {why}.") for name, (harmless, why) in _NOT_STORED.items()},
+    }
+    needed: ClassVar = {"input": "missing; give a text or a list of items"}
+    input: Annotated[
+        Any,
+        fixed(
+            {
+                "anyOf": [STRING, list_of(_item(), 1, MAX_MESSAGES)],
+                "description": "A text of the user, or the items of the conversation.",
+            }
+        ),
+    ] = None
+    instructions: Annotated[Text, Meta(description="The conversation begins with them, as its system message.")] = None
+    max_output_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None, shaped(lambda facts: or_null(integer(1, facts.max_output)))
+    ] = None
+    include: Annotated[list[Any] | None, fixed(or_null(many({"enum": list(INCLUDABLE)})))] = None
+    top_logprobs: TopLogprobs = None
+    metadata: Annotated[Any, fixed(or_null(_PAIRS))] = None
+    store: Annotated[Flag, Meta(description="Accepted, and nothing is stored.")] = None
+    parallel_tool_calls: Flag = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
+    truncation: (
+        Annotated[
+            Literal["auto", "disabled"], Meta(description="Nothing is dropped: input that is too long is refused.")
+        ]
+        | None
+    ) = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Annotated[Any, fixed(or_null(list_of(_tool(), 0, MAX_TOOLS)))] = None
+    tool_choice: Annotated[Any, fixed(or_null(_choice()))] = None
+    user: Short = None
+    safety_identifier: Short = None
+    prompt_cache_key: Short = None
+    prompt_cache_retention: Short = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,117 +219,85 @@ def read_call(
         InvalidRequestError: one line; `.field` names a field of the body or a header.
         UnknownModelError: another model is asked for.
     """
-    openai_request.check_model(parts, body)
-    shown, chat = _translated(body)
-    call = read_chat(parts, chat, _NAMES, headers, arrival_s, tenant)
+    openai_request.check_model(parts, body.get("model"))
+    asked = read(ResponsesBody, body)
+    constraint = constraint_fields(body)
+    shown, chat = _translated(asked, constraint)
+    call = read_chat(parts, ChatBody(**chat), _NAMES, headers, arrival_s, tenant, constraint)
     params = call.requests[0].params
     shown |= {"service_tier": call.service_tier, "temperature": params.temperature, "top_p": params.top_p}
     return ResponsesCall(chat=call, names=_NAMES, facts=json_bytes(shown))
 
 
-def chat_fields_of(of_chat: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Schemas of the fields that this API shares with chat completions; see `chat_schemas`."""
-    return chat_schemas(of_chat, _OWN, _OF_CHAT)
-
-
-def _translated(body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the answer shows of a body, and the body of the chat completion that it asks for."""
-    _refuse(body)
-    chat = chat_fields(body, _OWN, _OF_CHAT)
-    chat["messages"] = messages_of(body.get("instructions"), body.get("input"))
-    most = body.get("max_output_tokens")
-    if most is not None:
-        chat["max_completion_tokens"] = check_integer("max_output_tokens", most, 1, MAX_INTEGER)
-    tools, shown_tools = chat_tools(body.get("tools"))
-    choice = body.get("tool_choice")
-    if choice is not None:
-        chat["tool_choice"] = chat_choice(choice)
+def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the answer shows of a body, and the fields of the chat completion that it asks for. Adds `text.format` to
+    its constraint."""
+    chat = chat_fields(asked) | {
+        "messages": messages_of(asked.instructions, asked.input),
+        "max_completion_tokens": asked.max_output_tokens,
+    }
+    tools, shown_tools = chat_tools(asked.tools)
+    if asked.tool_choice is not None:
+        chat["tool_choice"] = chat_choice(asked.tool_choice)
     if tools:
-        chat |= {"tools": tools, "parallel_tool_calls": body.get("parallel_tool_calls")}
-    for name in ("store", "parallel_tool_calls"):
-        openai_request.flag(body, name)
-    if body.get("max_tool_calls") is not None:  # of built-in tools, which there are none of
-        check_integer("max_tool_calls", body["max_tool_calls"], 1, MAX_INTEGER)
-    truncation = body.get("truncation")
-    if truncation is not None and truncation not in TRUNCATIONS:
-        raise InvalidRequestError("truncation", f"{quoted(truncation)} must be one of {', '.join(TRUNCATIONS)}")
-    text, reasoning = _text(body, chat), _reasoning(body, chat)
-    top = _logprobs(body, chat)
+        chat |= {"tools": tools, "parallel_tool_calls": asked.parallel_tool_calls}
+    text, effort = asked.text or TextOptions(), asked.reasoning or Reasoning()
+    if effort.effort is not None:
+        chat["reasoning_effort"] = effort.effort
+        set_thinking(chat, effort.effort != "none")
     shown: dict[str, Any] = {
         "background": False,
         "conversation": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": most,
-        "max_tool_calls": body.get("max_tool_calls"),
-        "metadata": _metadata(body.get("metadata")),
-        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": _metadata(asked.metadata),
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": reasoning,
+        "reasoning": {"effort": effort.effort, "summary": effort.summary},
         "store": False,
-        "text": text,
-        "tool_choice": "auto" if choice is None else choice,
+        "text": {
+            "format": _format_of(text.format, constraint),
+            **({} if text.verbosity is None else {"verbosity": text.verbosity}),
+        },
+        "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
         "tools": shown_tools,
-        "top_logprobs": top,
-        "truncation": truncation or "disabled",
-        **{name: _short_text(name, body.get(name)) for name in SHOWN},
+        "top_logprobs": _logprobs(asked, chat),
+        "truncation": asked.truncation or "disabled",
+        **{name: getattr(asked, name) for name in SHOWN},
     }
     return shown, chat
 
 
-def _refuse(body: Body) -> None:
-    for name, (harmless, reason) in REFUSED.items():
-        value = body.get(name)
-        if value is not None and not any(value == v and type(value) is type(v) for v in harmless):
-            raise InvalidRequestError(name, reason)
-
-
-def _text(body: Body, chat: dict[str, Any]) -> dict[str, Any]:
-    """Put `text.format` into a chat completion; returns what the answer shows of `text`."""
-    text = {} if body.get("text") is None else check_mapping("text", body["text"])
-    verbosity = text.get("verbosity")
-    if verbosity not in (None, "low", "medium", "high"):
-        raise InvalidRequestError("text.verbosity", "must be one of low, medium, high")
-    given = text.get("format")
+def _format_of(given: object, constraint: dict[str, Any]) -> dict[str, Any]:
+    """Put `text.format` into a constraint; returns what the answer shows of it."""
     wanted = {"type": "text"} if given is None else check_mapping("text.format", given)
     match wanted.get("type"):
         case "text" | "json_object":
             shown = {"type": wanted["type"]}
             if given is not None:
-                chat["response_format"] = shown
+                constraint[RESPONSE_FORMAT] = shown
         case "json_schema":
             names = ("name", "description", "schema", "strict")
             shown = {"type": "json_schema", **{name: wanted.get(name) for name in names}}
-            if shown["name"] is not None:
-                _short_text("text.format", shown["name"])
-            chat["response_format"] = {"type": "json_schema", "json_schema": {**wanted, "type": None}}
+            name = shown["name"]
+            if name is not None and (not isinstance(name, str) or len(name) > MAX_METADATA_VALUE):
+                raise InvalidRequestError("text.format", f"its name has at most {MAX_METADATA_VALUE} characters")
+            constraint[RESPONSE_FORMAT] = {"type": "json_schema", "json_schema": {**wanted, "type": None}}
         case kind:
             raise InvalidRequestError(
                 "text.format", f"type {quoted(kind)} must be one of text, json_object, json_schema"
             )
-    return {"format": shown, **({} if verbosity is None else {"verbosity": verbosity})}
-
-
-def _reasoning(body: Body, chat: dict[str, Any]) -> dict[str, Any]:
-    """Put `reasoning.effort` into a chat completion; returns what the answer shows of `reasoning`."""
-    reasoning = {} if body.get("reasoning") is None else check_mapping("reasoning", body["reasoning"])
-    shown = {name: _short_text(f"reasoning.{name}", reasoning.get(name)) for name in ("effort", "summary")}
-    if shown["effort"] is not None:
-        chat["reasoning_effort"] = shown["effort"]
-        set_thinking(chat, shown["effort"] != "none")
     return shown
 
 
-def _logprobs(body: Body, chat: dict[str, Any]) -> int:
+def _logprobs(asked: ResponsesBody, chat: dict[str, Any]) -> int:
     """Put the log probabilities that are asked for into a chat completion; returns how many most likely tokens."""
-    include = body.get("include")
-    if include is not None and not isinstance(include, list):
-        raise InvalidRequestError("include", f"{json_kind(include)} is not a list")
-    for name in include or ():
+    for name in asked.include or ():
         if name not in INCLUDABLE:
             raise InvalidRequestError("include", f"{quoted(name)} must be one of {', '.join(INCLUDABLE)}")
-    top = body.get("top_logprobs")
-    top = 0 if top is None else check_integer("top_logprobs", top, 0, MAX_LOGPROBS)
-    if LOGPROBS in (include or ()) or top:
+    top = asked.top_logprobs or 0
+    if LOGPROBS in (asked.include or ()) or top:
         chat |= {"logprobs": True, "top_logprobs": top}
     return top
 
@@ -232,9 +316,3 @@ def _metadata(value: object) -> Mapping[str, object]:
                 f"keys have at most {MAX_METADATA_KEY} characters, values are texts of at most {MAX_METADATA_VALUE}",
             )
     return pairs
-
-
-def _short_text(field: str, value: object) -> object:
-    if value is not None and (not isinstance(value, str) or len(value) > MAX_METADATA_VALUE):
-        raise InvalidRequestError(field, f"must be a text of at most {MAX_METADATA_VALUE} characters")
-    return value

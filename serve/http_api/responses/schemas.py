@@ -1,9 +1,5 @@
 """Schemas of the Responses API, for `serve.http_api.openapi`."""
 
-from collections.abc import Mapping
-
-from apt_jax.text import chat
-from apt_jax.validation import MAX_INTEGER, MAX_LOGPROBS
 from serve.http_api.json_schemas import (
     COUNT,
     FLAG,
@@ -11,14 +7,13 @@ from serve.http_api.json_schemas import (
     STRING,
     Schema,
     closed,
-    integer,
     list_of,
     many,
     object_of,
     or_null,
     ref,
 )
-from serve.http_api.responses import input_items, request, tools
+from serve.http_api.responses.request import SHOWN
 from serve.slo_headers import USED_TIERS
 
 EVENT = "ResponsesEvent"
@@ -34,111 +29,6 @@ EXAMPLES: Schema = {
     },
 }
 _OPEN: Schema = {"type": "object"}
-
-
-def requests(of_chat: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Schemas of bodies.
-
-    Args:
-        of_chat: the fields of a chat completion.
-    """
-    fields = request.chat_fields_of(of_chat)
-    short = or_null({"type": "string", "maxLength": request.MAX_METADATA_VALUE})
-    pairs = {
-        "type": "object",
-        "maxProperties": request.MAX_METADATA,
-        "propertyNames": {"maxLength": request.MAX_METADATA_KEY},
-        "additionalProperties": {"type": "string", "maxLength": request.MAX_METADATA_VALUE},
-    }
-    own = {
-        "input": {
-            "anyOf": [STRING, list_of(_item(), 1, chat.MAX_MESSAGES)],
-            "description": "A text of the user, or the items of the conversation.",
-        },
-        "instructions": or_null(STRING) | {"description": "The conversation begins with them, as its system message."},
-        "max_output_tokens": of_chat["max_completion_tokens"],
-        "include": or_null(many({"enum": list(request.INCLUDABLE)})),
-        "top_logprobs": or_null(integer(0, MAX_LOGPROBS)),
-        "metadata": or_null(pairs),
-        "store": or_null(FLAG) | {"description": "Accepted, and nothing is stored."},
-        "parallel_tool_calls": or_null(FLAG),
-        "max_tool_calls": or_null(integer(1, MAX_INTEGER)),
-        "truncation": {
-            "enum": [*request.TRUNCATIONS, None],
-            "description": "Nothing is dropped: input that is too long is refused.",
-        },
-        "text": or_null(
-            object_of({"format": or_null(_format()), "verbosity": {"enum": ["low", "medium", "high", None]}})
-        ),
-        "reasoning": or_null(object_of({"effort": short, "summary": short})),
-        "tools": or_null(list_of(_tool(), 0, chat.MAX_TOOLS)),
-        "tool_choice": or_null(_choice()),
-        **dict.fromkeys(request.SHOWN, short),
-        **{
-            name: {"enum": [*harmless, None], "description": f"Refused: {reason}."}
-            for name, (harmless, reason) in request.REFUSED.items()
-        },
-    }
-    return {"ResponsesRequest": object_of({**fields, **own}, required=("input",))}
-
-
-def _item() -> Schema:
-    text = object_of({"type": {"enum": list(input_items.TEXT_PARTS)}, "text": STRING}, required=("type", "text"))
-    refusal = object_of({"type": {"const": "refusal"}, "refusal": STRING}, required=("type", "refusal"))
-    content = {"anyOf": [STRING, many({"anyOf": [text, refusal]})]}
-    message = {"type": {"enum": ["message", None]}, "role": {"enum": list(input_items.ROLES)}, "content": content}
-    call = {"type": {"const": "function_call"}, **dict.fromkeys(("call_id", "name", "arguments"), STRING)}
-    custom = {"type": {"const": "custom_tool_call"}, **dict.fromkeys(("call_id", "name", "input"), STRING)}
-    outputs = ["function_call_output", "custom_tool_call_output"]
-    output = {"type": {"enum": outputs}, "call_id": STRING, "output": content}
-    thoughts = or_null(many(object_of({"text": STRING}, required=("text",))))
-    return {
-        "anyOf": [
-            object_of(message, required=("role", "content")),
-            object_of(call, required=tuple(call)),
-            object_of(custom, required=tuple(custom)),
-            object_of(output, required=tuple(output)),
-            object_of({"type": {"enum": list(input_items.LEFT_OUT)}}, required=("type",)),
-            object_of({"type": {"const": "reasoning"}, "content": thoughts, "summary": thoughts}, required=("type",)),
-        ]
-    }
-
-
-def _format() -> Schema:
-    plain = object_of({"type": {"enum": ["text", "json_object"]}}, required=("type",))
-    schema: Schema = {"type": ["object", "boolean", "string"]}
-    name = or_null({"type": "string", "maxLength": request.MAX_METADATA_VALUE})
-    form = {"type": {"const": "json_schema"}, "name": name, "schema": schema}
-    return {"anyOf": [plain, object_of(form, required=("type", "schema"))]}
-
-
-def _tool() -> Schema:
-    fields = {"type": {"const": "function"}, "name": STRING, "strict": or_null(FLAG)}
-    named = {"type": {"const": "custom"}, "name": STRING, "description": or_null(STRING)}
-    forms = {
-        "anyOf": [
-            NULL,
-            object_of({"type": {"const": "text"}}, required=("type",)),
-            object_of(
-                {"type": {"const": "grammar"}, "syntax": {"enum": ["regex", "lark"]}, "definition": STRING},
-                required=("type", "syntax", "definition"),
-            ),
-        ]
-    }
-    custom = object_of({**named, "format": forms}, required=("type", "name"))
-    other = object_of({"type": {"type": "string", "not": {"enum": list(tools.KINDS)}}}, required=("type",))
-    other["description"] = "Left out, as the server does not run it."
-    return {"anyOf": [object_of(fields, required=("type", "name")), custom, other]}
-
-
-def _choice() -> Schema:
-    named = object_of({"type": {"enum": list(tools.KINDS)}, "name": STRING}, required=("type", "name"))
-    fields = {
-        "type": {"const": "allowed_tools"},
-        "mode": {"enum": ["auto", "required"]},
-        "tools": list_of(named, 1, chat.MAX_TOOLS),
-    }
-    return {"anyOf": [{"enum": list(tools.CHOICES)}, named, object_of(fields, required=tuple(fields))]}
 
 
 def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
@@ -211,8 +101,8 @@ def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
         "tools": many(_OPEN),
         "top_logprobs": COUNT,
         "top_p": {"type": "number"},
-        "truncation": {"enum": list(request.TRUNCATIONS)},
-        **dict.fromkeys(request.SHOWN, short),
+        "truncation": {"enum": ["auto", "disabled"]},
+        **dict.fromkeys(SHOWN, short),
     }
     whole = ref("Responses")
     place = {"item_id": STRING, "output_index": COUNT}

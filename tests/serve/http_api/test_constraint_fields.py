@@ -8,7 +8,8 @@ import pytest
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import ChatTemplate
 from serve.http_api.constraint_fields import OTHER_NAMES, read_constraint
-from serve.http_api.unsupported_fields import UNSUPPORTED, reject_unsupported
+from serve.http_api.records import reject
+from serve.http_api.unsupported_fields import REFUSED
 from tests.support.chat_templates import CHATML
 from tests.support.http_serving import HttpServed, run
 from tests.support.toy_serving import toy_parts
@@ -109,21 +110,21 @@ def test_outputs_follow_a_constraint_of_any_name():
     template.close()
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_values_that_change_nothing_are_accepted_and_others_are_named(name):
-    reject_unsupported({name: None})
-    for value in UNSUPPORTED[name]:
-        reject_unsupported({name: value})
+    reject(REFUSED, {name: None})
+    for value in REFUSED[name].harmless or ():
+        reject(REFUSED, {name: value})
         if isinstance(value, int) and not isinstance(value, bool):
-            reject_unsupported({name: float(value)})
+            reject(REFUSED, {name: float(value)})
             with pytest.raises(InvalidRequestError):
-                reject_unsupported({name: bool(value)})
+                reject(REFUSED, {name: bool(value)})
     with pytest.raises(InvalidRequestError) as caught:
-        reject_unsupported({name: 0.77})
+        reject(REFUSED, {name: 0.77})
     assert caught.value.field == name
 
 
 def test_the_field_that_does_the_same_is_named():
     with pytest.raises(InvalidRequestError, match=r"^n_predict: is not supported; use max_tokens$"):
-        reject_unsupported({"n_predict": 5})
-    reject_unsupported({"cache_prompt": True, "id_slot": 3, "user": "x", "mirostat_tau": 5.0})
+        reject(REFUSED, {"n_predict": 5})
+    reject(REFUSED, {"cache_prompt": True, "id_slot": 3, "user": "x", "mirostat_tau": 5.0})
