@@ -145,9 +145,10 @@ def _fields(schema: dict[str, Any]) -> Iterator[str]:
 
 def _http() -> str:
     from serve.batches.config import BatchConfig
+    from serve.batches.http.openapi import BatchDescription
     from serve.http_api import openapi
 
-    batches = BatchConfig(directory=Path())
+    batches = BatchDescription(BatchConfig(directory=Path()))
     document = openapi.document(profiles=True, has_keys=True, batches=batches)
     lines = [_escape(document["info"]["description"]), "", "## Paths", ""]
     for path, methods in document["paths"].items():

@@ -26,8 +26,6 @@ from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.streams import EngineClosedError
 from apt_jax.validation import RequestLimits
 from apt_jax.version import __version__
-from serve.batches.config import FLAG as BATCH_FLAG
-from serve.batches.runner import BatchRunner
 from serve.compact_json import json_bytes
 from serve.dashboard import page
 from serve.dashboard.feed import DashboardFeed
@@ -83,16 +81,7 @@ class HttpApp:
         self._metrics: ServerMetrics | None = None
         self._created_s = int(time.time())
         profiling = [] if config.profiler is None else self._profiling(config.profiler)
-        self._batches: BatchRunner | None = None
-        batches: list[Route] = []
-        if config.batches is not None:
-            from serve.http_api.batches import BatchEndpoints  # nothing else needs its parser of forms
-
-            self._batch_service = CallService(
-                logging.getLogger("serve.batches"), config.tracer, self._service.work, config.memory
-            )
-            self._batches = BatchRunner(config.batches, self._batch_service)
-            batches = BatchEndpoints(config, self._service, self._batches).routes(_safely)
+        batches = [] if config.batches is None else config.batches.routes(config, self._service, _safely)
         keys = config.keys
         self._dashboard = DashboardFeed(sees_totals=lambda caller: may_see_totals(keys, caller))
         self._dashboard.starting = config.starting
@@ -158,17 +147,14 @@ class HttpApp:
         self._metrics = metrics
         if self._config.dashboard:
             self._dashboard.use(engine, metrics)
-        if self._batches is not None:
-            self._batch_service.attach_engine(engine)
-            self._batches.start()
-            if metrics is not None:
-                metrics.batches = self._batches.counters
+        if self._config.batches is not None:
+            self._config.batches.use(engine, metrics)
         parts = engine.parts
         self._describe(parts.limits, (*parts.model_names, parts.config.model, *parts.limits.adapters))
 
     def _describe(self, limits: RequestLimits | None = None, models: Sequence[str] = ()) -> None:
         has_keys, profiles = self._config.keys is not None, self._config.profiler is not None
-        batches = None if self._config.batches is None else self._config.batches.config
+        batches = None if self._config.batches is None else self._config.batches.description
         made = openapi.document(limits, models, has_keys=has_keys, profiles=profiles, batches=batches)
         if self._config.root_path:
             made["servers"] = [{"url": self._config.root_path}]
@@ -181,8 +167,8 @@ class HttpApp:
 
     async def stop_batches(self) -> None:
         """Stop the requests of batches, which go on after the next start."""
-        if self._batches is not None:
-            await self._batches.stop()
+        if self._config.batches is not None:
+            await self._config.batches.stop()
 
     async def close_event_streams(self) -> None:
         """End the event streams of the dashboard."""
@@ -417,8 +403,8 @@ class HttpApp:
             405: ("method_not_allowed", f"{path!r:.200} does not take this method"),
         }
         code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
-        if error.status_code == 404 and self._batches is None and path.startswith(("/v1/files", "/v1/batches")):
-            message = f"this server has no files and batches: start it with {BATCH_FLAG} DIR"
+        if error.status_code == 404 and self._config.batches is None and path.startswith(("/v1/files", "/v1/batches")):
+            message = "this server has no files and batches: start it with --batch-dir DIR"
         headers = error.headers
         if error.status_code == 405:  # the router knows the methods of the first route of this path alone
             routes = [

@@ -19,12 +19,12 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.frontend.start_stages import StartStatus
 from apt_jax.frontend.streams import RequestStreamGroup
-from serve.batches.store import BatchStore
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall
 from serve.http_api.browsers import BrowserRules
 from serve.http_api.endpoints import Endpoint, ResponseBuilder, TextCall
 from serve.http_api.errors import BadCallError, HttpError, error_body, to_http_error
+from serve.http_api.extension import Extension
 from serve.http_api.openai_request import Body, parse_json
 from serve.memory_gate import MemoryGate
 from serve.observability.call_record import CallRecord
@@ -70,7 +70,7 @@ class AppConfig:
     dashboard: bool = True
     """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
-    batches: BatchStore | None = None
+    batches: Extension | None = None
     """None: there are no paths for files and batches."""
     starting: Callable[[], StartStatus | None] = lambda: None
     """How far the start is."""

@@ -9,7 +9,7 @@ and the chat are for people and not described.
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import apt_jax
 from apt_jax.core.kinds import KIND_NAMES
@@ -18,6 +18,7 @@ from serve import slo_headers as objectives
 from serve.http_api import llama_infill, rerank
 from serve.http_api.embeddings import EmbeddingBody
 from serve.http_api.errors import DROPPED_REASON_KEYS
+from serve.http_api.extension import Description
 from serve.http_api.json_schemas import (
     COUNT,
     FLAG,
@@ -42,9 +43,6 @@ from serve.http_api.responses import schemas as responses_schemas
 from serve.http_api.responses.request import ResponsesBody
 from serve.http_api.scores import ScoreBody
 from serve.http_api.tokenization import DetokenizeBody, TokenizeBody, TokenizeConversation
-
-if TYPE_CHECKING:
-    from serve.batches.config import BatchConfig
 
 _JSON = "application/json"
 _NUMBER: Schema = {"type": "number"}
@@ -77,7 +75,7 @@ def document(
     *,
     has_keys: bool = False,
     profiles: bool = False,
-    batches: "BatchConfig | None" = None,
+    batches: Description | None = None,
 ) -> Schema:
     """The whole document.
 
@@ -86,9 +84,10 @@ def document(
         models: names that requests may use; none: any.
         has_keys: requests need one.
         profiles: there are paths for profiles (`serve.observability.profiler`).
-        batches: bounds of files and batches; None: there are no paths for them.
+        batches: paths of files and batches; None: there are none.
     """
     names = sorted(set(models))
+    facts = Facts(limits=limits, models=names)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -101,9 +100,9 @@ def document(
                 "not compile, 1.0 is given for an integer."
             ),
         },
-        "paths": _paths(names, has_keys, profiles, batches is not None),
+        "paths": _paths(names, has_keys, profiles, batches),
         "components": {
-            "schemas": {**_requests(Facts(limits=limits, models=names)), **_answers(), **_of_batches(batches)},
+            "schemas": {**_requests(facts), **_answers(), **({} if batches is None else batches.schemas())},
             "responses": {
                 prefix + name: _error(status, schema)
                 for prefix, schema in (
@@ -121,7 +120,7 @@ def document(
 # --- paths ---------------------------------------------------------------------------------------------------------
 
 
-def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> Schema:
+def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Description | None) -> Schema:
     def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:
         operation = _operation(name, summary, good, more, has_keys and not open_)
         operation["parameters"] = list(parameters)
@@ -146,13 +145,10 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: bool) -> 
     def profile(name: str, summary: str) -> Schema:  # without a body
         return {"post": _operation(name, summary, _good(name), (415,), has_keys)}
 
-    examples: dict[str, Schema] = {}
-    files: Schema = {}
-    if batches:
-        from serve.http_api import openapi_batches  # nothing else needs its parser of forms
-
-        examples = openapi_batches.EXAMPLES
-        files = openapi_batches.paths(
+    examples, files = {}, {}
+    if batches is not None:
+        examples = batches.examples
+        files = batches.paths(
             lambda name, summary, good, more: _operation(name, summary, good, more, has_keys), get, post
         )
     profiling = {
@@ -241,14 +237,6 @@ def _ollama_paths(get: Any, post: Any, decisions: Schema) -> Schema:
         "/api/ps": get("OllamaPs", "What is loaded (Ollama's API).", _good("OllamaPs"), 503),
         "/api/version": get("OllamaVersion", "The version of Ollama whose API this is.", _good("OllamaVersion")),
     }  # fmt: skip
-
-
-def _of_batches(batches: "BatchConfig | None") -> Schema:
-    if batches is None:
-        return {}
-    from serve.http_api import openapi_batches
-
-    return {**openapi_batches.requests(batches), **openapi_batches.answers()}
 
 
 def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs_key: bool) -> Schema:

@@ -10,6 +10,7 @@ import httpx2
 import openai
 
 from apt_jax.frontend.async_engine import AsyncEngine
+from serve.batches.http import Batches
 from serve.client import AsyncAptClient
 from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.http_api.calls import AppConfig
@@ -133,12 +134,16 @@ async def http_serving(
     verify: Any = True,
     **toy: Any,
 ) -> AsyncIterator[HttpServed]:
-    """Servers over `parts`, or over a toy engine of these fields; blocks must all be free afterwards."""
+    """Servers over `parts`, or over a toy engine of these fields; blocks must all be free afterwards. `batches` of `app` is
+    a store."""
     parts = toy_parts(**toy) if parts is None else parts
+    app = dict(app or {})
+    if "batches" in app:
+        app["batches"] = Batches(app["batches"])
     server = HttpServer(
         HttpConfig(
             port=0,
-            app=AppConfig(**(app or {})),
+            app=AppConfig(**app),
             connections=ConnectionLimits(**(connections or {})),
             **(http or {}),
         )

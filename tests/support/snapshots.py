@@ -14,6 +14,7 @@ from typing import Any
 import apt_jax
 from apt_jax.validation import RequestLimits
 from serve.batches.config import BatchConfig
+from serve.batches.http.openapi import BatchDescription
 from serve.cli.flags import Parser
 from serve.cli.main import _COMMANDS
 from serve.http_api import openapi
@@ -72,7 +73,7 @@ def openapi_document() -> dict[str, Any]:
     """Return the document of a server that has everything, without the version."""
     limits = RequestLimits(vocab_size=1000, max_model_len=512, max_pool_tokens=400)
     document = openapi.document(
-        limits, ["toy", "alias"], has_keys=True, profiles=True, batches=BatchConfig(directory=Path())
+        limits, ["toy", "alias"], has_keys=True, profiles=True, batches=BatchDescription(BatchConfig(directory=Path()))
     )
     del document["info"]["version"]
     return document

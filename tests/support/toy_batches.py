@@ -7,6 +7,7 @@ from pathlib import Path
 
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.batches.config import BatchConfig
+from serve.batches.http import Batches
 from serve.batches.store import BatchStore
 from serve.http_api.calls import AppConfig
 from serve.http_api.server import HttpConfig, HttpServer
@@ -15,7 +16,7 @@ from tests.support.toy_server import server_parts
 
 async def main(directory: str, step_ms: float) -> None:
     store = BatchStore(BatchConfig(directory=Path(directory)))
-    server = HttpServer(HttpConfig(port=0, app=AppConfig(batches=store)))
+    server = HttpServer(HttpConfig(port=0, app=AppConfig(batches=Batches(store))))
     await server.start()
     await server.serve(AsyncEngine(server_parts(step_ms / 1e3)))
     print(server.port, flush=True)

@@ -56,6 +56,7 @@ from serve.server import (
 )
 
 if TYPE_CHECKING:
+    from serve.batches.http import Batches
     from serve.observability.tracing import Tracer  # it needs the extra `otel`
 
 logger = logging.getLogger(__name__)
@@ -396,10 +397,12 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
     return Tracer(endpoint)
 
 
-def _batches(args: argparse.Namespace) -> BatchStore | None:
+def _batches(args: argparse.Namespace) -> "Batches | None":
     if args.batch_dir is None:
         return None
-    return BatchStore(
+    from serve.batches.http import Batches  # nothing else needs its parser of forms
+
+    store = BatchStore(
         BatchConfig(
             directory=Path(args.batch_dir),
             max_file_bytes=args.batch_max_file << 20,
@@ -408,6 +411,7 @@ def _batches(args: argparse.Namespace) -> BatchStore | None:
             max_concurrency=args.batch_concurrency,
         )
     )
+    return Batches(store)
 
 
 def _browsers(args: argparse.Namespace) -> BrowserRules:

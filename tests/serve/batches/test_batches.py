@@ -21,6 +21,7 @@ from apt_jax.sched import StepCosts
 from serve.batches.calls import BatchCall
 from serve.batches.config import BatchConfig
 from serve.batches.feeder import BatchFeeder
+from serve.batches.http import Batches
 from serve.batches.input_file import read_input
 from serve.batches.runner import BatchRunner
 from serve.batches.store import BatchStore
@@ -368,7 +369,7 @@ def test_at_the_deadline_the_rest_is_reported_as_expired(tmp_path):
         executor_of(served.parts).step_s = 0.01
         batch = await create(client, jsonl([line(f"r{i}", max_tokens=20) for i in range(60)]), "1m")
         await until_some(client, batch.id)
-        runner: Any = served.server.app._batches
+        runner = cast("Any", served.server.app._config.batches).runner
         running = runner._running[batch.id]
         running.record.expires_at -= 60  # a minute later
         running.done.set()
@@ -433,7 +434,7 @@ def test_batches_wait_a_while_for_step_costs_of_a_server_that_started_early(tmp_
     async def scenario(served: HttpServed) -> None:
         client: Any = served.openai
         app: Any = served.server.app
-        feeder = app._batches._feeder
+        feeder = app._config.batches.runner._feeder
         served.engine.parts = dataclasses.replace(
             served.parts, unprepared=Unprepared(programs=(), calibration_s=1.0), cost_model=None
         )
@@ -467,7 +468,7 @@ def test_while_the_model_loads_batches_are_neither_made_nor_cancelled(tmp_path):
         async with http_serving(app={"batches": store_at(tmp_path)}, step_s=0.02) as served:
             batch = await create(served.openai, jsonl(lines))
             await until_some(served.openai, batch.id)
-        server = HttpServer(HttpConfig(port=0, app=AppConfig(batches=store_at(tmp_path))))
+        server = HttpServer(HttpConfig(port=0, app=AppConfig(batches=Batches(store_at(tmp_path)))))
         await server.start()
         base = f"http://127.0.0.1:{server.port}/v1"
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as client:
@@ -505,7 +506,7 @@ def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 @pytest.mark.parametrize(
-    "place", ["tempfile.mkstemp", "serve.http_api.uploads._Parser.flush", "os.fsync", "os.replace", "os.fchmod"]
+    "place", ["tempfile.mkstemp", "serve.batches.http.uploads._Parser.flush", "os.fsync", "os.replace", "os.fchmod"]
 )
 def test_an_upload_that_the_disk_refuses_gets_507_and_leaves_nothing(tmp_path, monkeypatch, place, code):
     async def scenario(served: HttpServed) -> None:
@@ -599,7 +600,7 @@ def test_errors_end_no_loop_of_the_runner(tmp_path, monkeypatch, caplog):
     async def scenario(served: HttpServed) -> None:
         client: Any = served.openai
         async with asyncio.timeout(30):
-            while not cast("Any", served.server.app._batches).is_resumed:
+            while not cast("Any", served.server.app._config.batches).runner.is_resumed:
                 await asyncio.sleep(0.005)
         batch = await ended(client, (await create(client, jsonl([line(f"r{i}") for i in range(5)]))).id)
         assert (batch.status, batch.request_counts.completed) == ("completed", 5)

@@ -128,7 +128,7 @@ def test_a_batch_whose_file_is_being_read_can_be_cancelled_and_expires(tmp_path,
         await until(lambda: len(reading.begun) == 1)
         await client.batches.cancel(batch.id)
         assert (await ended(client, batch.id)).status == "cancelled"
-        monkeypatch.setattr("serve.http_api.batches.window_s", lambda _: 1)
+        monkeypatch.setattr("serve.batches.http.routes.window_s", lambda _: 1)
         batch = await ended(client, (await create(client, jsonl([SLOW, line("a")]))).id)
         assert (batch.status, batch.expired_at is not None) == ("expired", True)
         assert (batch.output_file_id, batch.error_file_id) == (None, None)

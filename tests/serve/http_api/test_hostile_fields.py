@@ -18,9 +18,10 @@ from apt_jax.text.chat import ChatTemplate
 from apt_jax.text.detokenizer import StopChecker
 from benchmarks.server.hostile_bodies import SHAPES
 from serve.batches.config import BatchConfig
+from serve.batches.http.routes import _batch_of
+from serve.batches.http.uploads import _Parser
 from serve.batches.input_file import read_input
 from serve.errors import UnknownModelError
-from serve.http_api.batches import _batch_of
 from serve.http_api.browsers import browser_rules
 from serve.http_api.calls import require_json
 from serve.http_api.endpoints import ENDPOINTS
@@ -33,7 +34,6 @@ from serve.http_api.tool_calls.events import OutputParser
 from serve.http_api.tool_calls.forms import PARSERS, form_of
 from serve.http_api.tool_calls.openai_message import OpenAIMessage
 from serve.http_api.tool_calls.reasoning import ReasoningFirst
-from serve.http_api.uploads import _Parser
 from serve.slo_headers import max_queue_s, milliseconds
 from tests.serve.batches.test_batches import store_at
 from tests.support.http_serving import HttpServed, run

@@ -12,6 +12,7 @@ import schemathesis
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import ChatTemplate
 from serve.batches.config import BatchConfig
+from serve.batches.http import Batches
 from serve.batches.store import BatchStore
 from serve.errors import UnknownModelError
 from serve.http_api import openai_request as openai_api
@@ -59,8 +60,9 @@ def test_the_paths_of_profiles_are_described_where_they_are_served(tmp_path):
 
 def test_the_paths_of_batches_are_described_where_they_are_served(tmp_path):
     store = BatchStore(BatchConfig(directory=tmp_path))
-    routed = HttpApp(AppConfig(batches=store, dashboard=False)).paths
-    described = openapi.document(batches=store.config)
+    batches = Batches(store)
+    routed = HttpApp(AppConfig(batches=batches, dashboard=False)).paths
+    described = openapi.document(batches=batches.description)
     schemathesis.openapi.from_dict(described).validate()
     assert sorted((m.upper(), path) for path, methods in described["paths"].items() for m in methods) == sorted(
         (m, path.replace(":path}", "}")) for m, path in routed

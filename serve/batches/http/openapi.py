@@ -1,69 +1,78 @@
-"""Paths and schemas of files and batches, for `serve.http_api.openapi`."""
+"""Paths and schemas of files and batches, for the OpenAPI document."""
 
 from collections.abc import Callable
 
 from serve.batches import config as bounds
 from serve.batches.calls import ENDPOINTS
 from serve.batches.config import BatchConfig
+from serve.batches.http.routes import BATCHES_PAGE, MAX_BATCHES_PAGE, MAX_FILES_PAGE
 from serve.batches.records import INPUT_PURPOSE, OUTPUT_PURPOSE, STATUSES
-from serve.http_api.batches import BATCHES_PAGE, MAX_BATCHES_PAGE, MAX_FILES_PAGE
 from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed, integer, object_of, ref
 
 _TIME: Schema = {"type": "integer", "minimum": 0, "description": "Seconds since the epoch."}
 _EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
 
-def paths(operation: Callable[..., Schema], get: Callable[..., Schema], post: Callable[..., Schema]) -> Schema:
-    """Paths.
+class BatchDescription:
+    """Part of the OpenAPI document about files and batches, a `serve.http_api.extension.Description`."""
 
-    Args:
-        operation: makes an operation, of a name, a summary, a good response and more statuses.
-        get, post: make an item of a path, as `serve.http_api.openapi` does.
-    """
+    def __init__(self, config: BatchConfig) -> None:
+        self._config = config
+        self.examples: Schema = {"CreateBatch": {"file": {"value": _EXAMPLE}}}
 
-    def good(name: str) -> Schema:
-        return {"description": "The answer.", "content": {"application/json": {"schema": ref(name)}}}
+    def schemas(self) -> Schema:
+        """See `Description`."""
+        return {**_requests(self._config), **_answers()}
 
-    file_id = _parameter("file_id", "path", STRING, "The `id` of a file.")
-    batch_id = _parameter("batch_id", "path", STRING, "The `id` of a batch.")
-    after = _parameter("after", "query", STRING, "The `id` behind which the page begins.")
-    pages = [
-        _parameter("purpose", "query", STRING, "Only files of this purpose."),
-        _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "By time of creation."),
-        _parameter("limit", "query", integer(1, MAX_FILES_PAGE) | {"default": MAX_FILES_PAGE}, "Files of a page."),
-        after,
-    ]
-    limit = _parameter("limit", "query", integer(1, MAX_BATCHES_PAGE) | {"default": BATCHES_PAGE}, "Batches of a page.")
-    upload = operation(
-        "UploadFile", "Upload the input of batches: a JSON object a line.", good("File"), (413, 415, 429, 503, 507)
-    )
-    upload["requestBody"] = {
-        "required": True,
-        "content": {"multipart/form-data": {"schema": ref("UploadFileRequest")}},
-    }
-    text = {"description": "The file.", "content": {"application/jsonl": {"schema": STRING}}}
-    delete = operation("DeleteFile", "Delete a file that no running batch reads.", good("DeletedFile"), (404, 503, 507))
-    cancel = operation("CancelBatch", "Cancel a batch that has not ended.", good("Batch"), (404, 503, 507))
-    return {
-        "/v1/files": {"post": upload, **get("Files", "Files of this API key.", good("Files"), 404, 503, parameters=pages)},
-        "/v1/files/{file_id}": {
-            **get("File", "A file.", good("File"), 404, 503, parameters=[file_id]),
-            "delete": {**delete, "parameters": [file_id]},
-        },
-        "/v1/files/{file_id}/content": get("FileContent", "The content of a file.", text, 404, 503, parameters=[file_id]),
-        "/v1/batches": {
-            **post("CreateBatch", "Run the requests of a file as best effort.", good("Batch"), 429, 507),
-            **get("Batches", "Batches of this API key, newest first.", good("Batches"), 404, 503, parameters=[limit, after]),
-        },
-        "/v1/batches/{batch_id}": get("Batch", "A batch.", good("Batch"), 404, 503, parameters=[batch_id]),
-        "/v1/batches/{batch_id}/cancel": {"post": {**cancel, "parameters": [batch_id]}},
-    }  # fmt: skip
+    def paths(
+        self, operation: Callable[..., Schema], get: Callable[..., Schema], post: Callable[..., Schema]
+    ) -> Schema:
+        """See `Description`."""
+
+        def good(name: str) -> Schema:
+            return {"description": "The answer.", "content": {"application/json": {"schema": ref(name)}}}
+
+        file_id = _parameter("file_id", "path", STRING, "The `id` of a file.")
+        batch_id = _parameter("batch_id", "path", STRING, "The `id` of a batch.")
+        after = _parameter("after", "query", STRING, "The `id` behind which the page begins.")
+        pages = [
+            _parameter("purpose", "query", STRING, "Only files of this purpose."),
+            _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "By time of creation."),
+            _parameter("limit", "query", integer(1, MAX_FILES_PAGE) | {"default": MAX_FILES_PAGE}, "Files of a page."),
+            after,
+        ]
+        limit = _parameter(
+            "limit", "query", integer(1, MAX_BATCHES_PAGE) | {"default": BATCHES_PAGE}, "Batches of a page."
+        )
+        upload = operation(
+            "UploadFile", "Upload the input of batches: a JSON object a line.", good("File"), (413, 415, 429, 503, 507)
+        )
+        upload["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": ref("UploadFileRequest")}},
+        }
+        text = {"description": "The file.", "content": {"application/jsonl": {"schema": STRING}}}
+        delete = operation(
+            "DeleteFile", "Delete a file that no running batch reads.", good("DeletedFile"), (404, 503, 507)
+        )
+        cancel = operation("CancelBatch", "Cancel a batch that has not ended.", good("Batch"), (404, 503, 507))
+        return {
+            "/v1/files": {"post": upload, **get("Files", "Files of this API key.", good("Files"), 404, 503, parameters=pages)},
+            "/v1/files/{file_id}": {
+                **get("File", "A file.", good("File"), 404, 503, parameters=[file_id]),
+                "delete": {**delete, "parameters": [file_id]},
+            },
+            "/v1/files/{file_id}/content": get("FileContent", "The content of a file.", text, 404, 503, parameters=[file_id]),
+            "/v1/batches": {
+                **post("CreateBatch", "Run the requests of a file as best effort.", good("Batch"), 429, 507),
+                **get("Batches", "Batches of this API key, newest first.", good("Batches"), 404, 503, parameters=[limit, after]),
+            },
+            "/v1/batches/{batch_id}": get("Batch", "A batch.", good("Batch"), 404, 503, parameters=[batch_id]),
+            "/v1/batches/{batch_id}/cancel": {"post": {**cancel, "parameters": [batch_id]}},
+        }  # fmt: skip
 
 
-EXAMPLES: dict[str, Schema] = {"CreateBatch": {"file": {"value": _EXAMPLE}}}
-
-
-def requests(config: BatchConfig) -> Schema:
+def _requests(config: BatchConfig) -> Schema:
     """Schemas of bodies."""
     metadata = {
         "type": ["object", "null"],
@@ -95,7 +104,7 @@ def requests(config: BatchConfig) -> Schema:
     }
 
 
-def answers() -> Schema:
+def _answers() -> Schema:
     """Schemas of responses."""
     maybe_time, maybe_text = _TIME | {"type": ["integer", "null"]}, {"type": ["string", "null"]}
     file = closed({

@@ -22,6 +22,7 @@ from serve.batches.config import (
     MIN_FILE_TTL_S,
     window_s,
 )
+from serve.batches.http.uploads import read_form
 from serve.batches.records import INPUT_PURPOSE, BatchRecord, FileRecord, new_id, now_s
 from serve.batches.runner import BatchRunner, BatchStateError
 from serve.batches.store import DiskFullError, InUseError, NotFoundError, disk_errors
@@ -30,7 +31,6 @@ from serve.generate_call import LONG_PROMPT_CHARS, CallService
 from serve.http_api.calls import CALLER_KEY, AppConfig, owner_of, read_body
 from serve.http_api.errors import BadCallError
 from serve.http_api.openai_request import Body, parse_json
-from serve.http_api.uploads import read_form
 from serve.security.api_keys import Caller
 
 MAX_FILES_PAGE = 10_000
@@ -79,7 +79,7 @@ class BatchEndpoints:
         ]
 
     def _mapped(self, endpoint: Endpoint) -> Endpoint:
-        """Turn errors of files and batches into those of calls."""
+        """Turn errors of files and batches into errors of calls."""
 
         async def mapped(request: Request) -> Response:
             if self._runner.is_stopped:

@@ -1,0 +1,45 @@
+"""Files and batches over HTTP: paths that are given to the application (`serve.http_api.extension`)."""
+
+import logging
+from collections.abc import Callable
+
+from starlette.routing import Route
+
+from apt_jax.frontend.async_engine import AsyncEngine
+from serve.batches.http.openapi import BatchDescription
+from serve.batches.http.routes import BatchEndpoints, Endpoint
+from serve.batches.runner import BatchRunner
+from serve.batches.store import BatchStore
+from serve.generate_call import CallService
+from serve.http_api.calls import AppConfig
+from serve.observability.prometheus import ServerMetrics
+
+
+class Batches:
+    """Paths of a store, and the runner of its batches; a `serve.http_api.extension.Extension`.
+
+    Args:
+        store: files and batches; closed by `stop`.
+    """
+
+    def __init__(self, store: BatchStore) -> None:
+        self._store = store
+        self.description = BatchDescription(store.config)
+        self.runner: BatchRunner
+
+    def routes(self, config: AppConfig, service: CallService, safely: Callable[[Endpoint], Endpoint]) -> list[Route]:
+        """See `Extension`."""
+        self._service = CallService(logging.getLogger("serve.batches"), config.tracer, service.work, config.memory)
+        self.runner = BatchRunner(self._store, self._service)
+        return BatchEndpoints(config, service, self.runner).routes(safely)
+
+    def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
+        """See `Extension`."""
+        self._service.attach_engine(engine)
+        self.runner.start()
+        if metrics is not None:
+            metrics.batches = self.runner.counters
+
+    async def stop(self) -> None:
+        """See `Extension`. Requests of batches go on after the next start."""
+        await self.runner.stop()
