@@ -267,8 +267,36 @@ def test_groups_of_layer_inputs_have_a_size_of_their_own(size):
         world.check()
     assert world.step([chat]) == [chat]  # its second group: the first one of the batch
     assert world.sharing.on_device((low, 0)) == size - 1
+    assert world.sharing.moved_blocks() == (1.0, 0)
     world.cache.release(chat)
     assert world.step([batch]) == [batch]
+    world.check()
+
+
+@pytest.mark.parametrize("size", [3, 6, LARGEST])
+def test_running_requests_share_a_group_of_layer_inputs_while_it_holds_both(size):
+    world = World(num_blocks=3, hidden_size=size)
+    filler = world.add(1, KV, best_effort=False)
+    batch, chat = world.add(1, HIDDEN, best_effort=True), world.add(1, HIDDEN, best_effort=False)
+    assert world.step([filler, batch]) == [filler, batch]
+    assert world.step([chat]) == [chat]
+    for _ in range(size // 2 - 1):
+        assert world.step([chat, batch]) == [chat, batch]
+        world.check()
+    assert world.memory.num_moved == 0
+    assert world.step([chat, batch]) == [chat]
+    world.check()
+
+
+@pytest.mark.parametrize("size", [3, 6, LARGEST])
+def test_best_effort_requests_end_in_groups_of_layer_inputs_with_room(size):
+    world = World(num_blocks=1, hidden_size=size)
+    chat = world.add(1, HIDDEN, best_effort=False)
+    assert world.step([chat]) == [chat]
+    assert not world.step([world.add(size, HIDDEN, best_effort=True)])
+    batch = world.add(size - 1, HIDDEN, best_effort=True)
+    assert world.step([batch]) == [batch]
+    assert world.memory.num_moved == 0
     world.check()
 
 

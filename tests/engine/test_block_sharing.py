@@ -36,10 +36,10 @@ def shared(
     )
 
 
-@pytest.mark.parametrize("offered", [(True, False), (False, True)], ids=["kv", "hidden"])
-def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered):
-    served = shared(24 if offered[KV] else 12, offered=offered)
-    batch = add(served, 40, 8, best_effort=True, seed=1)  # 12 groups of 4, the whole pool
+@pytest.mark.parametrize(("offered", "size"), [((True, False), 4), ((False, True), 4), ((False, True), 3)])
+def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered, size):
+    served = shared(24 if offered[KV] else 48 // size, offered=offered, hidden_block_size=size)
+    batch = add(served, 40, 8, best_effort=True, seed=1)  # the whole pool, 12 groups of 4
     for _ in range(4):
         served.step()
     chat = add(served, 9, 20, best_effort=False, seed=2)
@@ -53,7 +53,7 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered):
     assert host.num_loaded_slots == halves * sum(sharing.loaded_slots) > 0
     stats = served.engine.stats()
     assert stats.num_preemptions == 0
-    blocks = host.num_saved_slots / 4 + host.num_saved  # of four slots
+    blocks = host.num_saved_slots / size + host.num_saved
     assert stats.saved_bytes == round(blocks * host.block_bytes)
 
 
@@ -205,7 +205,7 @@ def test_random_requests_of_two_classes(overlap, monkeypatch):
             policy = "bros?kinds=by-cost"
         served = shared(
             int(rng.integers(12, 30)), policy=policy, offered=kinds, num_host_blocks=int(rng.integers(2, 60)), overlap=overlap,
-            budget=int(rng.integers(8, 40)), lost=lost, fault=fault,
+            budget=int(rng.integers(8, 40)), lost=lost, fault=fault, hidden_block_size=(4, 3, 7)[seed // 3 % 3],
         )  # fmt: skip
         for i in range(int(rng.integers(3, 9))):
             length, tokens = int(rng.integers(1, 14)), int(rng.integers(1, 9))

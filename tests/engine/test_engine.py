@@ -12,7 +12,6 @@ from apt_jax.cache import CacheIntegrityError
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
-from apt_jax.engine.commit import finish_reason
 from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import (
     ConfigError,
@@ -250,6 +249,7 @@ class TestEnds:
         h.add(max_tokens=8, stop_token_ids=(stop,), min_tokens=5)
         h.drain()
         h.assert_all_as_expected()
+        assert h.tokens["r0"][0] == stop
         assert len(h.tokens["r0"]) >= 5
 
     def test_E10_stop_before_length(self, overlap):
@@ -318,13 +318,6 @@ class TestEnds:
         assert h.tokens["r0"] == list(processor.seen) == h.expected("r0")[:3]
         assert (h.last["r0"].finish_reason, h.last["r0"].stop_reason) == ("stop", "END")
 
-    @pytest.mark.parametrize("count", range(1, 6))
-    def test_before_min_tokens_neither_stop_token_nor_stop_string_ends_a_request(self, count):
-        params = SamplingParams(max_tokens=8, min_tokens=3)
-        for token, string in ((5, None), (6, "END"), (5, "END")):
-            expected = ("stop", token if token == 5 else string) if count >= 3 else (None, None)
-            assert finish_reason(token, count, params, frozenset({5}), string, False) == expected
-
     def test_the_processor_is_not_shown_a_stop_token(self):
         seen = []
 
@@ -338,6 +331,20 @@ class TestEnds:
         h.add(max_tokens=8, stop_token_ids=(expected[2],))
         h.drain()
         assert (seen, h.tokens["r0"]) == (expected[:2], expected)
+
+    def test_before_min_tokens_the_processor_is_shown_a_stop_token_too(self):
+        seen = []
+
+        class Processor:
+            def on_token(self, request, token_id):
+                seen.append(token_id)
+
+        h = Harness(processor=Processor())
+        prompt = np.random.default_rng(0).integers(0, VOCAB_SIZE, 5)
+        expected = reference_tokens(prompt, 5, vocab_size=VOCAB_SIZE)
+        h.add(max_tokens=5, stop_token_ids=(expected[2],), min_tokens=5)
+        h.drain()
+        assert seen == h.tokens["r0"] == expected
 
     def test_E1_a_failing_processor_ends_one_request(self, overlap):
         class Processor:

@@ -92,6 +92,8 @@ def _draw(
 ) -> NDArray[np.int32]:
     """Tokens from the sequences' hashes; seed and output position count unless the request is greedy.
 
+    Without a mask a stop token may come before `min_tokens`, which real executors forbid: the engine must not heed it.
+
     Args:
         allowed: (vocab_size,) for rows of which only some tokens may come; -1 where none is left.
     """
@@ -105,9 +107,6 @@ def _draw(
             ids = np.flatnonzero(left)
             place = int(np.searchsorted(ids, tokens[i]))
             tokens[i] = ids[place % ids.size] if ids.size else -1
-        elif p.min_tokens > position[i] and p.stop_token_ids:  # masked, as a model's logits would be
-            while int(tokens[i]) in p.stop_token_ids:
-                tokens[i] = (tokens[i] + 1) % vocab_size
     return tokens
 
 
