@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.lab.policies.deadline import FairBatchingPolicy, QoServePolicy
 from apt_jax.lab.policies.fastgen import FastGenPolicy
 from apt_jax.lab.policies.fcfs_hybrid import FcfsHybridPolicy
@@ -118,6 +119,16 @@ POLICIES: dict[str, PolicyMaker] = {
         FastGenPolicy,
         source="DeepSpeed-FastGen",
         summary="every step filled to 512 tokens, decodes first; nothing reserved, no eviction unless all are stuck",
+    ),
+    "bros-any": PolicyMaker(
+        BrosAnyPolicy,
+        source="BROS §4, Algorithm 1, lines 26 to 32",
+        summary="`bros` that replaces real-time requests by best-effort ones even where these will be late",
+    ),
+    "bros-paper": PolicyMaker(
+        BrosPaperPolicy,
+        source="BROS §4, Algorithm 1",
+        summary="the algorithm as printed: late requests first, the first that does not fit ends its part",
     ),
     "round-robin": PolicyMaker(
         RoundRobinPolicy,

@@ -38,8 +38,6 @@ BEST_EFFORT_TOKENS = 64
 AVERAGE_WEIGHT = 0.1
 """The weight of the newest step in T_avg."""
 
-Packing = Literal["adapted", "paper"]
-Replacement = Literal["in-time", "any"]
 Kinds = Literal["first", "by-cost"]
 
 MOST_REPLACEMENTS = 4
@@ -47,7 +45,7 @@ MOST_REPLACEMENTS = 4
 
 
 @dataclasses.dataclass(eq=False)
-class _Candidates:
+class Candidates:
     """Requests in the order of their priority, with each one's work in this step."""
 
     rows: Rows
@@ -65,33 +63,18 @@ class _Candidates:
     load: NDArray[np.int32]
     """Blocks that are copied from host memory before it runs: M^cpu."""
 
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "_Candidates":
-        return _Candidates(
-            self.rows[index],
-            self.kind[index],
-            self.num_tokens[index],
-            self.start[index],
-            self.slack_s[index],
-            self.holds[index],
-            self.need[index],
-            self.load[index],
-        )
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "Candidates":
+        return Candidates(*(getattr(self, name)[index] for name in _ARRAYS))
 
-    def join(self, other: "_Candidates") -> "_Candidates":
-        return _Candidates(
-            np.concatenate([self.rows, other.rows]),
-            np.concatenate([self.kind, other.kind]),
-            np.concatenate([self.num_tokens, other.num_tokens]),
-            np.concatenate([self.start, other.start]),
-            np.concatenate([self.slack_s, other.slack_s]),
-            np.concatenate([self.holds, other.holds]),
-            np.concatenate([self.need, other.need]),
-            np.concatenate([self.load, other.load]),
-        )
+    def join(self, other: "Candidates") -> "Candidates":
+        return Candidates(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ARRAYS))
 
     @property
     def prompts(self) -> NDArray[np.bool_]:
         return (self.num_tokens > 1) | (self.start == 0)
+
+
+_ARRAYS = tuple(field.name for field in dataclasses.fields(Candidates))
 
 
 class _Groups:
@@ -174,15 +157,6 @@ class BrosPolicy:
         aging_tokens_per_s: see above; 0 is the paper's order, in which a preempted request may wait for ever.
         best_effort_wait: W, seconds; None: best-effort requests only get what is left, as in the paper.
         best_effort_tokens: output tokens of a turn of an overdue request.
-        replacement: "in-time" as above; "any" is Algorithm 1, lines 26 to 32, which does not ask whether the replaced
-            request will be late (its first request stays all the same).
-        packing: "adapted" as above; "paper" is Algorithm 1 line by line. Late requests come first and set the limit
-            (lines 3 and 4), the first one that has no place, block or time ends its part (6 to 12, 18 to 32), no prompt is
-            made shorter for time, no block is kept for later, best-effort requests go by M^cpu alone (17), and where they
-            have no more blocks, real-time requests of the most remaining time are preempted, for waiting ones too (§5.2).
-            The first real-time request goes in any case, as nothing would after a missed deadline; while one is late it
-            goes alone. For comparison, not for service.
-        most_replacements: in one step; None: no limit, as in the paper.
         kinds: of requests that begin where both are on offer. "first": keys and values, as in the paper; "by-cost": as
             apt-plus, the hidden kind where the memory that it saves is worth more than its slower reads
             (`kinds_by_cost`). Real-time and best-effort requests share blocks of their own kind.
@@ -191,29 +165,23 @@ class BrosPolicy:
     name = "bros"
     has_classes = True
     shares_blocks = True
+    most_replacements: int | None = MOST_REPLACEMENTS
+    """In one step; None: no limit."""
 
     def __init__(
         self,
         *,
         token_group: int = 1,
         aging_tokens_per_s: float = AGING_TOKENS_PER_S,
-        packing: Packing = "adapted",
-        replacement: Replacement = "in-time",
-        most_replacements: int | None = MOST_REPLACEMENTS,
         best_effort_wait: float | None = None,
         best_effort_tokens: int = BEST_EFFORT_TOKENS,
         kinds: Kinds = "first",
     ) -> None:
         if token_group < 1:
             raise ValueError(f"{token_group=} must be at least 1")
-        if best_effort_wait is not None and packing == "paper":
-            raise ValueError(f"{best_effort_wait=} has no place in Algorithm 1; leave out packing=paper")
         self._overdue = None if best_effort_wait is None else OverdueRequests(best_effort_wait, best_effort_tokens)
         self.token_group = token_group
         self.aging_tokens_per_s = aging_tokens_per_s
-        self.packing: Packing = packing
-        self.replacement: Replacement = replacement
-        self.most_replacements = most_replacements
         self.kinds: Kinds = kinds
         self._batch_size = BASE_BATCH
         self._average_s = 0.0
@@ -234,7 +202,7 @@ class BrosPolicy:
         real_time, limit_s = self._pull_real_time(view, pending.take(~theirs), queued)
         overdue = None if self._overdue is None else self._overdue.rows(view)
         if overdue is not None and overdue.size:
-            own, own_too = (_among(view, rows, overdue) for rows in (running, waiting))
+            own, own_too = (among(view, rows, overdue) for rows in (running, waiting))
             theirs, low = theirs & ~own, low & ~own_too
             first = pending.take(own).join(self._candidates(view, waiting[own_too], kind[own_too], holds=False))
             first = _first(view, first, overdue)
@@ -269,7 +237,7 @@ class BrosPolicy:
             num_first=0 if self._overdue is None else int(np.count_nonzero(step.slack_s == -np.inf)),
         )
 
-    def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> _Candidates:
+    def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> Candidates:
         """The work of `rows` in this step; either all rows hold cache, or no row does."""
         table = view.table
         remaining = view.remaining(rows, kind)
@@ -284,7 +252,7 @@ class BrosPolicy:
             start = start + table.cached_prefix_tokens[rows, kind]
             load = view.blocks_for(table.host_prefix_tokens[rows, kind], kind).astype(np.int32)
             need = start_blocks_for(view, rows, target_tokens(view, rows, 1), kind)
-        return _Candidates(
+        return Candidates(
             rows,
             kind,
             num_tokens,
@@ -307,9 +275,7 @@ class BrosPolicy:
         target_s = np.where(delivered == 0, table.slo_ttft_s.take(rows), tbt_s)
         return target_s - (view.now_s - since_s) - (steps - 1) * self._average_s
 
-    def _pull_real_time(
-        self, view: SchedulerView, pending: _Candidates, queued: _Candidates
-    ) -> tuple[_Candidates, float]:
+    def _pull_real_time(self, view: SchedulerView, pending: Candidates, queued: Candidates) -> tuple[Candidates, float]:
         """Order real-time candidates by remaining time, late ones last; of the waiting ones as many as a step may take.
 
         Returns:
@@ -332,10 +298,8 @@ class BrosPolicy:
                 )
         return pending.join(queued).take(np.concatenate(order)), limit_s
 
-    def _is_late(self, view: SchedulerView, asked: _Candidates) -> NDArray[np.bool_]:
+    def _is_late(self, view: SchedulerView, asked: Candidates) -> NDArray[np.bool_]:
         """(n,) True: the row comes after all rows that can be in time, and does not count for the time of the step."""
-        if self.packing == "paper":
-            return np.zeros(asked.rows.size, np.bool_)
         return asked.slack_s < _alone_s(view.costs, asked)
 
     def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
@@ -352,20 +316,18 @@ class BrosPolicy:
         return index[poll(cost[own], cost[new], self._batch_size)][: self._batch_size]
 
     def _real_time(
-        self, view: SchedulerView, asked: _Candidates, best_effort: _Candidates, limit_s: float
-    ) -> tuple[_Candidates, Rows, bool]:
+        self, view: SchedulerView, asked: Candidates, best_effort: Candidates, limit_s: float
+    ) -> tuple[Candidates, Rows, bool]:
         """The real-time part of the step, the requests preempted for it, and whether time cut it short."""
         table = view.table
         need, holds = asked.need, asked.holds
         theirs = best_effort.rows[best_effort.holds]
         room = view.free_blocks + int(table.num_blocks[theirs].sum())
         victims = theirs[:0]
-        if self.packing == "paper":
-            return self._by_the_paper(view, asked, theirs, room, limit_s)
         short = int(need[holds].sum()) - room
         if short > 0:
             kept, victims = _outgrown(view, asked.take(holds), room)
-            asked = asked.take(_among(view, asked.rows, kept))
+            asked = asked.take(among(view, asked.rows, kept))
         else:
             slots = view.max_num_seqs - (view.running.size - theirs.size)
             fresh = np.flatnonzero(~holds)
@@ -374,10 +336,10 @@ class BrosPolicy:
             if not fits.all():
                 asked = asked.take(np.delete(np.arange(holds.size), fresh[~fits]))
         num_overdue = int(np.count_nonzero(asked.slack_s == -np.inf))
-        step, cut, _ = _fit(view, asked, num_overdue, self._batch_size, limit_s, in_order=False)
+        step, cut, _ = self._fit(view, asked, num_overdue, limit_s)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
-        if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
+        if shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
             short = 0
         new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
         new_slots = max(new_slots - victims.size, 0)
@@ -388,40 +350,19 @@ class BrosPolicy:
         taken = taken[: max(num_taken, new_slots)]
         return step, np.concatenate([victims, taken]), cut
 
-    def _by_the_paper(
-        self, view: SchedulerView, asked: _Candidates, theirs: Rows, room: int, limit_s: float
-    ) -> tuple[_Candidates, Rows, bool]:
-        """`_real_time` where the most urgent request gets blocks in any case (BROS §5.2): where `theirs`, all best-effort
-        requests with cache, have too few, real-time ones of the most remaining time are preempted as well."""
-        table, holds = view.table, asked.holds
-        held = np.where(holds, table.num_blocks[asked.rows], 0)
-        others = holds.sum() - np.cumsum(holds)
-        slots = view.max_num_seqs - (view.running.size - theirs.size) + others
-        reach = room + held.sum() - np.cumsum(held)
-        found = _until(np.cumsum(asked.need) <= reach, np.cumsum(~holds) <= slots)
-        step, cut, _ = _fit(view, asked.take(found), 0, self._batch_size, limit_s, in_order=True)
-        short = int(step.need.sum()) - view.free_blocks
-        if _shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
-            short = 0
-        rest = asked.rows[holds & ~_among(view, asked.rows, step.rows)]
-        victims = np.concatenate([theirs[::-1], rest[::-1]])
-        num_taken = int(np.searchsorted(np.cumsum(table.num_blocks[victims]), short)) + 1 if short > 0 else 0
-        new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
-        return step, victims[: max(num_taken, new_slots)], cut
-
     def _best_effort(
         self,
         view: SchedulerView,
-        step: _Candidates,
-        asked: _Candidates,
+        step: Candidates,
+        asked: Candidates,
         victims: Rows,
         limit_s: float,
-    ) -> tuple[_Candidates, Rows, bool]:
+    ) -> tuple[Candidates, Rows, bool]:
         """The step with best-effort requests, the other preempted requests, and whether time kept some out."""
         table = view.table
         preempted = victims
         if victims.size:
-            asked = asked.take(~_among(view, asked.rows, victims))
+            asked = asked.take(~among(view, asked.rows, victims))
         no_victims = victims[:0]
         if not asked.rows.size:
             return step, no_victims, False
@@ -429,93 +370,134 @@ class BrosPolicy:
         left -= int(step.need.sum())
         has_taken = left < 0
         if has_taken:
-            asked = _without_groups(view, asked, _shared_groups(view, step, -left)[0])
+            asked = _without_groups(view, asked, shared_groups(view, step, -left)[0])
             left = 0
-        if view.sharing is not None or self.packing == "paper":
-            asked = self._by_checkpoints(view, asked)
-        need, holds = asked.need, asked.holds
-        more: Rows = no_victims
-        spare = left - int(need[holds].sum())
-        waits = holds & (np.cumsum(np.where(holds, need, 0)) > left)
-        slots = view.max_num_seqs - view.running.size + preempted.size - int(np.count_nonzero(~step.holds))
-        found = _until(np.cumsum(need) <= left, np.cumsum(~holds) <= slots) if self.packing == "paper" else None
-        if found is not None and (step.rows.size or found.size):
-            asked = asked.take(found)
-        elif spare < 0 and view.sharing is not None and (step.rows.size or not waits[holds].all()):
-            asked = asked.take(holds & ~waits)  # the others keep what they have, and are restored later
-        elif spare < 0:
-            kept, more = _outgrown(view, asked.take(holds), left)
-            asked = asked.take(_among(view, asked.rows, kept))
-        else:
-            running = view.running
-            if preempted.size:
-                running = running[~_among(view, running, preempted)]
-            spare -= _reserve(view, running)
-            fresh = np.flatnonzero(~holds)
-            fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= slots)
-            if preempted.size or has_taken:
-                fits[:] = False  # what real-time requests have just taken is not given away
-            asked = asked.take(np.concatenate([np.flatnonzero(holds), fresh[fits]]))
+        asked = self._by_checkpoints(view, asked)
+        asked, more = self._with_place(view, step, asked, preempted, left, gives=not (preempted.size or has_taken))
         if not asked.rows.size:
             return step, more, False
         num_real_time = step.rows.size
-        in_order = self.packing == "paper"
-        packed, cut, shrunk = _fit(view, step.join(asked), num_real_time, self._batch_size, limit_s, in_order=in_order)
+        packed, cut, shrunk = self._fit(view, step.join(asked), num_real_time, limit_s)
         if not shrunk and packed.rows.size < num_real_time + asked.rows.size:
-            out = asked.take(~_among(view, asked.rows, packed.rows))
+            out = asked.take(~among(view, asked.rows, packed.rows))
             packed = self._replace(view, packed, num_real_time, out, limit_s)
         return packed, more, cut
 
-    def _by_checkpoints(self, view: SchedulerView, asked: _Candidates) -> _Candidates:
+    def _with_place(
+        self, view: SchedulerView, step: Candidates, asked: Candidates, preempted: Rows, left: int, *, gives: bool
+    ) -> tuple[Candidates, Rows]:
+        """Best-effort candidates for which there are blocks and slots, and those that are preempted.
+
+        Args:
+            view: the state.
+            step: the real-time part.
+            asked: best-effort candidates.
+            preempted: requests that real-time ones preempt.
+            left: free blocks beside the real-time part.
+            gives: waiting ones may begin; False: what real-time requests have just taken is not given away.
+        """
+        need, holds = asked.need, asked.holds
+        spare = left - int(need[holds].sum())
+        waits = holds & (np.cumsum(np.where(holds, need, 0)) > left)
+        if spare < 0 and view.sharing is not None and (step.rows.size or not waits[holds].all()):
+            return asked.take(holds & ~waits), preempted[:0]  # the others keep what they have, and are restored later
+        if spare < 0:
+            kept, more = _outgrown(view, asked.take(holds), left)
+            return asked.take(among(view, asked.rows, kept)), more
+        running = view.running
+        if preempted.size:
+            running = running[~among(view, running, preempted)]
+        spare -= _reserve(view, running)
+        fresh = np.flatnonzero(~holds)
+        slots = free_slots(view, step, preempted)
+        fits = (np.cumsum(need[fresh]) <= spare) & (np.arange(1, fresh.size + 1) <= slots) & gives
+        return asked.take(np.concatenate([np.flatnonzero(holds), fresh[fits]])), preempted[:0]
+
+    def _by_checkpoints(self, view: SchedulerView, asked: Candidates) -> Candidates:
         """Best-effort candidates by their checkpointed blocks minus their waiting time (Algorithm 1, line 17)."""
-        if not asked.load.any():
+        if view.sharing is None or not asked.load.any():
             return asked
-        if self.packing == "paper":
-            return asked.take(asked.load.argsort(kind="stable"))
         waited_s = view.now_s - view.table.last_token_s.take(asked.rows)
         tokens = asked.load * (view.block_sizes / view.blocks_per_group)[asked.kind]
         key = np.where(asked.holds, tokens - self.aging_tokens_per_s * waited_s, np.inf)
         key[asked.holds & (asked.load == 0)] = -np.inf
         return asked.take(key.argsort(kind="stable"))
 
+    def _goes(self, view: SchedulerView, step: Candidates, limit_s: float) -> bool:
+        """Return True if a step is within its number of requests, its tokens and its time."""
+        return (
+            step.rows.size <= self._batch_size
+            and int(step.num_tokens.sum()) <= view.max_num_batched_tokens
+            and _step_s(view.costs, step) <= limit_s
+        )
+
+    def _fit(
+        self, view: SchedulerView, asked: Candidates, num_sure: int, limit_s: float
+    ) -> tuple[Candidates, bool, bool]:
+        """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
+        last.
+
+        Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
+
+        Returns:
+            The step, whether time was what kept some out, and whether a prompt was made shorter.
+        """
+        if not asked.rows.size or self._goes(view, asked, limit_s):
+            return asked, False, False
+        num_sure, batch_size = max(num_sure, 1), self._batch_size
+        cut = shrunk = False
+        for behind in (True, False):
+            step_s = end_times_s(view, asked)
+            ends = np.cumsum(asked.num_tokens)
+            index = np.arange(asked.rows.size)
+            slow = step_s > limit_s
+            fails = slow | (ends > view.max_num_batched_tokens) | (index >= batch_size)
+            fails[:num_sure] = False
+            if not fails.any():
+                break
+            first = int(fails.argmax())
+            cut |= bool(slow[first])
+            if behind and first < batch_size and asked.num_tokens[first] > 1:
+                length = float(view.max_num_batched_tokens - ends[first - 1])
+                if slow[first]:
+                    share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
+                    length = min(length, share * asked.num_tokens[first])
+                if length >= min(view.block_size, asked.num_tokens[first]):
+                    asked.num_tokens[first] = int(length)
+                    first += 1
+                    shrunk = True
+            asked = asked.take((index < first) | (behind & ~asked.prompts))
+        return asked, cut, shrunk
+
     def _replace(
         self,
         view: SchedulerView,
-        step: _Candidates,
+        step: Candidates,
         num_real_time: int,
-        out: _Candidates,
+        out: Candidates,
         limit_s: float,
-    ) -> _Candidates:
-        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request that
-        can wait for the next step, if no place is free (Algorithm 1, lines 18 to 32)."""
-
-        def fits(step: _Candidates) -> bool:
-            return (
-                step.rows.size <= self._batch_size
-                and int(step.num_tokens.sum()) <= view.max_num_batched_tokens
-                and _step_s(view.costs, step) <= limit_s
-            )
+    ) -> Candidates:
+        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request if
+        there is none beside it (Algorithm 1, lines 18 to 32), and if that one can wait for the next step."""
 
         most = out.rows.size if self.most_replacements is None else self.most_replacements
         for i in range(out.rows.size):
             more = step.join(out.take(np.array([i])))
-            if not fits(more):
+            if not self._goes(view, more, limit_s):
                 last = num_real_time - 1
                 if most == 0 or last < 1 or not self._may_wait(view, step, last):
                     break
                 more = more.take(np.arange(more.rows.size) != last)
-                if not fits(more):
+                if not self._goes(view, more, limit_s):
                     break
                 num_real_time, most = last, most - 1
             step = more
         return step
 
-    def _may_wait(self, view: SchedulerView, step: _Candidates, i: int) -> bool:
-        """Return True if the i-th request of a step may be replaced: by default if the next step is in time for it."""
+    def _may_wait(self, view: SchedulerView, step: Candidates, i: int) -> bool:
+        """Return True if the i-th request of a step may be replaced: if the next step is in time for it."""
         if step.slack_s[i] == -np.inf:
             return False
-        if self.replacement == "any":
-            return True
         one, step_s = step.take(np.array([i])), _step_s(view.costs, step)
         return bool(one.slack_s[0] - step_s >= _alone_s(view.costs, one)[0] + step_s)
 
@@ -547,7 +529,7 @@ def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) 
     return order
 
 
-def _first(view: SchedulerView, asked: _Candidates, overdue: Rows) -> _Candidates:
+def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
     """Overdue candidates in the order of `overdue`, with their share of a step; without those that get no token."""
     place = np.zeros(view.table.capacity, np.intp)
     place[overdue] = np.arange(overdue.size)
@@ -557,7 +539,7 @@ def _first(view: SchedulerView, asked: _Candidates, overdue: Rows) -> _Candidate
     return asked.take(asked.num_tokens > 0)
 
 
-def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[Rows, int]:
+def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Rows, int]:
     """Groups of best-effort requests that real-time requests of a step take where `short` blocks are lacking.
 
     Best-effort requests in the step, which are overdue, take none and lose none.
@@ -577,27 +559,42 @@ def _shared_groups(view: SchedulerView, step: _Candidates, short: int) -> tuple[
         wanted = min(max(short, 0), most)
         theirs = view.sharing.takeable(kind)
         if overdue.any():
-            theirs = theirs[~_among(view, theirs, step.rows)]
+            theirs = theirs[~among(view, theirs, step.rows)]
         taken.append(theirs[: -(-wanted // halves)])
         short -= halves * taken[-1].size
     return np.concatenate(taken), max(short, 0)
 
 
-def _without_groups(view: SchedulerView, asked: _Candidates, lost: Rows) -> _Candidates:
-    """Candidates that need replacement of taken groups: a group for each of the rows `lost`."""
+def _without_groups(view: SchedulerView, asked: Candidates, lost: Rows) -> Candidates:
+    """Candidates that must be given again what others take from them: a group for each of the rows `lost`."""
     again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
     blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
 
 
-def _step_s(costs: StepCosts, step: _Candidates) -> float:
+def _step_s(costs: StepCosts, step: Candidates) -> float:
     """Time of an iteration: of execution or of the copies from host memory, whichever is longer (BROS §4.1)."""
     step_s = costs.step_s(step.num_tokens, step.start, step.kind)
     return max(step_s, costs.transfer_s(0, int(step.load.sum()))) if step.load.any() else step_s
 
 
-def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
-    """(n,) time of a step of each request by itself."""
+def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
+    """(n,) time of the steps of the first 1, 2, .. n candidates, copies from host memory included."""
+    step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
+    if asked.load.any():
+        loaded = asked.load.cumsum()
+        load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
+        step_s = np.maximum(step_s, load_s)
+    return step_s
+
+
+def free_slots(view: SchedulerView, step: Candidates, preempted: Rows) -> int:
+    """Requests that may begin beside a real-time part, which preempts others."""
+    return view.max_num_seqs - view.running.size + preempted.size - int(np.count_nonzero(~step.holds))
+
+
+def _alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
+    """(n,) time of a step of each request alone."""
     c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
     hidden = asked.kind == HIDDEN
     decode_s = np.where(
@@ -611,13 +608,7 @@ def _alone_s(costs: StepCosts, asked: _Candidates) -> NDArray[np.float64]:
     return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
 
 
-def _until(*ok: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Positions before the first for which one of `ok` is False."""
-    all_ok = np.logical_and.reduce(ok)
-    return np.arange(all_ok.size if all_ok.all() else all_ok.argmin())
-
-
-def _among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
+def among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
     """(n,) whether each of `rows` is one of `others`."""
     chosen = np.zeros(view.table.capacity, np.bool_)
     chosen[others] = True
@@ -635,8 +626,8 @@ def _reserve(view: SchedulerView, running: Rows) -> int:
     return int(np.maximum(lacking, 0).sum())
 
 
-def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows, Rows]:
-    """Running requests that stay if not all can, and the others.
+def _outgrown(view: SchedulerView, asked: Candidates, room: int) -> tuple[Rows, Rows]:
+    """Running requests that stay where not all can, and those that do not.
 
     Prompts under way stay before the others, by rank, so that they come to an end; the others by their order.
     """
@@ -649,55 +640,3 @@ def _outgrown(view: SchedulerView, asked: _Candidates, room: int) -> tuple[Rows,
     fails = np.cumsum(asked.need) > room + beyond
     num_kept = int(fails.argmax()) if fails.any() else fails.size
     return asked.rows[:num_kept], asked.rows[num_kept:]
-
-
-def _fit(
-    view: SchedulerView, asked: _Candidates, num_sure: int, batch_size: int, limit_s: float, *, in_order: bool
-) -> tuple[_Candidates, bool, bool]:
-    """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
-    last.
-
-    Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
-    With `in_order` the step ends with the first that does not go.
-
-    Returns:
-        The step, whether time was what kept some out, and whether a prompt was made shorter.
-    """
-    if not asked.rows.size:
-        return asked, False, False
-    num_sure = max(num_sure, 1)
-    if (
-        asked.rows.size <= batch_size
-        and int(asked.num_tokens.sum()) <= view.max_num_batched_tokens
-        and _step_s(view.costs, asked) <= limit_s
-    ):
-        return asked, False, False
-    cut = shrunk = False
-    for behind in (True, False):
-        step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
-        if asked.load.any():
-            loaded = asked.load.cumsum()
-            load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
-            step_s = np.maximum(step_s, load_s)
-        ends = np.cumsum(asked.num_tokens)
-        index = np.arange(asked.rows.size)
-        slow = step_s > limit_s
-        fails = slow | (ends > view.max_num_batched_tokens) | (index >= batch_size)
-        fails[:num_sure] = False
-        if not fails.any():
-            break
-        first = int(fails.argmax())
-        if in_order:
-            return asked.take(index < first), bool(slow[first]) and first < batch_size, False
-        cut |= bool(slow[first])
-        if behind and first < batch_size and asked.num_tokens[first] > 1:
-            length = float(view.max_num_batched_tokens - ends[first - 1])
-            if slow[first]:
-                share = (limit_s - step_s[first - 1]) / (step_s[first] - step_s[first - 1])
-                length = min(length, share * asked.num_tokens[first])
-            if length >= min(view.block_size, asked.num_tokens[first]):
-                asked.num_tokens[first] = int(length)
-                first += 1
-                shrunk = True
-        asked = asked.take((index < first) | (behind & ~asked.prompts))
-    return asked, cut, shrunk

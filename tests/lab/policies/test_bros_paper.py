@@ -1,4 +1,4 @@
-"""BROS's Algorithm 1, transcribed in plain Python, decides as `BrosPolicy` with its options as the paper has it."""
+"""BROS's Algorithm 1, transcribed in plain Python, decides as `bros-paper`."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.sched import SchedulerView, StepCosts
 from apt_jax.sched.plan_check import check_plan
 from apt_jax.sched.policies.bros import BASE_BATCH, BrosPolicy
@@ -139,7 +140,7 @@ def random_state(rng: np.random.Generator) -> tuple[World, BrosPolicy, Scheduler
     )
     table = world.table
     world.now_s = 10.0
-    policy = BrosPolicy(aging_tokens_per_s=0.0, packing="paper", replacement="any", most_replacements=None)
+    policy = BrosPaperPolicy()
     policy._batch_size = int(rng.choice([2, 4, 8, 128]))
     policy._average_s = float(rng.uniform(0.01, 0.03))
     requests: list[Request] = []
@@ -235,3 +236,19 @@ def test_the_papers_packing_is_algorithm_1():
         seen["loads"] += any(by_row[row]["cpu"] for row in rows)
     assert all(seen.values()), seen
     assert seen["short"] < 0.2 * seen["runs"], seen
+
+
+def test_replacement_as_the_paper_has_it_asks_for_no_time():
+    costs = StepCosts(prefill_base_s=0.01, prefill_per_token_s=1e-3, decode_base_s=0.01, decode_per_request_s=1e-4)
+    world = World(num_blocks=4000, mode="kv", max_num_seqs=400, max_num_batched_tokens=1000, costs=costs)
+    for _ in range(BASE_BATCH):
+        world.hold(world.add(10, tbt_s=9.0), KV)
+    be = [world.hold(world.add(10), KV) for _ in range(6)]
+    world.table.best_effort[be] = True
+    # This step takes 0.023 s, so the next one would be late; 0.05 s are left.
+    world.table.last_token_s[world.table.live] = -8.95
+    in_time = world.schedule(BrosPolicy()).rows.tolist()
+    assert not set(be) & set(in_time)
+    plan = world.schedule(BrosAnyPolicy())
+    assert plan.rows.size == BASE_BATCH
+    assert set(be) <= set(plan.rows.tolist())

@@ -1,0 +1,112 @@
+"""BROS without what `bros` adds to Algorithm 1: replacements at any price, and the algorithm as printed."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.sched.policies.bros import (
+    AGING_TOKENS_PER_S,
+    BrosPolicy,
+    Candidates,
+    Kinds,
+    among,
+    end_times_s,
+    free_slots,
+    shared_groups,
+)
+from apt_jax.sched.step_packer import Rows
+from apt_jax.sched.view import SchedulerView
+
+
+class BrosAnyPolicy(BrosPolicy):
+    """`bros` whose replacements are those of Algorithm 1, lines 26 to 32: as many as a step has, and none asks whether
+    the replaced request will be late. The first request of a step stays all the same.
+
+    Args:
+        token_group, aging_tokens_per_s, kinds: see `BrosPolicy`.
+    """
+
+    name = "bros-any"
+    most_replacements = None
+
+    def __init__(
+        self, *, token_group: int = 1, aging_tokens_per_s: float = AGING_TOKENS_PER_S, kinds: Kinds = "first"
+    ) -> None:
+        super().__init__(token_group=token_group, aging_tokens_per_s=aging_tokens_per_s, kinds=kinds)
+
+    def _may_wait(self, view: SchedulerView, step: Candidates, i: int) -> bool:
+        return True
+
+
+class BrosPaperPolicy(BrosAnyPolicy):
+    """Algorithm 1 line by line.
+
+    Late requests come first and set the limit (lines 3 and 4), the first one that has no place, block or time ends its
+    part (6 to 12, 18 to 32), no prompt is made shorter for time, no block is kept for later, best-effort requests go by
+    M^cpu alone (17), and where they have no more blocks, real-time requests of the most remaining time are preempted,
+    for waiting ones too (§5.2). The first real-time request goes in any case, as nothing would after a missed deadline;
+    while one is late it goes alone.
+
+    Args:
+        token_group, kinds: see `BrosPolicy`.
+    """
+
+    name = "bros-paper"
+
+    def __init__(self, *, token_group: int = 1, kinds: Kinds = "first") -> None:
+        super().__init__(token_group=token_group, aging_tokens_per_s=0.0, kinds=kinds)
+
+    def _is_late(self, view: SchedulerView, asked: Candidates) -> NDArray[np.bool_]:
+        return np.zeros(asked.rows.size, np.bool_)
+
+    def _real_time(
+        self, view: SchedulerView, asked: Candidates, best_effort: Candidates, limit_s: float
+    ) -> tuple[Candidates, Rows, bool]:
+        """The most urgent request gets blocks in any case (BROS §5.2): where all best-effort requests with cache have
+        too few, real-time ones of the most remaining time are preempted as well."""
+        table, holds = view.table, asked.holds
+        theirs = best_effort.rows[best_effort.holds]
+        held = np.where(holds, table.num_blocks[asked.rows], 0)
+        others = holds.sum() - np.cumsum(holds)
+        slots = view.max_num_seqs - (view.running.size - theirs.size) + others
+        reach = view.free_blocks + int(table.num_blocks[theirs].sum()) + held.sum() - np.cumsum(held)
+        found = _until(np.cumsum(asked.need) <= reach, np.cumsum(~holds) <= slots)
+        step, cut, _ = self._fit(view, asked.take(found), 0, limit_s)
+        short = int(step.need.sum()) - view.free_blocks
+        if shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
+            short = 0
+        rest = asked.rows[holds & ~among(view, asked.rows, step.rows)]
+        victims = np.concatenate([theirs[::-1], rest[::-1]])
+        num_taken = int(np.searchsorted(np.cumsum(table.num_blocks[victims]), short)) + 1 if short > 0 else 0
+        new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
+        return step, victims[: max(num_taken, new_slots)], cut
+
+    def _with_place(
+        self, view: SchedulerView, step: Candidates, asked: Candidates, preempted: Rows, left: int, *, gives: bool
+    ) -> tuple[Candidates, Rows]:
+        slots = free_slots(view, step, preempted)
+        found = _until(np.cumsum(asked.need) <= left, np.cumsum(~asked.holds) <= slots)
+        if step.rows.size or found.size:
+            return asked.take(found), preempted[:0]
+        return super()._with_place(view, step, asked, preempted, left, gives=gives)
+
+    def _by_checkpoints(self, view: SchedulerView, asked: Candidates) -> Candidates:
+        return asked.take(asked.load.argsort(kind="stable"))
+
+    def _fit(
+        self, view: SchedulerView, asked: Candidates, num_sure: int, limit_s: float
+    ) -> tuple[Candidates, bool, bool]:
+        """The step ends with the first that does not go."""
+        if not asked.rows.size or self._goes(view, asked, limit_s):
+            return asked, False, False
+        slow = end_times_s(view, asked) > limit_s
+        index = np.arange(asked.rows.size)
+        fails = slow | (np.cumsum(asked.num_tokens) > view.max_num_batched_tokens) | (index >= self._batch_size)
+        fails[: max(num_sure, 1)] = False
+        first = int(fails.argmax()) if fails.any() else fails.size
+        return asked.take(index < first), first < min(fails.size, self._batch_size) and bool(slow[first]), False
+
+
+def _until(*ok: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Positions before the first for which one of `ok` is False."""
+    all_ok = np.logical_and.reduce(ok)
+    return np.arange(all_ok.size if all_ok.all() else all_ok.argmin())
