@@ -1,10 +1,10 @@
-"""Figures of the source tree: sizes, circles, upward imports, repeated passages, and how often an option is declared.
+"""Figures of the source tree: sizes, circles, upward imports, repeated passages, flags, policies, words of documents.
 
     python tools/code_figures.py                  # this tree
     python tools/code_figures.py --root ../old    # another checkout, e.g. an earlier commit
     python tools/code_figures.py --list           # name what is over a limit
 
-Counts `*.py` under `apt_jax/` and `serve/` without generated protobuf code. Imports under `if TYPE_CHECKING:` count as
+Flags of `serve` are those of tests/snapshots/cli_flags.json. Counts `*.py` under `apt_jax/` and `serve/` without generated protobuf code. Imports under `if TYPE_CHECKING:` count as
 imports: a circle that only types close is a circle still. It reads the files alone and imports nothing of the project.
 """
 
@@ -12,10 +12,15 @@ import argparse
 import ast
 import collections
 import dataclasses
+import json
+import re
 import statistics
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from check_words import awkward_sentences
 
 PACKAGES = ("apt_jax", "serve")
 
@@ -40,7 +45,15 @@ LAYERS = (
 SAME_LINES = 6
 """Equal lines, blanks and surrounding space aside, that make two places a pair."""
 
-MOST_MODULES, MOST_FILE_LINES, MOST_CLASS_LINES = 14, 600, 450
+MOST_MODULES, MOST_FILE_LINES, MOST_CLASS_LINES, MOST_PARAMETERS = 14, 600, 450, 12
+LABORATORY = "apt_jax.lab"
+"""Package whose lines are counted apart."""
+
+_FLAGS = Path("tests/snapshots/cli_flags.json")
+_UNCOUNTED_DOCS = ("docs/reference/generated/", "docs/lab/", "docs/_build/", "docs/notebooks/")
+_SHARED_BLOCKS = re.compile(r"(?i)share[sd]?[_ ]blocks|block_?sharing|shared_?cache|\.sharing\b")
+_KIND_NAMES = {"KV", "CacheKind", "KIND_NAMES", "KindSet", "KINDS"}
+"""Names under which modules define a cache kind, or all of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,6 +229,74 @@ def option_places(modules: Iterable[Module]) -> dict[str, list[str]]:
     return dict(fields)
 
 
+def is_in_laboratory(name: str) -> bool:
+    return name == LABORATORY or name.startswith(LABORATORY + ".")
+
+
+def serve_flags(root: Path) -> list[str]:
+    """Return the flags of `apt-jax serve`, ``--help`` aside, from the snapshot of all flags."""
+    path = root / _FLAGS
+    names = json.loads(path.read_text())["serve"] if path.is_file() else ()
+    return [name for name in names if name.startswith("-") and not name.startswith(("--set ", "-h"))]
+
+
+def policies(module: Module | None) -> int | str:
+    """Return the number of policies in the table `POLICIES` of a module; an entry that a call makes counts as one. "-":
+    the table is computed."""
+    for node in module.tree.body if module is not None else ():
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "POLICIES":
+            assert isinstance(node.value, ast.Dict)
+            if any(isinstance(value, ast.DictComp) for value in node.value.values):
+                return "-"
+            return len(node.value.keys)
+    return 0
+
+
+def long_signatures(module: Module) -> Iterator[tuple[str, int]]:
+    """Yield name and number of parameters of the functions with more than `MOST_PARAMETERS`, `self` aside."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            num = len(names) - (names[:1] in (["self"], ["cls"]))
+            if num > MOST_PARAMETERS:
+                yield f"{module.path}:{node.name}", num
+
+
+def kind_spellings(root: Path, modules: Iterable[Module]) -> list[str]:
+    """Return the places that define a cache kind: numbers, enumerations, tables of names, messages."""
+    found = []
+    for module in modules:
+        for node in module.tree.body if module.name.startswith("apt_jax.") else ():
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            defined = {getattr(name, "id", "") for target in targets for name in getattr(target, "elts", [target])}
+            if isinstance(node, ast.ClassDef):
+                defined = {node.name}
+            found += [f"{module.path}:{name}" for name in sorted(defined & _KIND_NAMES)]
+    for path in sorted(root.glob("*/protos/**/*.proto")):
+        found += [
+            f"{path.relative_to(root)}:{name}" for name in re.findall(r"^enum (\w*Kind\w*)", path.read_text(), re.M)
+        ]
+    return found
+
+
+def awkward_first_sentences(modules: Iterable[Module]) -> list[str]:
+    """Return the places of first sentences that `check_words.py` finds awkward, by the words of this tree."""
+    rules = tomllib.loads(Path(__file__).with_name("words.toml").read_text())
+    pattern = re.compile(rules["first_sentences"]["pattern"])
+    return [
+        f"{module.path}:{line}: {word}"
+        for module in modules
+        for line, word, _ in awkward_sentences("\n".join(module.lines), pattern)
+    ]
+
+
+def words_of_documents(root: Path) -> int:
+    """Return the words of the pages under `docs/`, without generated ones and those of the laboratory."""
+    pages = (path for path in (root / "docs").rglob("*.md"))
+    counted = (p for p in pages if not p.relative_to(root).as_posix().startswith(_UNCOUNTED_DOCS))
+    return sum(len(page.read_text().split()) for page in counted)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="figures of the source tree")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
@@ -240,9 +321,17 @@ def main() -> None:
     options = option_places(modules.values())
     places = [len(where) for where in options.values()]
 
+    of_laboratory = sum(len(m.lines) for name, m in modules.items() if is_in_laboratory(name))
+    flags = serve_flags(args.root)
+    signatures = [s for module in modules.values() for s in long_signatures(module)]
+    spellings = kind_spellings(args.root, modules.values())
+    awkward = awkward_first_sentences(modules.values())
+    shared = [m.path for m in modules.values() if any(map(_SHARED_BLOCKS.search, m.lines))]
+
     rows = [
         ("modules", len(plain)),
         ("lines", sum(length for _, length in files)),
+        ("lines without the laboratory", sum(length for _, length in files) - of_laboratory),
         ("modules in the fullest folder", "{1} ({0})".format(*folders.most_common(1)[0])),
         (f"folders with more than {MOST_MODULES} modules", sum(n > MOST_MODULES for n in folders.values())),
         ("median file, lines", int(statistics.median(length for _, length in files))),
@@ -259,6 +348,14 @@ def main() -> None:
         (f"pairs of places with {SAME_LINES} or more equal lines", len(pairs)),
         ("places where a configuration option is declared, mean", f"{statistics.mean(places):.2f}" if places else "-"),
         ("places where a configuration option is declared, most", max(places, default=0)),
+        (f"functions with more than {MOST_PARAMETERS} parameters", len(signatures)),
+        ("flags of serve", len(flags)),
+        ("policies of sched", policies(modules.get("apt_jax.sched"))),
+        ("policies of the laboratory", policies(modules.get("apt_jax.lab.policies"))),
+        ("files that name shared blocks", len(shared)),
+        ("definitions of a cache kind", len(spellings)),
+        ("awkward first sentences", len(awkward)),
+        ("words of documents", words_of_documents(args.root)),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -269,6 +366,10 @@ def main() -> None:
             "files": [f"{n} {name}" for name, n in files if n > MOST_FILE_LINES],
             "classes": [f"{n} {name}" for name, n in classes if n > 300],
             "functions": [f"{n} {name}" for name, n in sorted(functions, key=lambda item: -item[1]) if n > 60],
+            "parameters": [f"{n} {name}" for name, n in sorted(signatures, key=lambda item: -item[1])],
+            "cache kinds": spellings,
+            "awkward": awkward,
+            "shared blocks": [str(path) for path in shared],
             "circles": [" ".join(ring) for ring in rings],
             "upward": [f"{a} -> {b}" for a, b in arrows],
             "repeated": [f"{a} = {b}" for a, b in pairs],
