@@ -77,7 +77,7 @@ class CacheConfig:
     """Share of the device memory that is free after loading the weights to use for the cache, in (0, 1]."""
     enable_prefix_caching: bool = option(True)
     """Share the cache of common prompt prefixes between requests (default: on)."""
-    share_prefixes: bool = option(False)
+    share_prefixes: bool = option(False, is_setting=True)
     """Share cached prefixes between API keys too. The time to a first token then tells a key whether another has sent the
     same beginning of a prompt (docs/design/prefix_caching.md; default: off)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
@@ -86,9 +86,9 @@ class CacheConfig:
     prefix_cache_dir: str | None = option(None, metavar="DIR")
     """Directory where cached prefixes that leave host memory are kept, over restarts; it takes a directory of its own, of
     mode 0700, and --swap-space (docs/design/host_tier.md; default: none)."""
-    prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20)
+    prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20, is_setting=True)
     """Bound of all files in --prefix-cache-dir, in GiB: those used least recently are removed first (default: 16)."""
-    share_blocks: bool = option(True)
+    share_blocks: bool = option(True, is_setting=True)
     """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space
     (default: on)."""
 
@@ -118,8 +118,6 @@ class SchedulerConfig:
     policy: str = option("apt-plus", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
     """Scheduling policy: a name from `apt_jax.sched.all_policies`, an installed one, or ``package.module:Class``; with
     options as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
-    violation_decay: float = option(0.0, metavar="FACTOR", low=0, high=1)
-    """Weight of requests already past their SLO, in [0, 1]; 0: near zero. Apt-Serve §6.6 uses 0.4."""
     max_num_seqs: int = option(64, metavar="REQUESTS", low=1, high=4096)
     """Maximum number of requests in one step, and of requests that hold cache."""
     max_num_batched_tokens: int = option(512, metavar="TOKENS")
@@ -128,19 +126,19 @@ class SchedulerConfig:
     """Maximum number of waiting requests; more are rejected."""
     max_num_queued_tokens: int | None = option(None, metavar="TOKENS", low=1)
     """Maximum number of prompt tokens of waiting requests; more are rejected (default: unlimited)."""
-    max_prompt_logprobs: int = option(262_144, metavar="NUMBERS", low=1)
+    max_prompt_logprobs: int = option(262_144, metavar="NUMBERS", low=1, is_setting=True)
     """Maximum number of log probabilities that a call may ask for of its prompts, `prompt_logprobs` + 1 for each
     token."""
-    max_queue_s: float = option(600.0, metavar="S", positive=True)
+    max_queue_s: float = option(600.0, metavar="S", positive=True, is_setting=True)
     """Maximum queueing time in seconds; a server rejects requests that were not scheduled by then."""
-    slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'")
+    slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'", is_setting=True)
     """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on
     rejects."""
     default_slo: SLO = SLO()
     """Default SLO of real-time requests without objectives."""
-    default_slo_class: SloClass = option("rt", rule="be 'rt' or 'be'")
+    default_slo_class: SloClass = option("rt", rule="be 'rt' or 'be'", is_setting=True)
     """Default class of requests: rt, real time, or be, best effort."""
-    best_effort_last: bool = option(False)
+    best_effort_last: bool = option(False, is_setting=True)
     """Run best-effort requests only with capacity left by real-time ones, under every policy (default: only with
     --batch-dir; docs/policies.md)."""
     overlap: bool = True
@@ -170,7 +168,7 @@ class ParallelConfig:
         29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next one be free too"
     )
     """Port of rank 0; the next port is used too, by JAX."""
-    join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True)
+    join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True, is_setting=True)
     """Seconds that ranks wait for each other at startup."""
     join_key_file: str | None = option(None, metavar="FILE")
     """File with the secret that all ranks prove to each other to have, one line; needed unless --master-addr is of this
@@ -211,9 +209,9 @@ class EngineConfig:
     """Model name that requests use (default: MODEL)."""
     served_model_aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
-    max_sequences_per_call: int = option(DEFAULT_MAX_SEQUENCES, metavar="N", low=1, high=1024)
+    max_sequences_per_call: int = option(DEFAULT_MAX_SEQUENCES, metavar="N", low=1, high=1024, is_setting=True)
     """Maximum number of outputs of one call, its prompts times n."""
-    max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256)
+    max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256, is_setting=True)
     """Maximum number of stop strings of a request."""
     quantization: Quantization = option(
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
@@ -225,7 +223,7 @@ class EngineConfig:
     at start (docs/lora.md; default: none)."""
     max_lora_rank: int = option(16, metavar="R", low=1, high=512)
     """Largest rank of a LoRA adapter; one with a larger rank is refused."""
-    max_loras: int = option(16, metavar="ADAPTERS", low=1, high=256)
+    max_loras: int = option(16, metavar="ADAPTERS", low=1, high=256, is_setting=True)
     """Maximum number of LoRA adapters; all of them may be in one step."""
     attention_backend: str | None = option(None, metavar="NAME")
     """Implementation of the attention kernels, see docs/kernels.md (default: the platform's)."""
@@ -235,7 +233,7 @@ class EngineConfig:
     reasoning_parser: str = "auto"
     """How reasoning is told apart in chat completions: ``auto`` (by the chat template), ``none``, or a name of
     `serve.http_api.tool_calls.reasoning.PARSERS`."""
-    load_executables: bool = option(True)
+    load_executables: bool = option(True, is_setting=True)
     """Load programs that an earlier start has compiled, on one host, without tracing and lowering them again (default:
     on)."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")
@@ -274,7 +272,7 @@ class EngineConfig:
             )
         _require(
             len(modules) <= self.max_loras,
-            f"lora_modules has {len(modules)} adapters, max_loras={self.max_loras} (--max-loras)",
+            f"lora_modules has {len(modules)} adapters, max_loras={self.max_loras} (--set max_loras)",
         )
         _require(
             not modules or self.parallel.tensor_parallel_size == 1,

@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.config import SLO
-from apt_jax.request import RequestMetrics, RequestOutput
+from apt_jax.request import RequestMetrics
 
 _RATE_WINDOW_S = 10.0
 
@@ -133,11 +133,6 @@ class RequestRecord:
             slo=metrics.slo,
         )
 
-    @classmethod
-    def from_output(cls, output: RequestOutput) -> "RequestRecord":
-        ok = output.finished and all(o.finish_reason in ("stop", "length") for o in output.outputs)
-        return cls.from_metrics(output.metrics, ok=ok)
-
     @property
     def ttft_s(self) -> float | None:
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
@@ -241,59 +236,6 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
         tokens_per_s=rate(num_tokens),
         goodput=rate(num_attained),
     )
-
-
-def effective_throughput(
-    attainment_at: Callable[[float, int], float],
-    *,
-    target: float = 0.9,
-    low: float,
-    high: float,
-    tolerance: float = 0.02,
-    seeds: Sequence[int] = (0, 1, 2),
-) -> float:
-    """The highest request rate at which mean attainment over `seeds` is at least `target`, by bisection.
-
-    Attainment is taken to fall with the rate. `high` is doubled while it still reaches the target, at most 20 times.
-
-    Args:
-        attainment_at: (rate in requests/s, seed) -> attainment in [0, 1].
-        target: in (0, 1].
-        low, high: first bracket, requests/s.
-        tolerance: relative width of the bracket at which the search ends.
-        seeds: at least one run a seed; docs/metrics.md asks for three.
-
-    Returns:
-        Requests per second; 0.0 if `low` misses the target already.
-
-    Raises:
-        ValueError: an impossible bracket, target or tolerance, or no seed.
-    """
-    if not 0.0 < low < high or not 0.0 < target <= 1.0 or not tolerance > 0.0 or not seeds:
-        raise ValueError(
-            f"{low=} and {high=} must satisfy 0 < low < high, {target=} lie in (0, 1], {tolerance=} be positive, and {seeds=} not be empty"
-        )
-
-    def reaches(rate: float) -> bool:
-        # fsum and a hair of slack: 0.9 as a mean of three attainments must count as 0.9.
-        mean = math.fsum(attainment_at(rate, seed) for seed in seeds) / len(seeds)
-        return mean >= target - 1e-12
-
-    if not reaches(low):
-        return 0.0
-    for _ in range(20):
-        if not reaches(high):
-            break
-        low, high = high, 2.0 * high
-    else:
-        return low
-    while high - low > tolerance * low:
-        middle = 0.5 * (low + high)
-        if reaches(middle):
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 class TokenRate:

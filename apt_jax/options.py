@@ -34,6 +34,13 @@ class Option:
     """A positive number; its flag rejects others too."""
     rule: str | None
     """End of the message "NAME=VALUE must ..." where it is not the bounds."""
+    is_setting: bool
+    """True if it has no flag of its own but is given by ``--set NAME=VALUE``."""
+
+    @property
+    def given_by(self) -> str:
+        """Its flag or setting, as messages name it."""
+        return f"{SET_FLAG} {self.dest}" if self.is_setting else self.flags[-1]
 
     @property
     def dest(self) -> str:
@@ -59,6 +66,9 @@ class Option:
         return "be positive" if self.low is None else f"be at least {_short(self.low)}"
 
 
+SET_FLAG = "--set"
+"""Flag that gives values which few need to change."""
+
 _OPTION = "option"
 _UNITS = {"GIB": " GiB", "SECONDS": " s"}
 """Units of values, by the placeholder in help texts."""
@@ -79,6 +89,7 @@ def option(
     above: float | None = None,
     positive: bool = False,
     rule: str | None = None,
+    is_setting: bool = False,
 ) -> Any:
     """Return a dataclass field that is a configuration option.
 
@@ -91,11 +102,13 @@ def option(
         above: exclusive lower bound.
         positive: a finite number above 0; the flag checks it too. For an integer give `low` too.
         rule: end of the message "NAME=VALUE must ..." in place of the bounds.
+        is_setting: no flag of its own; ``--set NAME=VALUE`` gives it.
     """
     flags = (flag,) if isinstance(flag, str) else flag or ()
     made = Option(
-        flags=flags, keyword=keyword, metavar=metavar, low=low, high=high, above=above, positive=positive, rule=rule
-    )
+        flags=flags, keyword=keyword, metavar=metavar, low=low, high=high, above=above, positive=positive, rule=rule,
+        is_setting=is_setting,
+    )  # fmt: skip
     return dataclasses.field(default=default, metadata={_OPTION: made})
 
 
@@ -145,13 +158,13 @@ def check_options(config: Any) -> None:
             continue
         kind = option_type(cls, name)
         if kind in (int, float) and not isinstance(value, numbers.Real):
-            raise ConfigError(f"{made.keyword}={value!r:.60} must be a number ({made.flags[-1]})")
+            raise ConfigError(f"{made.keyword}={value!r:.60} must be a number ({made.given_by})")
         choices = typing.get_args(kind)
         if choices and value not in choices:
             rule = made.rule or f"be one of {', '.join(choices)}"
-            raise ConfigError(f"{made.keyword}={value!r} must {rule} ({made.flags[-1]})")
+            raise ConfigError(f"{made.keyword}={value!r} must {rule} ({made.given_by})")
         if not choices and not made.allows(value):
-            raise ConfigError(f"{made.keyword}={value} must {made.must} ({made.flags[-1]})")
+            raise ConfigError(f"{made.keyword}={value} must {made.must} ({made.given_by})")
 
 
 @functools.cache

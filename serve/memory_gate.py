@@ -67,7 +67,7 @@ class MemoryGate:
             if not self._is_open and now_s - self._logged_s >= _LOG_PERIOD_S:
                 self._logged_s = now_s
                 logger.error(
-                    "memory is short: %d MiB are used and new requests are rejected above %d MiB (--memory-soft-limit)",
+                    "memory is short: %d MiB are used and new requests are rejected above %d MiB (--set memory_soft_limit)",
                     used >> 20,
                     self._limit_bytes >> 20,
                 )

@@ -11,14 +11,13 @@ from apt_jax.metrics import (
     Percentiles,
     RequestRecord,
     TokenRate,
-    effective_throughput,
     gaps_s,
     p99_tbt_drop_first_s,
     p99_tbt_s,
     percentile,
     summarize,
 )
-from apt_jax.request import CompletionOutput, RequestMetrics, RequestOutput
+from apt_jax.request import RequestMetrics
 
 
 def test_gaps_and_their_percentiles():
@@ -117,21 +116,6 @@ def test_a_run_without_any_token_has_no_rates():
         summarize([])
 
 
-def test_records_come_from_outputs():
-    metrics = RequestMetrics(arrival_s=1.0, token_times_s=[1.5, 2.0], finished_s=2.0)
-
-    def output(reason):
-        completion = CompletionOutput(index=0, text="", token_ids=[1, 2], finish_reason=reason)
-        return RequestOutput(
-            request_id="r", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=True, metrics=metrics,
-        )  # fmt: skip
-
-    assert RequestRecord.from_output(output("stop")).slo_attained
-    assert RequestRecord.from_output(output("length")).slo_attained
-    assert not RequestRecord.from_output(output("error")).slo_attained
-    assert not RequestRecord.from_output(output("abort")).slo_attained
-
-
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=50))
 def test_record_and_engine_metrics_agree(times):
     times = sorted(times)
@@ -141,43 +125,6 @@ def test_record_and_engine_metrics_agree(times):
     assert mine.ttft_s == engine.ttft_s
     assert mine.tbt_s == engine.tbt_s
     assert mine.slo_attained == engine.slo_attained
-
-
-@given(limit=st.floats(0.2, 500.0))
-def test_the_highest_rate_is_found(limit):
-    rate = effective_throughput(lambda rate, seed: 1.0 if rate <= limit else 0.0, low=0.1, high=1.0, tolerance=0.01)
-    assert limit / 1.011 <= rate <= limit
-
-
-def test_attainment_is_the_mean_over_seeds():
-    calls = []
-
-    def attainment(rate: float, seed: int) -> float:
-        calls.append(seed)
-        return {0: 0.8, 1: 0.9, 2: 1.0}[seed] if rate <= 4.0 else 0.0
-
-    assert effective_throughput(attainment, target=0.9, low=1.0, high=2.0) == pytest.approx(4.0, rel=0.02)
-    assert set(calls) == {0, 1, 2}
-    assert effective_throughput(attainment, target=0.91, low=1.0, high=2.0) == 0.0
-
-
-def test_a_system_without_a_limit_ends_the_search():
-    assert effective_throughput(lambda rate, seed: 1.0, low=1.0, high=2.0) == 2.0**20
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"low": 0.0, "high": 1.0},
-        {"low": 2.0, "high": 1.0},
-        {"low": 1.0, "high": 2.0, "target": 0.0},
-        {"low": 1.0, "high": 2.0, "seeds": ()},
-        {"low": 1.0, "high": 2.0, "tolerance": 0.0},
-    ],
-)
-def test_impossible_searches_are_refused(fields):
-    with pytest.raises(ValueError, match="must satisfy"):
-        effective_throughput(lambda rate, seed: 1.0, **fields)
 
 
 def test_the_rate_of_tokens_is_that_of_the_last_seconds():

@@ -25,7 +25,7 @@ group leaves it: its block table has a hole there until it is restored.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -153,8 +153,6 @@ class BlockSharing:
         num_holes: by slot, entries of its block table that have no group.
         transfers: of the step that is being built.
         saved_slots, loaded_slots: by kind, slots of groups that have been moved in all.
-        is_lazy: False: all that a best-effort request has in a group is checkpointed as soon as a real-time one takes it,
-            for comparison.
     """
 
     def __init__(self, cache: SharedCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
@@ -168,7 +166,6 @@ class BlockSharing:
         self.num_holes = np.zeros(num_slots, np.int32)
         self.transfers = SlotTransfers()
         self.saved_slots, self.loaded_slots = [0, 0], [0, 0]
-        self.is_lazy = True
         self._step = 0
         self._shared_by: dict[int, set[int]] = {}
         self._unloaded: list[NDArray[np.int32]] = []
@@ -401,8 +398,6 @@ class BlockSharing:
             self._hold(slot, entry, place)
         for entry, place in zip(entries[num_new:], found, strict=True):
             self._join(slot, entry, place, down=down)
-            if not (down or self.is_lazy):
-                self._checkpoint(place, 0)
         self.num_holes[slot] = 0
         cache.num_groups[slot] = total
         before = int(cache.num_tokens[slot])
@@ -602,16 +597,6 @@ class BlockSharing:
         self.num_holes[slot] = 0
 
     # --- integrity ---------------------------------------------------------------------------------------------------
-
-    def table_lines(self) -> Iterator[tuple[int, int, int]]:
-        """The preemption table as the paper has it: (first block or `NULL_BLOCK`, owner, owner that shares it or
-        `NO_OWNER`)."""
-        for slot, table in self.preempted.items():
-            for entry in table:
-                first = int(self._cache.tables[slot, 0, entry])
-                pair = self.shared.get(first)
-                other = NO_OWNER if pair is None else int(self._cache.owner[pair.sides(slot)[1][0]])
-                yield first, int(self._cache.owner[slot]), other
 
     def check_integrity(self) -> None:
         """Recount shared groups, holes and checkpoints.

@@ -144,10 +144,6 @@ class HybridCache:
         taken = self.owner != NO_OWNER
         return sum(self.blocks_by_kind().values()) - int((self.num_private * self._cost[self.kind])[taken].sum())
 
-    @property
-    def num_free_slots(self) -> int:
-        return len(self.free_slots)
-
     def slot_of(self, owner: int) -> int:
         """The owner's slot, `NO_SLOT` when it holds no cache."""
         return self.slot_by_owner.get(owner, NO_SLOT)

@@ -164,7 +164,7 @@ class Leader(Hosts):
         if missing:
             reason = (
                 f"rank {', '.join(missing)} of {ours.nnodes} did not join at {ours.master_addr}:{ours.master_port} within "
-                f"{ours.join_timeout_s:g} s; start it with this --master-addr and --master-port, or wait longer (--join-timeout)"
+                f"{ours.join_timeout_s:g} s; start it with this --master-addr and --master-port, or wait longer (--set join_timeout)"
             )
             self._tell(failed={"reason": reason})
             self.close()

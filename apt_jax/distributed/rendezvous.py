@@ -126,7 +126,7 @@ def connect(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | No
             if time.monotonic() > until_s:
                 raise HostError(
                     f"rank {ours.node_rank} cannot reach {name} within {ours.join_timeout_s:g} s: "
-                    f"{error.strerror or error}; is it started? (--master-addr, --master-port, --join-timeout)"
+                    f"{error.strerror or error}; is it started? (--master-addr, --master-port, --set join_timeout)"
                 ) from None
             time.sleep(0.5)
             continue

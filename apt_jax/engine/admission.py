@@ -258,7 +258,7 @@ class Admission:
         elif alone_s > ttft_s:
             raise InvalidRequestError(
                 "slo.ttft_ms",
-                f"{asked} is out of reach: {own_tokens} prompt tokens take about {1e3 * alone_s:.0f} ms alone (--slo-admission)",
+                f"{asked} is out of reach: {own_tokens} prompt tokens take about {1e3 * alone_s:.0f} ms alone (--set slo_admission)",
             )
         else:
             raise _out_of_reach_now(ttft_s, expected_s)
@@ -296,7 +296,7 @@ def _asked(ttft_s: float) -> str:
 
 def _out_of_reach_now(ttft_s: float, expected_s: float) -> QueueFullError:
     return QueueFullError(
-        f"{_asked(ttft_s)} is out of reach now: about {1e3 * expected_s:.0f} ms are to be expected (--slo-admission)",
+        f"{_asked(ttft_s)} is out of reach now: about {1e3 * expected_s:.0f} ms are to be expected (--set slo_admission)",
         _bounded(expected_s - ttft_s),
     )
 

@@ -224,8 +224,7 @@ class TimelineLog:
             else:
                 counts["behind_others"] += 1
         last = request.events[-1] if request.events else None
-        former = {"for_seats": counts["for_slots"]}  # the earlier name of the count, for a release
-        self._add(request, "waited", iteration.at_s, iterations=iterations, **counts, **former)
+        self._add(request, "waited", iteration.at_s, iterations=iterations, **counts)
         request.events[-1].at_ms = 0.0 if last is None else last.until_ms
 
     def _extend(self, request: RequestTimeline, event: str, at_s: float, until_s: float, **details: Any) -> None:

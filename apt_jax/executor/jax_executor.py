@@ -378,11 +378,6 @@ class JaxExecutor:
         if last:
             self.ready.finish()
 
-    def compiled_decode_step(self) -> str:
-        """The program of a step of as many decode rows as there can be, as the compiler left it."""
-        call = self.runner.empty_forward_call(self.buckets.decode[-1], 0, self.kinds_offered)
-        return call.lower().compile().as_text()
-
     def reset(self) -> None:
         """Allocate the pool and the per-slot arrays again after a failed step; all cache is lost.
 

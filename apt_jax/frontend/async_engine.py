@@ -294,11 +294,6 @@ class AsyncEngine:
         return len(self._streams.by_request)
 
     @property
-    def num_watches(self) -> int:
-        """Number of subscribers to the scheduler's decisions."""
-        return len(self._feed)
-
-    @property
     def dead_reason(self) -> str | None:
         """Reason for which the engine ended by itself; None while it is alive and after a shutdown."""
         error = self._end_error
@@ -535,7 +530,7 @@ class AsyncEngine:
                 self._engine.abort(stream.request.request_id)
 
     def _queued_too_long(self, request: EngineRequest) -> QueueFullError:
-        limit_s, says = self._max_queue_s, "--max-queue-s"
+        limit_s, says = self._max_queue_s, "--set max_queue_s"
         if request.max_queue_s is not None and request.max_queue_s < limit_s:
             limit_s, says = request.max_queue_s, "as long as it asks to"
         return QueueFullError(f"the request has waited for {limit_s:g} s ({says})", limit_s, has_waited=True)

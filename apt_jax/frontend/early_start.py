@@ -125,7 +125,7 @@ class BackgroundPreparation:
         if lacking:
             logger.warning(
                 "serving goes on without %s, and so with slower steps: no device memory was left to compile them "
-                "(--device-memory-utilization, or --no-early-start)",
+                "(--device-memory-utilization, or --set early_start=false)",
                 counted(len(lacking), "program"),
             )
         logger.info(

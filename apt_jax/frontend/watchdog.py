@@ -98,4 +98,4 @@ class Watchdog:
                 where = "nowhere" if frame is None else "".join(traceback.format_stack(frame))
                 limit = f"a step has not ended for {self.limit_s:.3g} s"
                 logger.critical("%s; it is at\n%s", limit, where)
-                self._on_timeout(started_s, f"{limit} (--step-timeout)")
+                self._on_timeout(started_s, f"{limit} (--set step_timeout)")

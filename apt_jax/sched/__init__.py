@@ -125,7 +125,7 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
     Args:
         name: a key of `all_policies`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`; with options
             of its constructor, as in `apt?violation_decay=0.4`. None: `config.policy`.
-        config: what the policy reads its settings from.
+        config: names the policy, and says whether best-effort requests come last.
         seed: of policies that draw at random.
 
     Raises:
@@ -133,9 +133,9 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
     """
     config = SchedulerConfig() if config is None else config
     text = config.policy if name is None else name
-    policy = make(text, _bundled(text), config, seed)
+    policy = make(text, _bundled(text), seed)
     if config.best_effort_last and not has_classes(policy):
-        return RealTimeFirst(policy, make(text, _bundled(text), config, seed))
+        return RealTimeFirst(policy, make(text, _bundled(text), seed))
     return policy
 
 

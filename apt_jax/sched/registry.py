@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError, nearest, one_line
 from apt_jax.sched.view import INTERFACE_VERSION, Policy
 
@@ -44,8 +43,7 @@ _process = secrets.token_hex(16)
 class PolicyMaker:
     """A policy's class and the arguments that make it the one of this name.
 
-    A constructor argument called `violation_decay` or `seed` gets what the configuration says, unless `settings` or the
-    options do.
+    A constructor argument called `seed` gets the seed of the engine, unless `settings` or the options do.
     """
 
     cls: type[Any]
@@ -55,10 +53,8 @@ class PolicyMaker:
     summary: str = ""
     """One line for lists of policies."""
 
-    def __call__(self, config: SchedulerConfig, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
-        values: dict[str, Any] = {"violation_decay": config.violation_decay, "seed": seed}
-        accepted = _parameters(self.cls)
-        values = {name: value for name, value in values.items() if name in accepted}
+    def __call__(self, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
+        values = {"seed": seed} if "seed" in _parameters(self.cls) else {}
         return self.cls(**{**values, **self.settings, **(options or {})})
 
     @property
@@ -96,21 +92,15 @@ def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMa
     return maker, _options(text, maker, query) if mark else {}
 
 
-def make(text: str, bundled: Mapping[str, PolicyMaker], config: SchedulerConfig, seed: int) -> Policy:
+def make(text: str, bundled: Mapping[str, PolicyMaker], seed: int) -> Policy:
     """The policy that `text` names.
 
     Raises:
         ConfigError: see `find_policy`; or it cannot be made with these options, or has no name.
     """
     maker, options = find_policy(text, bundled)
-    if "violation_decay" in options:  # has the bounds of the flag
-        try:
-            dataclasses.replace(config, violation_decay=options["violation_decay"])
-        except ConfigError as error:
-            reason = str(error).replace("(--violation-decay)", _FLAG)
-            raise ConfigError(f"policy={text!r:.200}: {reason}") from None
     try:
-        policy = maker(config, seed, options)
+        policy = maker(seed, options)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:

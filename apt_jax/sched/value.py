@@ -41,6 +41,13 @@ def pending_value(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
     return PendingValue(pending_s, pending_s > objective_s)
 
 
+def check_decay(violation_decay: float) -> float:
+    """Return a factor on the values of violated requests. Raises ValueError: it does not lie in [0, 1]."""
+    if not 0 <= violation_decay <= 1:
+        raise ValueError(f"{violation_decay=} must lie in [0, 1]")
+    return violation_decay
+
+
 def option_values(
     view: SchedulerView,
     rows: NDArray[np.int32],

@@ -32,8 +32,6 @@ class SimulationConfig:
     """Random seed of requests and arrivals."""
     policy: str = option("apt", flag="--scheduling-policy", metavar="POLICY[,POLICY...]")
     """Scheduling policy, as in `SchedulerConfig.policy`."""
-    violation_decay: float = option(0.0, metavar="FACTOR")
-    """Weight of requests already past their SLO; 0: near zero."""
     cache: CacheMode = option("hybrid")
     """Cache kinds that the scheduler may use."""
     hidden_attention: HiddenAttention = option("auto")

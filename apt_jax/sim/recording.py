@@ -174,7 +174,7 @@ class RecordingPolicy:
 
 
 def recording_policy(config: SimulationConfig) -> RecordingPolicy:
-    scheduler = SchedulerConfig(policy=config.policy, violation_decay=config.violation_decay)
+    scheduler = SchedulerConfig(policy=config.policy)
     return RecordingPolicy(make_policy(config=scheduler, seed=config.seed))
 
 

@@ -229,7 +229,6 @@ def simulate(
     max_num_seqs, budget = _bounds(config, hardware)
     scheduler = SchedulerConfig(
         policy=config.policy,
-        violation_decay=config.violation_decay,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         # Room for all, and more than any tenant's share of it: nobody is refused for the length of the queue.

@@ -19,7 +19,7 @@ MAX_INTEGER = 2**31 - 1
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
 MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
-"""Stop strings of a request, unless --max-stop-strings says otherwise."""
+"""Stop strings of a request, unless --set max_stop_strings says otherwise."""
 MAX_STOP_CHARS = 256
 MAX_CACHE_SALT_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
@@ -45,7 +45,7 @@ MAX_SLO_S = 86_400.0
 MAX_DEADLINE_S = 86_400.0
 MAX_WATCH_CAPACITY = 4096
 MAX_SEQUENCES = DEFAULT_MAX_SEQUENCES
-"""Answers to one call, its prompts times `n`, unless --max-sequences-per-call says otherwise."""
+"""Answers to one call, its prompts times `n`, unless --set max_sequences_per_call says otherwise."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
@@ -154,7 +154,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests of the same salt share cached prefixes."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
-        FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --default-slo-class)."),
+        FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --set default_slo_class)."),
         FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is ended, milliseconds."),
     )
 }  # fmt: skip

@@ -193,7 +193,7 @@ def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
         field = "prompt" if count == 1 else "n"
         raise InvalidRequestError(
             field,
-            f"{counted(num_prompts, 'prompt')} and n={count} ask for more than {most} answers at once; send several requests (--max-sequences-per-call)",
+            f"{counted(num_prompts, 'prompt')} and n={count} ask for more than {most} answers at once; send several requests (--set max_sequences_per_call)",
         )
     return count
 

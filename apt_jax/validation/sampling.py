@@ -191,7 +191,7 @@ def _stop(limits: RequestLimits, tokenizer: Encoder | None, value: object) -> tu
     if value is None:
         return ()
     listed = (value,) if isinstance(value, str) else value
-    strings = _strings("stop", listed, limits.max_stop_strings, MAX_STOP_CHARS, " (--max-stop-strings)")
+    strings = _strings("stop", listed, limits.max_stop_strings, MAX_STOP_CHARS, " (--set max_stop_strings)")
     if strings and tokenizer is None:
         raise InvalidRequestError("stop", "this model has no tokenizer, so its output has no text; use stop_token_ids")
     return strings

@@ -814,14 +814,9 @@ def _variant(*parts: str) -> str:
 _FIG10 = {
     "FCFS": {"policy": "fcfs", "cache": "hybrid"},
     "Apt-Serve, KV": {"policy": "apt", "cache": "kv"},
-    "Apt-Serve*, KV": {"policy": "apt", "cache": "kv", "violation_decay": 0.4},
+    "Apt-Serve*, KV": {"policy": "apt?violation_decay=0.4", "cache": "kv"},
     "Apt-Serve, hybrid": {"policy": "apt", "cache": "hybrid", "rho_us": RHO_US},
-    "Apt-Serve*, hybrid": {
-        "policy": "apt",
-        "cache": "hybrid",
-        "rho_us": RHO_US,
-        "violation_decay": 0.4,
-    },
+    "Apt-Serve*, hybrid": {"policy": "apt?violation_decay=0.4", "cache": "hybrid", "rho_us": RHO_US},
 }
 _STARVED = 10.0
 """A request counts as starved whose TTFT is above this many times its objective (the paper gives no threshold)."""

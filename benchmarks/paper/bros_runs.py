@@ -13,6 +13,8 @@ import numpy as np
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.engine import Engine
 from apt_jax.executor import StepBatch
+from apt_jax.lab.eager_checkpoints import checkpoint_at_once
+from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.lab.policies.round_robin import RoundRobinPolicy
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import (
@@ -53,7 +55,7 @@ COMBINED = (
     "apt-plus-memory",
 )
 """BROS with keys and values and with the kind that costs least; apt-plus that does not tell classes apart, with
-`--best-effort-last` and without; and as it is, without host memory and with it."""
+`--set best_effort_last=true` and without; and as it is, without host memory and with it."""
 PURE = ("fcfs", "tgi", "bros-recompute")
 SHOWN = {
     **POLICIES,
@@ -62,7 +64,7 @@ SHOWN = {
     "bros-recompute": "recomputation",
     "bros-kinds": "BROS, hybrid cache",
     "apt-plus-blind": "apt-plus, one class",
-    "apt-plus-blind-last": "apt-plus, one class, --best-effort-last",
+    "apt-plus-blind-last": "apt-plus, one class, --set best_effort_last=true",
     "apt-plus": "apt-plus",
     "apt-plus-memory": "apt-plus, host memory",
     "tgi": "TGI",
@@ -84,10 +86,8 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "apt-plus-blind": lambda: AptPlusPolicy(two_classes=False),
     "apt-plus-blind-last": lambda: RealTimeFirst(AptPlusPolicy(two_classes=False), AptPlusPolicy(two_classes=False)),
     "bros-groups": lambda: BrosPolicy(token_group=8),
-    "bros-any": lambda: BrosPolicy(replacement="any", most_replacements=None),
-    "bros-literal": lambda: BrosPolicy(
-        aging_tokens_per_s=0.0, packing="paper", replacement="any", most_replacements=None
-    ),
+    "bros-any": BrosAnyPolicy,
+    "bros-literal": BrosPaperPolicy,
 }
 """Policies that have no name, or have one with other settings or another memory."""
 SWAP_GIB_PER_DEVICE = 4.0
@@ -218,8 +218,8 @@ class Feed:
             share_blocks=case.share_blocks,
             lengths_only=True,
         )
-        if self.engine.cache.sharing is not None:
-            self.engine.cache.sharing.is_lazy = case.is_lazy
+        if self.engine.cache.sharing is not None and not case.is_lazy:
+            checkpoint_at_once(self.engine.cache.sharing)
         self.ended: list[RequestMetrics] = []
         """Metrics of finished RT requests."""
         self.be_ended_s: list[float] = []

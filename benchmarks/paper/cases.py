@@ -22,7 +22,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from apt_jax import __version__
-from apt_jax.config import SchedulerConfig
 from apt_jax.sched import all_policies
 from apt_jax.sim.sweep import Store
 from benchmarks.paper.common import compare, targets
@@ -51,7 +50,7 @@ def _sources(policy: str, *, has_host_memory: bool) -> str:
         files |= {*(ROOT / "apt_jax/cache").glob("*.py"), ROOT / "apt_jax/sim/host_link.py"}
         files |= {ROOT / "apt_jax/engine" / name for name in ("batch_builder.py", "restore.py")}
     if policy in all_policies():
-        made = all_policies()[policy](SchedulerConfig(policy=policy), 0)
+        made = all_policies()[policy](0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))
     else:  # a variant that a script makes
         files |= {*(ROOT / "apt_jax/sched/policies").glob("*.py"), *(ROOT / "apt_jax/lab/policies").glob("*.py")}

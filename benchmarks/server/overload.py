@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> Run:
     flags = [
         *args.engine_flags,
         *args.server_flags,
-        "--slo-admission",
-        "on",
+        "--set",
+        "slo_admission=on",
         "--max-num-queued-reqs",
         str(args.queued),
     ]

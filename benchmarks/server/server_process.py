@@ -61,7 +61,7 @@ class Server:
             "0",
             "--log-level",
             "info" if early else "warning",
-            *([] if early else ["--no-early-start"]),
+            *([] if early else ["--set", "early_start=false"]),
             *flags,
         ]
         if cores is not None:

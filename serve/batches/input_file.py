@@ -72,11 +72,11 @@ def read_input(
             if not data.strip():
                 num_blank += 1
                 if num_blank > config.max_requests:
-                    message = f"A file has at most {config.max_requests} blank lines (--batch-max-requests)."
+                    message = f"A file has at most {config.max_requests} blank lines (--set batch_max_requests)."
                     raise _LineError("too_many_blank_lines", message)
                 continue
             if len(lines) >= config.max_requests:
-                message = f"A batch has at most {config.max_requests} requests (--batch-max-requests)."
+                message = f"A batch has at most {config.max_requests} requests (--set batch_max_requests)."
                 raise _LineError("too_many_requests", message)
             custom_id, body = _checked(data, endpoint, config.max_line_bytes)
             if custom_id in first_by_id:

@@ -94,10 +94,6 @@ class BatchRecord:
     num_validations: int = 0
     """Times that its input file was begun to be read and the server ended within."""
 
-    @property
-    def is_open(self) -> bool:
-        return self.status in OPEN
-
     def as_json(self) -> dict[str, Any]:
         """OpenAI's batch object."""
         times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

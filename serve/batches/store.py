@@ -188,11 +188,13 @@ class BatchStore:
         total, own = self._used_bytes(tenant)
         if own + num_bytes > self.config.disk_share_bytes(tenant):
             share = self.config.disk_share_bytes(tenant) >> 20
-            raise DiskFullError(f"files and batches of this API key fill its {share} MiB: delete files (--batch-disk)")
+            raise DiskFullError(
+                f"files and batches of this API key fill its {share} MiB: delete files (--set batch_disk)"
+            )
         if total + num_bytes > self.config.max_disk_bytes:
             whole = self.config.max_disk_bytes >> 20
             raise DiskFullError(
-                f"files and batches fill the {whole} MiB that they may take: delete files (--batch-disk)"
+                f"files and batches fill the {whole} MiB that they may take: delete files (--set batch_disk)"
             )
 
     def _used_bytes(self, tenant: str) -> tuple[int, int]:

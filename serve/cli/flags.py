@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from apt_jax.errors import nearest
-from apt_jax.options import field_docs, option_type, options_of
+from apt_jax.options import SET_FLAG, field_docs, option_type, options_of
 from apt_jax.validation import REQUEST_FIELDS
 from serve.cli.other_servers import advice
 
@@ -38,10 +38,12 @@ class Parser(argparse.ArgumentParser):
         brief: flags that ``--help`` shows, by their longest names; the rest is in ``--help=all`` and ``--help=GROUP``, or
             with a space instead of ``=``. Empty: it shows all.
         example: what ``--help`` ends with, where it is brief.
+        settings: values that ``--set NAME=VALUE`` gives; None: the command has none (`settings_of`).
     """
 
     brief: tuple[str, ...] = ()
     example = ""
+    settings: "Settings | None" = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -90,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         if not found:
             word = topic.strip("-").lower().replace("_", "-")
             matching = [
-                (title, [a for a in members if any(word in flag for flag in a.option_strings)])
+                (title, [a for a in members if any(word in flag for flag in a.option_strings or [_topic(a.dest)])])
                 for title, members in groups
             ]
             found = [(title, members) for title, members in matching if members] if word else []
@@ -114,6 +116,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             if word.startswith("-") and word != "-":
+                if self.settings is not None and (setting := self.settings.find(word)) is not None:
+                    self.error(f"unknown flag {word!r:.60}; it is a setting: {SET_FLAG} {setting.dest}=VALUE")
                 flags = [f for f in self._option_string_actions if f.startswith("--")]
                 self.error(
                     f"unknown flag {word!r:.60}{advice(word, self._option_string_actions) or nearest(word, flags)}"
@@ -169,6 +173,91 @@ def natural(text: str) -> int:
     return int(text)
 
 
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+class Settings(Parser):
+    """Values that few need to change: declared as flags are, and given by ``--set NAME=VALUE``.
+
+    Args:
+        parser: of the command. Its help lists them in a group of their own, and its namespace gets their defaults.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__(add_help=False)
+        self._of = parser
+        self._help = parser.add_argument_group(f"settings ({SET_FLAG} NAME=VALUE)")
+        self._help.add_argument(
+            SET_FLAG, action=_Set, settings=self, dest=argparse.SUPPRESS, metavar="NAME=VALUE",
+            help="give one of the settings below; may be given several times",
+        )  # fmt: skip
+
+    def add_argument(self, *flags: str, **given: Any) -> argparse.Action:
+        action = super().add_argument(*flags, **given)
+        self._of.set_defaults(**{action.dest: action.default})
+        value = "true|false" if action.nargs == 0 else action.metavar or "VALUE"
+        text = action.help or ""
+        if action.default is not None and "default" not in text:
+            text += f" (default: {str(action.default).lower()})"
+        shown = argparse.Action([], action.dest, metavar=f"{action.dest}={value}", help=text)
+        self._help._group_actions.append(shown)  # for the help alone: a member of the parser would be an argument
+        return action
+
+    def find(self, name: str) -> argparse.Action | None:
+        """The setting of this name, or of the name of its flag."""
+        name = name.lstrip("-").replace("-", "_")
+        return {action.dest: action for action in self._actions}.get(name.removeprefix("no_"))
+
+    def read(self, text: str) -> tuple[str, Any]:
+        """Name and value of ``NAME=VALUE``.
+
+        Raises:
+            ValueError: no such setting, or not a value of it; the message says which.
+        """
+        name, equals, given = text.partition("=")
+        names = [action.dest for action in self._actions]
+        action = self.find(name)
+        if action is None:
+            hint = nearest(name.replace("-", "_"), names) or f"; settings: {', '.join(sorted(names))}"
+            raise ValueError(f"no setting {name!r:.60}{hint}")
+        if not equals:
+            raise ValueError(f"{text!r:.60} is not {action.dest}=VALUE")
+        if action.nargs == 0:
+            if given not in ("true", "false"):
+                raise ValueError(f"{action.dest}={given!r:.40} must be true or false")
+            return action.dest, given == "true"
+        try:
+            value = self._get_value(action, given)
+            self._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise ValueError(f"{action.dest}: {error.message}") from None
+        return action.dest, value
+
+
+class _Set(argparse.Action):
+    """``--set NAME=VALUE``."""
+
+    def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = settings
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        try:
+            name, value = self._settings.read(values)
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, name, value)
+
+
+def settings_of(parser: argparse.ArgumentParser) -> Settings:
+    """The settings of a command, made at the first call."""
+    found: Settings | None = getattr(parser, "settings", None)
+    if found is None:
+        found = Settings(parser)
+        parser.settings = found  # type: ignore[attr-defined]
+    return found
+
+
 # --- derived flags -------------------------------------------------------------------------------------------------
 
 
@@ -206,10 +295,16 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
     group.add_argument(*flags, **(settings | given))
 
 
-def add_options(group: Group, cls: type, names: Iterable[str] = (), **given: dict[str, Any]) -> None:
-    """Add the flags of a dataclass's options, all or the named ones; `given` as in `add_field`, by field name."""
+def add_options(
+    group: Group, cls: type, names: Iterable[str] = (), *, settings: Settings | None = None, **given: dict[str, Any]
+) -> None:
+    """Add the flags of a dataclass's options, all or the named ones; `given` as in `add_field`, by field name.
+
+    Options that are settings go to `settings`.
+    """
     for name in names or options_of(cls):
-        add_field(group, cls, name, **given.get(name, {}))
+        home = settings if settings is not None and options_of(cls)[name][1].is_setting else group
+        add_field(home, cls, name, **given.get(name, {}))
 
 
 def read_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:

@@ -77,9 +77,10 @@ def no_model_given(command: str) -> str:
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool = False) -> None:
     """Flags of the engine; `engine_config` reads them. `several_names`: the model may be served under more than one."""
-    flags.add_options(parser.add_argument_group("cache"), CacheConfig)
+    settings = flags.settings_of(parser)
+    flags.add_options(parser.add_argument_group("cache"), CacheConfig, settings=settings)
     group = parser.add_argument_group("scheduling")
-    flags.add_options(group, SchedulerConfig, policy={"help": f"scheduling policy: {POLICY_HELP}"})
+    flags.add_options(group, SchedulerConfig, settings=settings, policy={"help": f"scheduling policy: {POLICY_HELP}"})
     group = parser.add_argument_group("default SLO")
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         group.add_argument(
@@ -90,7 +91,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool
         )
     group = parser.add_argument_group("model")
     names: dict[str, Any] = {"help": "name that requests use; answers have the first (default: MODEL)", "nargs": "+"}
-    flags.add_options(group, EngineConfig, served_model_name=names if several_names else {})
+    flags.add_options(group, EngineConfig, settings=settings, served_model_name=names if several_names else {})
     flags.add_field(
         group, EngineConfig, "lora_modules", type=_adapter, nargs="+", action="extend", metavar="NAME=DIR"
     )  # fmt: skip

@@ -202,10 +202,6 @@ class DashboardFeed:
         self.starting: Callable[[], object] = lambda: None
         """Tells how far the start is."""
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
         """Show a warm engine."""
         self._engine, self._metrics = engine, metrics

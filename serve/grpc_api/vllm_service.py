@@ -14,7 +14,7 @@ The messages are those of the package smg-grpc-proto, and mean what they mean in
   tags, inputs other than text, transfer of caches, ranks. `spaces_between_special_tokens` and
   `grammar_from_first_token` change nothing here.
 
-Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--profiler-dir`.
+Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--set profiler_dir`.
 """
 
 import asyncio

@@ -319,7 +319,7 @@ def _slo_headers() -> list[Schema]:
         **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
         **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
         objectives.TIER_KEY: "Class of the request, where the body has none.",
-        objectives.QUEUE_TTL_KEY: "Longest time in the queue (1500ms, 2s, 1m30s), where that is shorter than --max-queue-s; then 429.",
+        objectives.QUEUE_TTL_KEY: "Longest time in the queue (1500ms, 2s, 1m30s), where that is shorter than --set max_queue_s; then 429.",
     }  # fmt: skip
     ttl = {"type": "string", "pattern": f"^{objectives.DURATION_PATTERN}$", "examples": ["1500ms", "1m30s"]}
     schemas = {objectives.TIER_KEY: tier, objectives.QUEUE_TTL_KEY: ttl}

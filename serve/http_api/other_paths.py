@@ -12,7 +12,7 @@ _NO_SESSIONS = "there are no sessions; the prefix cache keeps what prompts have 
 _ADAPTERS = "adapters are loaded at the start (--lora-modules)"
 _PREFIXES = "the prefix cache makes room by itself"
 _DISCONNECT = "close the connection of a request to cancel it"
-_PROFILER = "start the server with --profiler-dir DIR"
+_PROFILER = "start the server with --set profiler_dir=DIR"
 _WEIGHTS = "weights are read when the server starts"
 _NO_TOOLS = "the server runs no tools; clients do"
 _PARSED = "use /v1/chat/completions, which parses them (--tool-call-parser, --reasoning-parser)"

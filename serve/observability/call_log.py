@@ -125,9 +125,8 @@ class CallLog:
         known = {
             "request_id": record.request_id,
             "protocol": record.protocol,
-            "door": record.protocol,  # name of the field `protocol` up to 0.1; to be removed after a release
             "method": record.method,
-            "verb": record.http_method,
+            "http_method": record.http_method,
             "tenant": record.tenant,
             "class": record.slo_class,
             "reason": record.reason,

@@ -22,7 +22,7 @@ from serve.observability.call_log import log_failure
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--profiler-dir"
+FLAG = "--set profiler_dir"
 
 _MAX_S = 60.0
 _MAX_KEPT = 20

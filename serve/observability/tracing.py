@@ -186,7 +186,6 @@ def _of_call(record: CallRecord) -> _Attributes:
         "gen_ai.latency.time_in_queue": record.queue_s,
         "gen_ai.latency.time_to_first_token": record.ttft_s,
         "aptjax.protocol": record.protocol,
-        "aptjax.door": record.protocol,  # name of `aptjax.protocol` up to 0.1; to be removed after a release
         "aptjax.method": record.method,
         "aptjax.tenant": record.tenant,
         "aptjax.reason": record.reason,

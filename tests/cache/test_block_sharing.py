@@ -12,6 +12,7 @@ from apt_jax.cache import NO_SLOT, BlockPool, HybridCache
 from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor import NULL_BLOCK
+from apt_jax.lab.eager_checkpoints import checkpoint_at_once
 from tests.cache.test_hybrid_cache import histories
 
 SIZE = 4
@@ -150,6 +151,19 @@ def find_preempt_block(world: World, kind: int) -> list[tuple[int, int, int]]:
     return [(slot, entry, empty) for empty, _, slot, entry in only]
 
 
+def preemption_table(world: World) -> list[tuple[int, int, int | None]]:
+    """The preemption table as the paper has it: (first block or `NULL_BLOCK`, owner, owner that shares it)."""
+    cache, sharing = world.cache, world.sharing
+    lines = []
+    for slot, table in sharing.preempted.items():
+        for entry in table:
+            first = int(cache.tables[slot, 0, entry])
+            pair = sharing.shared.get(first)
+            other = None if pair is None else int(cache.owner[pair.sides(slot)[1][0]])
+            lines.append((first, int(cache.owner[slot]), other))
+    return lines
+
+
 def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
     world = World(num_blocks=4)
     batch = world.add(6, KV, best_effort=True)  # two groups, of 4 and of 2 positions
@@ -163,7 +177,7 @@ def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
     assert sharing.is_complete(low)
     assert world.step([chat]) == [chat]  # takes the first slot of the other
     assert world.memory.num_moved == 2  # its key and its value
-    assert list(sharing.table_lines()) == [(int(cache.tables[low, 0, 1]), batch, chat)]
+    assert preemption_table(world) == [(int(cache.tables[low, 0, 1]), batch, chat)]
     assert sharing.checkpointed_blocks(np.array([low, high], np.int32)).tolist() == [2, 0]
     assert world.step([chat]) == [chat]
     assert world.memory.num_moved == 4
@@ -176,7 +190,7 @@ def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
 
 def test_without_laziness_a_group_is_checkpointed_when_it_is_taken():
     world = World(num_blocks=4)
-    world.sharing.is_lazy = False
+    checkpoint_at_once(world.sharing)
     batch, chat = world.add(6, KV, best_effort=True), world.add(1, KV, best_effort=False)
     world.step([batch])
     assert world.step([chat]) == [chat]
@@ -356,7 +370,8 @@ class SharingMachine(RuleBasedStateMachine):
     )
     def begin(self, num_blocks, num_host_blocks, is_lazy, hidden_size):
         self.world = World(num_blocks, num_host_blocks, hidden_size=hidden_size)
-        self.world.sharing.is_lazy = is_lazy
+        if not is_lazy:
+            checkpoint_at_once(self.world.sharing)
 
     @rule(length=st.integers(1, 14), kind=st.sampled_from([KV, HIDDEN]), best_effort=st.booleans())
     def add(self, length, kind, best_effort):

@@ -117,7 +117,7 @@ class TestHybridCache:
         assert not cache.reserve(0, 12, KV)
         assert not cache.reserve(1, 16, HIDDEN)
         assert cache.slot_of(1) == NO_SLOT
-        assert (cache.pool.num_used, cache.num_free_slots) == (2, 3)
+        assert (cache.pool.num_used, len(cache.free_slots)) == (2, 3)
         assert cache.reserve(1, 12, HIDDEN)
         cache.check_integrity([0, 1])
 
@@ -138,7 +138,7 @@ class TestHybridCache:
         cache = make_cache()
         cache.reserve(0, 10, KV)
         assert cache.release(0) == 6
-        assert (cache.pool.num_free, cache.num_free_slots) == (10, 4)
+        assert (cache.pool.num_free, len(cache.free_slots)) == (10, 4)
         with pytest.raises(CacheIntegrityError, match="holds no cache"):
             cache.release(0)
 
@@ -628,7 +628,7 @@ class CacheMachine(RuleBasedStateMachine):
     def counts_are_right(self):
         self.cache.check_integrity(self.held)
         assert self.cache.pool.num_used == sum(self.cost(*h) for h in self.held.values())
-        assert self.cache.num_free_slots == 4 - len(self.held)
+        assert len(self.cache.free_slots) == 4 - len(self.held)
 
 
 class NarrowCacheMachine(CacheMachine):

@@ -282,7 +282,7 @@ def test_a_host_that_never_appears(ranks):
     for error in ranks.ended().values():
         assert isinstance(error, HostError)
         assert str(error).startswith(f"rank 2 of 3 did not join at 127.0.0.1:{ranks.port} within 1 s; ")
-        assert "--join-timeout" in str(error)
+        assert "--set join_timeout" in str(error)
 
 
 def test_rank_0_never_appears(ranks):

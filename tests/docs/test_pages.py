@@ -136,6 +136,21 @@ def test_flags_that_pages_name_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_settings_that_pages_name_exist() -> None:
+    parser = Parser()
+    importlib.import_module(_COMMANDS["serve"][0]).add_arguments(parser)
+    assert parser.settings is not None
+    known = {"NAME", *(action.dest for action in parser.settings._actions)}
+    missing = [
+        _where(page, f"--set {name}")
+        for page in PAGES
+        for code in _inline_code(page)
+        for name in re.findall(r"--set (\w+)", code)
+        if name not in known
+    ]
+    assert not missing, "\n".join(missing)
+
+
 # --- docs/coming_from_vllm.md ----------------------------------------------------------------------------------------
 
 

@@ -378,7 +378,7 @@ def test_Q7_a_request_that_waits_too_long_expires():
         waiting = engine.submit(second)
         await asyncio.sleep(0.3)
         executor_of(engine.parts).gate.set()
-        with pytest.raises(QueueFullError, match=r"waited for 0.2 s \(--max-queue-s\)") as caught:
+        with pytest.raises(QueueFullError, match=r"waited for 0.2 s \(--set max_queue_s\)") as caught:
             await anext(waiting)
         assert caught.value.retry_after_s > 0
         got = [token async for output in running for token in output.token_ids]
@@ -400,7 +400,7 @@ def test_Q7_without_a_flag_no_request_waits_for_more_than_ten_minutes():
         await asyncio.sleep(0.05)
         clock.ahead_s += 601.0
         executor_of(engine.parts).gate.set()
-        with pytest.raises(QueueFullError, match=r"waited for 600 s \(--max-queue-s\)"):
+        with pytest.raises(QueueFullError, match=r"waited for 600 s \(--set max_queue_s\)"):
             await anext(waiting)
         assert [token async for output in running for token in output.token_ids] == expected_tokens(first)
         await engine.shutdown()
@@ -436,7 +436,7 @@ def test_E4_a_step_that_never_ends_ends_the_engine(caplog):
         reason = await asyncio.wait_for(engine.wait_ended(), 30)
         assert reason == engine.dead_reason
         # On a loaded machine the limit grows with the times of steps.
-        assert re.search(r"a step has not ended for 0\.\d+ s \(--step-timeout\)", str(reason))
+        assert re.search(r"a step has not ended for 0\.\d+ s \(--set step_timeout\)", str(reason))
         for stream in streams:
             with pytest.raises(EngineDeadError, match="has not ended"):
                 async for _ in stream:

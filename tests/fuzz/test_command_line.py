@@ -15,6 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 from apt_jax.config import EngineConfig
+from apt_jax.options import SET_FLAG
 from serve import cli
 from serve.cli import options
 from serve.cli.commands import serve as serve_command
@@ -38,6 +39,12 @@ ACTIONS = {
     for command in COMMANDS
 }
 """Flags of each command."""
+SETTINGS = {
+    command: [] if settings is None else sorted(settings._actions, key=lambda action: action.dest)
+    for command in COMMANDS
+    for settings in [parser_of(command).settings]
+}
+"""Settings of each command, which ``--set`` gives."""
 _CHOICES = sorted({str(c) for flags in ACTIONS.values() for action in flags.values() for c in action.choices or ()})
 _NUMBERS = st.sampled_from(
     ["0", "1", "2", "16", "17", "64", "4096", "-1", "-0", "1.5", "0.5", "1e3", "1e400", "nan", "inf", "-inf", "2147483648", "9" * 25, "9" * 5000, "0x10", "1_000", " 7 ", "٣", "", "1,2", "1e-320"]
@@ -60,7 +67,12 @@ def command_lines(draw: st.DrawFn) -> list[str]:
         if draw(st.integers(0, 25)) == 0:
             flag = draw(st.sampled_from([flag[:-1], flag + "x", "--x", "-x", flag.upper(), flag + "=1", "---" + flag]))
         argv.append(flag)
-        if action.nargs != 0:
+        if flag == SET_FLAG:
+            setting = draw(st.sampled_from(SETTINGS[command]))
+            usual = ["true", "false"] if setting.nargs == 0 else [str(setting.default), "1", "16"]
+            value = draw(st.sampled_from(usual)) if draw(st.integers(0, 3)) else draw(_VALUES)
+            argv.append(draw(st.sampled_from([setting.dest, f"{setting.dest}={value}", f"{setting.dest}={value}"])))
+        elif action.nargs != 0:
             usual = [str(choice) for choice in action.choices or ()] or [str(action.default), "1", "16", "FILE"]
             argv.append(draw(st.sampled_from(usual)) if draw(st.integers(0, 3)) else draw(_VALUES))
     if draw(st.integers(0, 9)) == 0:

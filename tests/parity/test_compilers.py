@@ -19,6 +19,7 @@ from apt_jax.executor import pool_memory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.models.params import dummy_params
+from tests.support.compiled_programs import compiled_decode_step
 from tests.support.paged_driver import CONFIG, Driver, few_programs, make_executor
 
 build.load()
@@ -82,7 +83,7 @@ def test_H8_F10_a_damaged_compiled_program_is_compiled_and_kept_again(
 @pytest.mark.parametrize("mode", ["kv", "hybrid"])
 def test_a_decode_step_copies_no_pool(mode: CacheMode) -> None:
     executor = _executor(mode, "float32")
-    compiled = executor.compiled_decode_step()
+    compiled = compiled_decode_step(executor)
     shape = f"f32[{','.join(map(str, executor.runner.pools[0].shape))}]"
     assert "apt_decode" in compiled
     assert shape in compiled
@@ -97,7 +98,7 @@ def test_a_layer_of_bfloat16_is_one_call_only_with_a_pool_of_bfloat16(
     if pool == "float32":
         monkeypatch.setattr(pool_memory, "pool_dtype", lambda dtype, platform: jnp.dtype(jnp.float32))
     executor = _executor("kv", "bfloat16")
-    in_one_call = "apt_decode_layer" in executor.compiled_decode_step()
+    in_one_call = "apt_decode_layer" in compiled_decode_step(executor)
     assert in_one_call == (executor.runner.pools[0].dtype == jnp.bfloat16)
     driver = Driver(executor)
     driver.add(0, list(range(5, 40)), KV)

@@ -198,7 +198,7 @@ def test_viewers_of_one_key_get_the_same_bytes_and_a_slow_one_skips_snapshots():
         for viewer in (quick, same, slow):
             viewer.close()
             viewer.close()
-        assert feed.num_viewers == 0
+        assert len(feed._viewers) == 0
 
     run(scenario)
 
@@ -211,9 +211,9 @@ def test_a_viewer_that_reads_nothing_is_cut_off_and_holds_up_nobody():
             deaf.connect(("127.0.0.1", served.server.port))
             deaf.send(f"GET {EVENTS} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
             async with viewing(served) as view:
-                await served.until(lambda: feed.num_viewers == 2)
+                await served.until(lambda: len(feed._viewers) == 2)
                 async with asyncio.timeout(60):
-                    while feed.num_viewers == 2:
+                    while len(feed._viewers) == 2:
                         await view.event()
                 await view.snapshot()
                 assert (await served.ask(max_tokens=3))["usage"]["completion_tokens"] == 3
@@ -232,8 +232,8 @@ def test_so_many_viewers_and_no_more():
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert "dashboards are open already" in refused.json()["error"]["message"]
-            assert served.engine.num_watches == 1
-        await served.until(lambda: feed.num_viewers == 0)
+            assert len(served.engine._feed) == 1
+        await served.until(lambda: len(feed._viewers) == 0)
         async with viewing(served) as view:
             await view.snapshot()
 
@@ -249,7 +249,7 @@ def test_without_viewers_points_are_kept_and_nothing_else(monkeypatch):
         feed = served.server.app._dashboard
         await load(served, 4)
         await served.until(lambda: len(feed.history()) > 5)
-        assert served.engine.num_watches == 0
+        assert len(served.engine._feed) == 0
         assert feed._latest is None
         tokens = sum(10 + i for i in range(4))
         await served.until(lambda: feed.history()[-1]["generation_tokens"] == tokens)
@@ -314,13 +314,13 @@ def test_without_viewers_nothing_is_noted(monkeypatch):
         served.server.app._metrics.read = lambda: reads.append(1) or read()
         before = asyncio.all_tasks()
         await load(served, 4)
-        assert served.engine.num_watches == 0
+        assert len(served.engine._feed) == 0
         assert len(reads) <= 1  # the first point
         async with viewing(served) as view:
             await view.snapshot()
-            assert served.engine.num_watches == 1
+            assert len(served.engine._feed) == 1
             assert reads
-        await served.until(lambda: feed.num_viewers == 0 and served.engine.num_watches == 0)
+        await served.until(lambda: len(feed._viewers) == 0 and len(served.engine._feed) == 0)
         count = len(reads)
         await load(served, 4)
         await asyncio.sleep(0.1)
@@ -378,7 +378,7 @@ def test_a_stop_waits_for_no_viewer(reads):
                 assert (await view.ends())[-1][1]["state"] == "stopped"
             await stopping
             assert time.monotonic() - started < 10
-            assert feed.num_viewers == 0
+            assert len(feed._viewers) == 0
 
     run(scenario)
 

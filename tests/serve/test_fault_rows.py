@@ -166,7 +166,7 @@ def faulty_server(plan: str) -> Iterator[FaultyServer]:
         ("4:raise,9:raise:after", "twice within 60 s"),
         ("4:memory,9:memory", "twice within 60 s"),
         ("4:exit", "internal error"),
-        ("4:hang", "--step-timeout"),
+        ("4:hang", "--set step_timeout"),
     ],
     ids=["E2 two failures", "D1 no memory twice", "E6 thread ended", "E4 hang"],
 )

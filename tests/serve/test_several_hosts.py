@@ -71,7 +71,7 @@ class Rank:
         command = [
             sys.executable, "-m", module, subcommand, str(model), "--load-format=dummy", "--nnodes=2", f"--node-rank={rank}",
             f"--master-port={port}", "--max-num-seqs=2", "--max-num-batched-tokens=32",
-            "--calibration-time=0", "--served-model-name=small", "--join-timeout=60", f"--join-key-file={key}", *of_rank, *flags,
+            "--calibration-time=0", "--served-model-name=small", "--set", "join_timeout=60", f"--join-key-file={key}", *of_rank, *flags,
         ]  # fmt: skip
         env = {
             **os.environ,

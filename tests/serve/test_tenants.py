@@ -508,10 +508,10 @@ def test_P17_each_key_has_so_many_watchers_and_operators_some_more():
         calls += [await joined(world, OPERATOR) for _ in range(MAX_WATCHERS - len(calls))]
         assert "16 clients watch the scheduler already" in await refused(world, OPERATOR)
         calls.pop(0).cancel()
-        await world.served.until(lambda: world.served.engine.num_watches == MAX_WATCHERS - 1)
+        await world.served.until(lambda: len(world.served.engine._feed) == MAX_WATCHERS - 1)
         for call in calls:
             call.cancel()
-        await world.served.until(lambda: world.served.engine.num_watches == 0)
+        await world.served.until(lambda: len(world.served.engine._feed) == 0)
         (await joined(world, keys[3])).cancel()
 
         async with contextlib.AsyncExitStack() as stack:
@@ -558,7 +558,7 @@ def test_P17_a_watcher_killed_while_it_is_written_to_frees_its_slot(monkeypatch)
                     method = channel.unary_stream(f"/{APT}/WatchScheduler")
                     calls.append(method(b"", metadata=tuple(bearer(ONE).items())))
                     await calls[-1].wait_for_connection()
-                await served.until(lambda: served.engine.num_watches == MAX_OF_TENANT)
+                await served.until(lambda: len(served.engine._feed) == MAX_OF_TENANT)
                 before = -1
                 while len(writing) != before:  # until all are blocked: nothing is encoded any more
                     before = len(writing)
@@ -566,7 +566,7 @@ def test_P17_a_watcher_killed_while_it_is_written_to_frees_its_slot(monkeypatch)
                 for call, channel in zip(calls, channels, strict=True):
                     call.cancel()
                     await channel.close()
-                await served.until(lambda: served.engine.num_watches == 0)
+                await served.until(lambda: len(served.engine._feed) == 0)
         monkeypatch.setattr(messages, "watch_response", watch_response)
         (await joined(world, ONE)).cancel()
 
@@ -585,7 +585,7 @@ def test_P17_a_revoked_key_watches_no_longer():
                 async for _ in call:
                     pass
             assert caught.value.code() is Code.UNAUTHENTICATED
-        await world.served.until(lambda: world.served.engine.num_watches == 0)
+        await world.served.until(lambda: len(world.served.engine._feed) == 0)
 
     run_world(scenario, keys)
 

@@ -33,6 +33,7 @@ from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params, param_names
 from apt_jax.pallas import triton_decode_shards
 from apt_jax.sched import make_policy
+from tests.support.compiled_programs import compiled_decode_step
 from tests.support.generation import greedy
 from tests.support.random_plan_policy import RandomPlanPolicy, RandomPolicy
 from tests.support.shared_serving import draw_requests, serve
@@ -54,7 +55,7 @@ def collectives_of(compiled: str, scope: str) -> dict[str, int]:
     """Count each collective of a compiled program where `scope` is part of its name, such as ``layer1``.
 
     Args:
-        compiled: text of the program, from `JaxExecutor.compiled_decode_step`.
+        compiled: text of the program, from `compiled_decode_step`.
     """
     found = (_COLLECTIVE.search(line) for line in compiled.splitlines())
     return dict(collections.Counter(m.group(1) for m in found if m and f"/{scope}/" in m.group(0)))
@@ -222,7 +223,7 @@ def run(case: str, size: int) -> dict[str, Any]:
         "converted": getattr(executor.programs.jitted["convert"], "_cache_size")() > 0,  # noqa: B009
         "pool bytes": sorted(shard.data.nbytes for shard in pool.addressable_shards),
         "decode programs": getattr(executor.programs.jitted["decode"], "_cache_size")(),  # noqa: B009
-        "collectives": collectives_of(executor.compiled_decode_step(), "layer1"),
+        "collectives": collectives_of(compiled_decode_step(executor), "layer1"),
     }
 
 

@@ -653,7 +653,7 @@ class Simulation:
         expect(not self.open, "a stream has no end")
         expect(stats.free_blocks == stats.total_blocks, f"{stats.used_blocks} blocks are lost")
         expect(
-            engine.cache.num_free_slots == scenario.max_num_seqs and not engine.table.live.any(),
+            len(engine.cache.free_slots) == scenario.max_num_seqs and not engine.table.live.any(),
             "slots or rows are lost",
         )
         expect(sum(stats.finished.values()) == len(self.streams), "ends are miscounted")

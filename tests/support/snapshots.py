@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import apt_jax
+from apt_jax.options import SET_FLAG
 from apt_jax.validation import RequestLimits
 from serve.batches.config import BatchConfig
 from serve.batches.http.openapi import BatchDescription
@@ -44,7 +45,8 @@ def cli_flags() -> dict[str, dict[str, Any]]:
             for action in group._group_actions
         }
         actions = sorted(parser._actions, key=lambda action: (action.option_strings, action.dest))
-        for action in actions:
+        settings = [] if parser.settings is None else sorted(parser.settings._actions, key=lambda action: action.dest)
+        for action in (*actions, *settings):
             facts = {
                 "dest": action.dest,
                 "action": type(action).__name__,
@@ -57,6 +59,8 @@ def cli_flags() -> dict[str, dict[str, Any]]:
                 "values": None if action.type is None else [_value(parser, action, v) for v in PROBES],
             }
             name = ", ".join(action.option_strings) or f"<{action.dest}>"
+            if action in settings:
+                name = f"{SET_FLAG} {action.dest}"
             flags[command][name] = {key: fact for key, fact in facts.items() if fact is not None}
     return flags
 

@@ -143,7 +143,7 @@ def assert_clean(parts: EngineComponents) -> None:
     assert not any(stats.requests_by_kind.values())
     assert not any(stats.blocks_by_kind.values())
     assert not cache.num_refs.any()
-    assert cache.num_free_slots == engine.max_num_seqs
+    assert len(cache.free_slots) == engine.max_num_seqs
     assert not engine.table.live.any()
     assert engine.num_live == 0
     # A step may still be on its way: all of its requests have ended.

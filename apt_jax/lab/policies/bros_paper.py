@@ -1,4 +1,4 @@
-"""BROS without what `bros` adds to Algorithm 1: replacements at any price, and the algorithm as printed."""
+"""Variants of `bros` for comparison: replacements at any price, and Algorithm 1 as printed."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from apt_jax.sched.view import SchedulerView
 
 
 class BrosAnyPolicy(BrosPolicy):
-    """`bros` whose replacements are those of Algorithm 1, lines 26 to 32: as many as a step has, and none asks whether
-    the replaced request will be late. The first request of a step stays all the same.
+    """`bros` with the replacements of Algorithm 1, lines 26 to 32: their number has no limit, and the replaced request
+    may be late. The first request of a step stays all the same.
 
     Args:
         token_group, aging_tokens_per_s, kinds: see `BrosPolicy`.

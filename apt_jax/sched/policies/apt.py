@@ -20,7 +20,7 @@ from apt_jax.sched.step_packer import (
     start_options,
     target_tokens,
 )
-from apt_jax.sched.value import PendingValue, option_values, pending_value
+from apt_jax.sched.value import PendingValue, check_decay, option_values, pending_value
 from apt_jax.sched.view import Plan, SchedulerView
 
 
@@ -84,7 +84,7 @@ class AptPolicy:
     ) -> None:
         if prefill_memory not in ("kv", "held", None):
             raise ValueError(f"{prefill_memory=!r} must be 'kv' or 'held'")
-        self.violation_decay = violation_decay
+        self.violation_decay = check_decay(violation_decay)
         self.prefill_memory = prefill_memory
         self.count_violated = count_violated
         self.keep_kind = keep_kind

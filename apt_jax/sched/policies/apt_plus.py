@@ -18,6 +18,7 @@ from apt_jax.sched.step_packer import (
     start_blocks_for,
     target_tokens,
 )
+from apt_jax.sched.value import check_decay
 from apt_jax.sched.view import Plan, SchedulerView
 
 TBT_SHARE = 0.8
@@ -97,7 +98,7 @@ class AptPlusPolicy:
         reserve_tokens: int = RESERVE_TOKENS,
         leftover_tokens: int = LEFTOVER_TOKENS,
     ) -> None:
-        self.violation_decay = violation_decay
+        self.violation_decay = check_decay(violation_decay)
         self.spend_late_gaps = spend_late_gaps
         self.has_classes = two_classes
         self.gap_s = gap_s

@@ -386,7 +386,7 @@ class BrosPolicy:
     def _with_place(
         self, view: SchedulerView, step: Candidates, asked: Candidates, preempted: Rows, left: int, *, gives: bool
     ) -> tuple[Candidates, Rows]:
-        """Best-effort candidates for which there are blocks and slots, and those that are preempted.
+        """Best-effort candidates with blocks and slots for them, and the preempted ones.
 
         Args:
             view: the state.
@@ -477,8 +477,8 @@ class BrosPolicy:
         out: Candidates,
         limit_s: float,
     ) -> Candidates:
-        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request if
-        there is none beside it (Algorithm 1, lines 18 to 32), and if that one can wait for the next step."""
+        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request that
+        can wait for the next step, if no place is free (Algorithm 1, lines 18 to 32)."""
 
         most = out.rows.size if self.most_replacements is None else self.most_replacements
         for i in range(out.rows.size):
@@ -495,7 +495,7 @@ class BrosPolicy:
         return step
 
     def _may_wait(self, view: SchedulerView, step: Candidates, i: int) -> bool:
-        """Return True if the i-th request of a step may be replaced: if the next step is in time for it."""
+        """Return True if the i-th request of a step may be replaced: if it is still in time in the next step."""
         if step.slack_s[i] == -np.inf:
             return False
         one, step_s = step.take(np.array([i])), _step_s(view.costs, step)
@@ -566,7 +566,7 @@ def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Ro
 
 
 def _without_groups(view: SchedulerView, asked: Candidates, lost: Rows) -> Candidates:
-    """Candidates that must be given again what others take from them: a group for each of the rows `lost`."""
+    """Candidates that need replacement of taken groups: a group for each of the rows `lost`."""
     again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
     blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
@@ -594,7 +594,7 @@ def free_slots(view: SchedulerView, step: Candidates, preempted: Rows) -> int:
 
 
 def _alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
-    """(n,) time of a step of each request alone."""
+    """(n,) time of a step of each request by itself."""
     c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
     hidden = asked.kind == HIDDEN
     decode_s = np.where(
@@ -627,7 +627,7 @@ def _reserve(view: SchedulerView, running: Rows) -> int:
 
 
 def _outgrown(view: SchedulerView, asked: Candidates, room: int) -> tuple[Rows, Rows]:
-    """Running requests that stay where not all can, and those that do not.
+    """Running requests that stay if not all can, and the others.
 
     Prompts under way stay before the others, by rank, so that they come to an end; the others by their order.
     """

@@ -99,7 +99,7 @@ async def read_form(request: Request, directory: Path, config: BatchConfig, time
 def _too_large(config: BatchConfig) -> BadCallError:
     most = config.max_file_bytes
     shown = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most} bytes"
-    return BadCallError(413, "file_too_large", f"a file must not exceed {shown} (--batch-max-file; {FLAG})")
+    return BadCallError(413, "file_too_large", f"a file must not exceed {shown} (--set batch_max_file; {FLAG})")
 
 
 class _Parser:

@@ -105,6 +105,5 @@ def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[
     _add_own_arguments(ours)
     given = {flag.split("=")[0] for flag in flags if "=" in flag}
     for flag in {*without, *given, KEY_FLAG}:
-        names = ("--port", "--http-port") if flag == "--port" else (flag,)
-        ours.add_argument(*names)
+        ours.add_argument(flag)
     return [*SERVE, *ours.parse_known_args(argv)[1], *flags]

@@ -39,7 +39,6 @@ from serve.http_api.tool_calls.forms import PARSERS as CALL_PARSERS
 from serve.http_api.tool_calls.reasoning import PARSERS as REASONING_PARSERS
 from serve.memory_gate import MemoryGate, cgroup_limit_bytes
 from serve.observability import call_log as logs
-from serve.observability.profiler import FLAG as PROFILER_FLAG
 from serve.observability.profiler import Profiler
 from serve.preprocessing import PreprocessingLimits
 from serve.security.api_keys import FLAG, OPERATOR_FLAG, ApiKeys
@@ -78,13 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if isinstance(parser, options.Parser):
         parser.brief, parser.example = _BRIEF, _EXAMPLE
     options.add_served_model_argument(parser)
+    settings = flags.settings_of(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="HOST", default=ServerConfig().host, help="address to listen on")
     group.add_argument(
         "--grpc-port", type=int, metavar="PORT", default=ServerConfig().port, help="gRPC port; 0: any free one"
     )
     group.add_argument(
-        "--port", "--http-port", dest="http_port", type=int, metavar="PORT", default=HttpConfig().port,
+        "--port", dest="http_port", type=int, metavar="PORT", default=HttpConfig().port,
         help="HTTP port; 0: any free one",
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
@@ -103,7 +103,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
         help="how a model's reasoning is told from its answer: auto: by its chat template; deepseek_r1: outputs begin with it; none: it stays text",
     )  # fmt: skip
-    group.add_argument("--no-dashboard", action="store_true", help="disable the pages at /dashboard and /chat")
+    settings.add_argument(
+        "--dashboard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve the pages at /dashboard and /chat",
+    )
     group.add_argument(
         KEY_FLAG, metavar="KEY",
         help=f"accepted API key, which every user of this machine can read in the list of processes; ${KEY_VARIABLE} and files are safer",
@@ -133,31 +138,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shutdown-timeout", type=options.not_negative, metavar="S", default=30.0,
         help="seconds that in-flight requests have to finish after SIGTERM",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--decision-log", type=options.natural, metavar="N", default=1024,
         help="number of requests whose timeline is kept (GET /v1/requests/ID/decisions; 0: none)",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--step-timeout", type=options.positive(float), metavar="S", default=30.0,
         help="step watchdog timeout in seconds, or 20 times the 99th percentile of the last steps (at first: of the calibrated time of a full one) if that is longer; the server then tells its clients and exits with 1",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--client-timeout", type=options.positive(float), metavar="S", default=4.0,
         help="cancel requests of clients that stop reading for this many seconds",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--body-memory", type=options.positive(int), metavar="MIB", default=PreprocessingLimits().body_memory_bytes >> 20,
         help="MiB of memory for request bodies that are being read or prepared; more are told to retry (429)",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--grpc-max-connection-age", type=options.positive(float), metavar="S",
         help="have gRPC clients connect again after this many seconds, and so find new replicas behind a balancer; open streams end on their old connection (default: never)",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--max-connections-per-address", type=options.positive(int), metavar="N",
         help="HTTP connections of one client address at a time (default: three quarters of all)",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--memory-soft-limit", type=options.not_negative, metavar="GIB",
         help="reject new requests while the process uses more memory; 0: never (default: four fifths of the limit of its cgroup, if that has one)",
     )  # fmt: skip
@@ -175,8 +180,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint", metavar="URL",
         help="export OpenTelemetry traces of requests over OTLP/HTTP (http://127.0.0.1:4318); needs the extra otel",
     )  # fmt: skip
-    group.add_argument(
-        PROFILER_FLAG, metavar="DIR",
+    settings.add_argument(
+        "--profiler-dir", metavar="DIR",
         help="directory for JAX profiles, taken by POST /start_profile and /stop_profile (default: profiling disabled)",
     )  # fmt: skip
     group = parser.add_argument_group("batches")
@@ -184,32 +189,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         BATCH_FLAG, metavar="DIR",
         help="directory of files and batches, which survive restarts; enables /v1/files and /v1/batches (default: disabled)",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--batch-max-file", type=options.positive(int), metavar="MIB", default=100, help="MiB of one uploaded file"
     )
-    group.add_argument(
+    settings.add_argument(
         "--batch-max-requests", type=options.positive(int), metavar="N", default=50_000, help="requests of one batch"
     )
-    group.add_argument(
+    settings.add_argument(
         "--batch-disk", type=options.positive(float), metavar="GIB", default=4.0,
         help="GiB of disk for files and batches of all API keys, of which one key can take half",
     )  # fmt: skip
-    group.add_argument(
+    settings.add_argument(
         "--batch-concurrency", type=options.positive(int), metavar="N",
         help="limit of batch requests in the engine at once, in slots left by interactive ones (default: --max-num-seqs)",
     )  # fmt: skip
     group = parser.add_argument_group("several hosts")
     names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s", "join_key_file")
-    flags.add_options(group, ParallelConfig, names)
+    flags.add_options(group, ParallelConfig, names, settings=settings)
     group.add_argument(
         "--headless",
         action="store_true",
         help="run as a worker rank without a server (ranks > 0); apt-jax launch adds it",
     )
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
-    parser.add_argument(
-        "--no-early-start", action="store_true",
-        help="serve only when all programs are compiled and step costs measured, rather than as soon as every request can be answered",
+    settings.add_argument(
+        "--early-start", action=argparse.BooleanOptionalAction, default=True,
+        help="serve as soon as every request can be answered, rather than when all programs are compiled and step costs measured",
     )  # fmt: skip
     options.add_engine_arguments(parser, several_names=True)
 
@@ -309,7 +314,7 @@ def _run(args: argparse.Namespace) -> int:
         logger.warning("%s", options.no_model_given("serve"))
     if config.attention_backend in (None, "cpu") and config.parallel.tensor_parallel_size == 1:
         build.begin()
-    early = not args.no_early_start
+    early = args.early_start
     stages = planned(config, calibration_s=0.0 if early else args.calibration_time)
     tracer = _tracer(args.otlp_traces_endpoint)
     profiler = None if args.profiler_dir is None else Profiler(args.profiler_dir)
@@ -326,7 +331,7 @@ def _run(args: argparse.Namespace) -> int:
             write_stall_s=0.625 * args.client_timeout,
         ),
         app=AppConfig(
-            keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=not args.no_dashboard, root_path=args.root_path,
+            keys=keys, tracer=tracer, memory=memory, profiler=profiler, dashboard=args.dashboard, root_path=args.root_path,
             browsers=_browsers(args), batches=None if args.no_http else _batches(args), starting=stages.status,
         ),
     )  # fmt: skip

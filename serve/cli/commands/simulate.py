@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         routing_policy={"choices": tuple(ROUTING_POLICIES)})  # fmt: skip
     group = parser.add_argument_group("scheduling")
     default = SimulationConfig().policy
-    add("policy", "cache", "hidden_attention", "rho_us", "overlap", "violation_decay", "max_num_seqs",
+    add("policy", "cache", "hidden_attention", "rho_us", "overlap", "max_num_seqs",
         "max_num_batched_tokens", "num_blocks", "swap_space",
         policy={"type": _list_of(str), "default": [default],
                 "help": f"one or several of {options.POLICY_HELP} (default: {default})"})  # fmt: skip

@@ -122,7 +122,7 @@ def test_an_installed_package(tmp_path, monkeypatch):
 
 
 def test_options_reach_bundled_policies():
-    policy = make_policy("apt?violation_decay=0.4", SchedulerConfig(violation_decay=0.1))
+    policy = make_policy("apt?violation_decay=0.4")
     assert isinstance(policy, AptPolicy)
     assert policy.violation_decay == 0.4
     policy = make_policy("apt?prefill_memory=held&count_violated=false&keep_kind=true")
@@ -185,7 +185,7 @@ def test_options_reach_policies_from_outside():
         ("numpy.no_such:Class", "No module named 'numpy.no_such'; it is looked for where Python looks and in "),
         (
             "apt?violation_decay=-1",
-            "policy='apt?violation_decay=-1': violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
+            "policy='apt?violation_decay=-1' cannot be made: violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
         ),
         ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes of a notebook"),
         ("latest", "or package.module:Class"),
@@ -439,4 +439,3 @@ def test_the_benchmark_of_speed_takes_them():
 def test_bundled_policies_are_made_as_before():
     for name in all_policies():
         assert make_policy(name, seed=1).name == name
-    assert make_policy("apt-s", SchedulerConfig(violation_decay=0.4)).violation_decay == 0.4  # type: ignore[attr-defined]

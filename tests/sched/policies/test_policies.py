@@ -100,7 +100,8 @@ recomputation of its whole request."""
 
 
 def serve_everything(name: str, decay: float, world: World) -> None:
-    policy = make_policy(name, SchedulerConfig(violation_decay=decay))
+    has_decay = "violation_decay" in all_policies()[name].options()
+    policy = make_policy(f"{name}?violation_decay={decay}" if has_decay else name)
     rows = world.table.live
     longest = world.table.max_tokens_total[rows]
     left = int(longest.sum())
@@ -202,7 +203,7 @@ def test_hidden_holds_twice_the_requests():
 
 
 def test_policies_by_name():
-    assert make_policy("apt", SchedulerConfig(violation_decay=0.4)).name == "apt"
+    assert make_policy("apt?violation_decay=0.4").name == "apt"
     assert make_policy(config=SchedulerConfig(policy="fcfs")).name == "fcfs"
     with pytest.raises(ConfigError, match=r"policy='lifo' must be one of .*apt.*fcfs.*\(--scheduling-policy\)"):
         make_policy("lifo")

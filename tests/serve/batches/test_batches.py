@@ -492,7 +492,7 @@ def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
         assert batch.status == "failed"
         (problem,) = batch.errors.data
         assert problem.code == "disk_full"
-        assert "--batch-disk" in problem.message
+        assert "--set batch_disk" in problem.message
         with pytest.raises(openai.APIStatusError) as caught:
             await upload(client, b"x" * 10_000)
         assert caught.value.status_code == 507

@@ -259,9 +259,9 @@ def test_bounds_of_the_disk_are_of_all_and_of_each_key(open_store):
 def test_requests_count_as_bytes_on_disk_until_their_batch_ends(open_store, opened):
     store = open_store(max_disk_bytes=5000)
     batch, lines = add_batch(store, 10)
-    with pytest.raises(DiskFullError, match="--batch-disk"):
+    with pytest.raises(DiskFullError, match="--set batch_disk"):
         add_file(store, b"x" * 2400)
-    with pytest.raises(DiskFullError, match="--batch-disk"):
+    with pytest.raises(DiskFullError, match="--set batch_disk"):
         store.begin(batch, lines)
     store.commit([(batch, lines[0], good())])
     counted = store._request_bytes[""]

@@ -122,9 +122,9 @@ def test_help_of_a_command_of_many_flags_shows_those_that_most_need(command):
     assert "MODEL" in out
     assert f"apt-jax {command}" in out.partition("example:")[2]
     assert "--help=all" in out
-    assert "--batch-disk" not in out
+    assert "batch_disk" not in out
     assert run(command, "-h")[1] == out
-    assert "--batch-disk" in run(command, "--help=all")[1]
+    assert "  batch_disk=GIB " in run(command, "--help=all")[1]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,11 @@ def test_help_of_a_command_of_many_flags_shows_those_that_most_need(command):
         ("scheduling", "--max-num-seqs", "--grpc-port"),
         ("default-slo", "--default-slo-ttft-ms", "--max-num-seqs"),
         ("Default SLO", "--default-slo-ttft-ms", "--max-num-seqs"),
-        ("batches", "--batch-disk", "--grpc-port"),
+        ("batches", "--batch-dir", "--grpc-port"),
         ("max-num", "--max-num-batched-tokens", "--grpc-port"),
         ("--tls_key", "--tls-key", "--tls-cert"),
+        ("settings", "batch_disk=GIB", "--batch-dir"),
+        ("batch-d", "batch_disk=GIB", "batch_concurrency=N"),
     ],
 )
 def test_help_of_one_group_or_of_the_flags_of_a_name(topic, shown, hidden):
@@ -223,7 +225,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--host", "::"), "(--insecure-open)"),
         (("serve", "--grpc-port", "70000"), "(--grpc-port)"),
         (("serve", "--port", "70000"), "(--port)"),
-        (("serve", "--http-port", "-1"), "(--port)"),
+        (("serve", "--port", "-1"), "(--port)"),
         (("serve", "--http-host", "0.0.0.0"), "(--insecure-open)"),
         (("serve", "--uds", ""), "--uds needs the path of a file"),
         (
@@ -245,8 +247,16 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--mem-fraction-static", "0.8"), "; it is --device-memory-utilization here"),
         (("launch", "--trust-remote-code"), "code from model directories is never run"),
         (("info", "--enforce-eager"), "programs are compiled at the start"),
-        (("serve", "--max-sequences-per-call", "0"), "(--max-sequences-per-call)"),
-        (("serve", "--max-stop-strings", "0"), "(--max-stop-strings)"),
+        (("serve", "--set", "max_sequences_per_call=0"), "(--set max_sequences_per_call)"),
+        (("generate", "tiny-opt", "hi", "--set", "max_stop_strings=0"), "(--set max_stop_strings)"),
+        (("serve", "--set", "frobnicate=1"), "--set: no setting 'frobnicate'; settings: batch_concurrency, "),
+        (("serve", "--set", "decision_lgo=1"), "no setting 'decision_lgo'; did you mean decision_log?"),
+        (("serve", "--set", "decision_log"), "'decision_log' is not decision_log=VALUE"),
+        (("serve", "--set", "decision_log=-1"), "decision_log: '-1' is not an integer of at least 0"),
+        (("serve", "--set", "early_start=no"), "early_start='no' must be true or false"),
+        (("serve", "--set"), "--set: expected one argument"),
+        (("serve", "--decision-log", "5"), "unknown flag '--decision-log'; it is a setting: --set decision_log=VALUE"),
+        (("launch", "--no-early-start"), "unknown flag '--no-early-start'; it is a setting: --set early_start=VALUE"),
         (("serve", "--api-key", "short"), "(--api-key, APT_JAX_API_KEY)"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
         (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
@@ -271,6 +281,21 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
     assert "compiling" not in err  # before a model is loaded
+
+
+def test_settings_are_given_by_name():
+    parser = options.Parser()
+    serve_command.add_arguments(parser)
+    given = "max_queue_s=5", "early-start=false", "batch_disk=2.5", "max_queue_s=7", "share_blocks=false"
+    args = parser.parse_args([word for value in given for word in ("--set", value)])
+    config, _, _ = serve_command.check(args)
+    assert (config.scheduler.max_queue_s, config.cache.share_blocks) == (7, False)
+    assert (args.early_start, args.batch_disk) == (False, 2.5)
+    assert (args.decision_log, args.dashboard, config.cache.prefix_cache_size) == (1024, True, 16)
+    plain = options.Parser()
+    serve_command.add_arguments(plain)
+    defaults, _, _ = serve_command.check(plain.parse_args([]))
+    assert defaults == EngineConfig(model="tiny-opt")
 
 
 def test_O2_a_misspelt_variable_is_one_line(monkeypatch, tmp_path):
@@ -1116,7 +1141,7 @@ def test_lora_modules_by_name_and_as_json():
         (("a=1", "a=2"), "comes twice"),
         (("m=dir",), "has the name of the model"),
         (("a b=dir",), "has the name 'a b'"),
-        (("a=1", "b=2", "--max-loras", "1"), "max_loras=1"),
+        (("a=1", "b=2", "--set", "max_loras=1"), "max_loras=1"),
         (("a=1", "-tp", "2"), "leave out -tp or --lora-modules"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -814,7 +814,7 @@ def test_watchers_see_every_decision(serve_toy):
                 seen.extend(message.iterations)
 
         task = asyncio.create_task(watch())
-        await served.until(lambda: served.engine.num_watches > 0)
+        await served.until(lambda: len(served.engine._feed) > 0)
         await asyncio.gather(*(collect(served, chr(97 + n) * n, max_tokens=6, request_id=f"r{n}") for n in (3, 9, 20)))
         stats = await served.client.stats()
         await served.until(lambda: len(seen) == sum(stats.iterations.values()))
@@ -833,7 +833,7 @@ def test_watchers_see_every_decision(serve_toy):
         assert seen[-1].num_waiting == 0
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await served.until(lambda: served.engine.num_watches == 0)
+        await served.until(lambda: len(served.engine._feed) == 0)
 
     serve_toy(scenario)
 
@@ -889,7 +889,7 @@ def test_watching_has_limits(serve_toy):
         assert "16 clients watch" in details(error)
         for call in calls:
             call.cancel()
-        await served.until(lambda: served.engine.num_watches == 0)
+        await served.until(lambda: len(served.engine._feed) == 0)
 
     serve_toy(scenario)
 
@@ -897,7 +897,7 @@ def test_watching_has_limits(serve_toy):
 def test_a_watch_ends_with_the_server(serve_toy):
     async def scenario(served):
         task = asyncio.create_task(status_of_call(served.client.watch_scheduler()))
-        await served.until(lambda: served.engine.num_watches > 0)
+        await served.until(lambda: len(served.engine._feed) > 0)
         await served.server.stop(0.1)
         assert (await task).code() is Code.UNAVAILABLE
 

@@ -41,7 +41,7 @@ SERVED = (
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/start_profile", "start the server with --profiler-dir DIR"),
+        ("/start_profile", "start the server with --set profiler_dir=DIR"),
         ("/is_sleeping", "the server does not sleep"),
         ("/abort_request", "close the connection of a request to cancel it"),
         ("/v1/engines", "use /v1/models, /v1/completions and /v1/chat/completions"),
@@ -95,7 +95,7 @@ def test_many_prompts_outputs_and_stop_strings_in_one_call():
         stops = [f"never {i}" for i in range(16)]
         assert (await served.ask(stop=stops, max_tokens=2))["usage"]["completion_tokens"] == 2
         more = await served.post("/v1/completions", {"prompt": "a", "stop": [*stops, "x"]})
-        assert "17 strings, at most 16 are allowed (--max-stop-strings)" in more.json()["error"]["message"]
+        assert "17 strings, at most 16 are allowed (--set max_stop_strings)" in more.json()["error"]["message"]
         near = await served.post("/v1/completions", {"prompt": "a", "temperature": 1e-8, "seed": -1, "max_tokens": 1})
         assert near.status_code == 200
 

@@ -475,11 +475,11 @@ def planned(*argv: str, env: dict[str, str] | None = None) -> launch_command.Pla
 def test_O5_a_replica_gets_the_key_by_its_environment_alone():
     key = "sk-0123456789abcdefghij"
     for argv in (("--api-key", key), (f"--api-key={key}",)):
-        (replica,) = planned("tiny-opt", *argv, "--grpc-port", "0", "--http-port", "0").replicas
+        (replica,) = planned("tiny-opt", *argv, "--grpc-port", "0", "--port", "0").replicas
         assert replica.env["APT_JAX_API_KEY"] == key
         assert not any(key in word or word == "--api-key" for word in replica.command)
         assert "tiny-opt" in replica.command
-    (other,) = planned("--model", "tiny-opt", "--grpc-port", "0", "--http-port", "0").replicas
+    (other,) = planned("--model", "tiny-opt", "--grpc-port", "0", "--port", "0").replicas
     assert "APT_JAX_API_KEY" not in other.env
     assert other.command[other.command.index("--model") + 1] == "tiny-opt"
 
@@ -501,7 +501,7 @@ def test_a_unix_socket_is_of_a_single_replica():
 
 @needs_gateway
 def test_O1_a_gateway_that_others_reach_is_refused_or_warned_of(caplog):
-    flags = ("tiny-opt", "--replicas", "2", "--host", "0.0.0.0", "--grpc-port", "0", "--http-port", "0")
+    flags = ("tiny-opt", "--replicas", "2", "--host", "0.0.0.0", "--grpc-port", "0", "--port", "0")
     with pytest.raises(ConfigError, match=r"by everybody.*--insecure-open"):
         planned(*flags)
     assert caplog.text == ""
@@ -528,8 +528,8 @@ def test_the_launcher_does_without_jax():
 @needs_gateway
 def test_replicas_get_the_flags_of_serve_and_addresses_of_their_own():
     plan = planned("--cache", "kv", "tiny-opt", "--replicas", "2", "--routing-policy=cache_aware", "--host", "127.0.0.1",
-                   "--http-port=18400", "-tp", "1", "--grpc-port", "18500", "--max-restarts", "3", "--no-dashboard")  # fmt: skip
-    kept = ["--cache", "kv", "tiny-opt", "-tp", "1", "--no-dashboard", "--host=127.0.0.1"]
+                   "--port=18400", "-tp", "1", "--grpc-port", "18500", "--max-restarts", "3", "--set", "dashboard=false")  # fmt: skip
+    kept = ["--cache", "kv", "tiny-opt", "-tp", "1", "--set", "dashboard=false", "--host=127.0.0.1"]
     assert [list(program.command[4:]) for program in plan.replicas] == [
         [*kept, "--grpc-port=18500", "--port=18401"],
         [*kept, "--grpc-port=18501", "--port=18402"],

@@ -104,7 +104,7 @@ def test_json_has_the_fields_of_a_call_over_both_protocols():
         (rpc, "mine.2", "grpc", "vllm.grpc.engine.VllmEngine/Generate"),
     ):
         assert found["request_id"].endswith(name)
-        assert (found["door"], found["method"]) == (protocol, method)
+        assert (found["protocol"], found["method"]) == (protocol, method)
         assert (found["tenant"], found["class"]) == (caller.tenant, "rt")
         assert found["reason"] == "length"
         assert found["level"] == "INFO"
@@ -114,9 +114,9 @@ def test_json_has_the_fields_of_a_call_over_both_protocols():
         assert 0 <= found["queue_ms"] <= found["ttft_ms"] <= found["duration_ms"]
         assert found["timestamp"].endswith("+00:00")
         assert found["message"].startswith(f"request {found['request_id']}: length, 5 tokens, ")
-    assert (no_key["reason"], no_key["code"], no_key["door"]) == ("401", "invalid_api_key", "http")
-    assert (no_key["verb"], no_key["method"]) == ("POST", "/v1/completions")
-    assert (no_key_rpc["reason"], no_key_rpc["door"]) == ("unauthenticated", "grpc")
+    assert (no_key["reason"], no_key["code"], no_key["protocol"]) == ("401", "invalid_api_key", "http")
+    assert (no_key["http_method"], no_key["method"]) == ("POST", "/v1/completions")
+    assert (no_key_rpc["reason"], no_key_rpc["protocol"]) == ("unauthenticated", "grpc")
     assert no_key_rpc["method"] == "vllm.grpc.engine.VllmEngine/Generate"
     assert KEY not in text
     assert CANARY not in text

@@ -198,7 +198,7 @@ def test_O6_it_wants_a_key_of_an_operator_where_keys_are_configured(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--profiler-dir"):
+    with pytest.raises(ConfigError, match="--set profiler_dir"):
         Profiler(tmp_path / "file" / "profiles")
 
 

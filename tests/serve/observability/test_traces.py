@@ -144,7 +144,7 @@ def test_the_parent_comes_with_the_request_at_every_service():
     for span in spans.values():
         assert (span.trace_id, span.parent_id) == (TRACE_ID, SPAN_ID)
     served = spans["vllm.grpc.engine.VllmEngine/Generate"]
-    assert served.attributes["aptjax.door"] == "grpc"
+    assert served.attributes["aptjax.protocol"] == "grpc"
     assert set(children(found, served)) == {"queue", "prefill", "decode"}
 
 

@@ -69,7 +69,7 @@ class ReplicaChecks:
                 or limit_s is None
                 or waited_s < limit_s
                 or replica.parts.engine.states.by_id.get(request.request_id) is None,
-                f"{request.request_id} waits for {waited_s:.3f} s, longer than --max-queue-s",
+                f"{request.request_id} waits for {waited_s:.3f} s, longer than --set max_queue_s",
             )
         world.log("step", replica.place, round(loop_s, 6), ids, batch.num_tokens.tolist())
         return self._execute(plan, batch, rows, requests)
@@ -135,7 +135,7 @@ class ReplicaChecks:
             replica.work.bodies.used_bytes == 0,
             f"{replica.name}: {replica.work.bodies.used_bytes} bytes of bodies are left",
         )
-        expect(engine.num_watches == 0, f"{replica.name}: {engine.num_watches} subscribers are left")
+        expect(len(engine._feed) == 0, f"{replica.name}: {len(engine._feed)} subscribers are left")
         stats = replica.parts.engine.stats()
         expect(
             stats.num_rejected == self.admission.num_rejected,

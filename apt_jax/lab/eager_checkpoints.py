@@ -1,0 +1,15 @@
+"""Shared blocks with eager checkpoints, to compare lazy ones with (BROS §5.3, Fig. 13)."""
+
+from apt_jax.cache.block_sharing import BlockSharing, Place
+
+
+def checkpoint_at_once(sharing: BlockSharing) -> None:
+    """Checkpoint all that a best-effort request has in a group as soon as a real-time request takes the group."""
+    join = sharing._join
+
+    def join_and_checkpoint(slot: int, entry: int, place: Place, *, down: bool) -> None:
+        join(slot, entry, place, down=down)
+        if not down:
+            sharing._checkpoint(place, 0)
+
+    sharing._join = join_and_checkpoint  # type: ignore[method-assign]
