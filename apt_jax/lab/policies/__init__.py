@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.lab.policies.deadline import FairBatchingPolicy, QoServePolicy
 from apt_jax.lab.policies.fastgen import FastGenPolicy
 from apt_jax.lab.policies.fcfs_hybrid import FcfsHybridPolicy
@@ -120,16 +119,6 @@ POLICIES: dict[str, PolicyMaker] = {
         source="DeepSpeed-FastGen",
         summary="every step filled to 512 tokens, decodes first; nothing reserved, no eviction unless all are stuck",
     ),
-    "bros-any": PolicyMaker(
-        BrosAnyPolicy,
-        source="BROS §4, Algorithm 1, lines 26 to 32",
-        summary="`bros` that replaces real-time requests by best-effort ones even where these will be late",
-    ),
-    "bros-paper": PolicyMaker(
-        BrosPaperPolicy,
-        source="BROS §4, Algorithm 1",
-        summary="the algorithm as printed: late requests first, the first that does not fit ends its part",
-    ),
     "round-robin": PolicyMaker(
         RoundRobinPolicy,
         source="BROS §2.2, §7.1",
@@ -138,7 +127,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "tgi": PolicyMaker(
         TgiPolicy,
         source="BROS §7.1, TGI's documentation",
-        summary="prompt and output reserved on admission; those that run pause for a prefill when enough wait",
+        summary="prompt and output reserved on admission; running requests pause for a prefill when enough wait",
     ),
 }
 """By the name that `--scheduling-policy` takes."""

@@ -1,4 +1,4 @@
-"""BROS's Algorithm 1, transcribed in plain Python, decides as `bros-paper`."""
+"""BROS's Algorithm 1, transcribed in plain Python, decides as `BrosPaperPolicy`."""
 
 import dataclasses
 import math

@@ -164,7 +164,7 @@ def test_a_bound_is_positive(options):
 
 def test_algorithm_1_as_printed_has_no_bound():
     with pytest.raises(ConfigError, match=r"no option 'best_effort_wait'"):
-        make_policy("bros-paper?best_effort_wait=60")
+        make_policy("apt_jax.lab.policies.bros_paper:BrosPaperPolicy?best_effort_wait=60")
 
 
 class TestSimulated:
