@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 NO_SLOT = -1
 """Slot of a request that holds no cache."""

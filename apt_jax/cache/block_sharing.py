@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, require
 from apt_jax.cache.group_pool import GroupPool
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 Place = tuple[int, int]
 """A request's slot, its index among requests with cache, and an entry of its block table."""

@@ -29,7 +29,7 @@ from apt_jax.cache.block_pool import BlockPool, require
 from apt_jax.cache.host_tier import HostTier
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 _WRITTEN_AT_ONCE = 8
 """Groups that are written to disk one after the other before there is a look at the time."""

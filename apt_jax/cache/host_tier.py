@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import BlockPool, require
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.executor import NULL_BLOCK, DiskStore
+from apt_jax.core.step import NULL_BLOCK
+from apt_jax.core.tiers import DiskStore
 
 _LOOKED_AT = 64
 """Groups that requests wait for and that are passed over, at most, in the search for one to drop."""

@@ -42,7 +42,7 @@ from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.request_table import RequestTable
 
 

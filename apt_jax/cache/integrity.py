@@ -11,7 +11,7 @@ from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.core.kinds import KINDS, NO_KIND
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 
 class CheckedCache(Protocol):

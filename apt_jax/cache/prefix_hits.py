@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 from apt_jax.sched.request_table import RequestTable
 
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 DIGEST_BYTES = 16
 

@@ -10,13 +10,14 @@ from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
 from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, NUM_KINDS
+from apt_jax.core.step import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, PoolSpan, PromptTargets, StepBatch
+from apt_jax.core.tiers import HostMemory
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import StepLimits
 from apt_jax.engine.request_state import FilledBlocks, RequestState
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
-from apt_jax.executor import NULL_BLOCK, TOKEN_ON_DEVICE, Conversions, HostMemory, PoolSpan, PromptTargets, StepBatch
 from apt_jax.sched.view import Plan
 
 

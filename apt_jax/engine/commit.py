@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
+from apt_jax.core.step import NO_TOKEN, StepResult
 from apt_jax.engine.admission import Admission
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput, TokenLogprobs
 from apt_jax.engine.request_states import WAITING, RequestStates
 from apt_jax.errors import EXCLUDED
-from apt_jax.executor import NO_TOKEN, StepResult
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, SamplingParams, TokenConstraint
 from apt_jax.structured.compiler import GrammarError, NoTokenLeftError
 from apt_jax.utils.clock import Clock

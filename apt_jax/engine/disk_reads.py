@@ -13,11 +13,11 @@ import dataclasses
 
 from apt_jax.cache import HybridCache
 from apt_jax.cache.prefix_hits import PrefixHitTracker
+from apt_jax.core.tiers import DiskRead, DiskStore
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.request_state import RequestState
 from apt_jax.engine.request_states import WAITING, RequestStates
 from apt_jax.engine.restore import RestoreChoice
-from apt_jax.executor import DiskRead, DiskStore
 from apt_jax.utils.clock import Clock
 
 _STALLED_S = 2.0

@@ -67,6 +67,8 @@ from apt_jax.cache import CacheIntegrityError, HybridCache
 from apt_jax.cache.block_sharing import LentBlocks
 from apt_jax.config import CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import KINDS, NUM_KINDS, CacheKindSpec
+from apt_jax.core.step import StepBatch, StepResult
+from apt_jax.core.tiers import DiskStore, HostMemory
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapshot
 from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
@@ -83,7 +85,7 @@ from apt_jax.engine.request_states import RUNNING, WAITING, RequestPrefixes, Req
 from apt_jax.engine.restore import RestoreChoice
 from apt_jax.engine.stats import EngineStats, TenantUsage, collect_stats
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
-from apt_jax.executor import DiskStore, Executor, HostMemory, MaskedStepHandle, StepBatch, StepResult
+from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.request_table import RequestTable

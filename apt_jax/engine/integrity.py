@@ -9,9 +9,9 @@ from apt_jax.cache import NO_SLOT, CacheIntegrityError
 from apt_jax.cache.prefix_hits import Hit
 from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.core.kinds import HIDDEN, KV, NO_KIND
+from apt_jax.core.step import NULL_BLOCK
 from apt_jax.engine.request_state import InFlightStep
 from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, RequestStates
-from apt_jax.executor import NULL_BLOCK
 
 
 def check_engine(states: RequestStates, offered: Sequence[int], pending: InFlightStep | None) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from apt_jax.core.kinds import KIND_NAMES
+from apt_jax.core.step import StepBatch
 from apt_jax.engine.events import Iteration, KindSwitch, PreemptedRow, ScheduledRow
 from apt_jax.engine.request_state import InFlightStep
-from apt_jax.executor import StepBatch
 from apt_jax.sched.view import Plan
 from apt_jax.utils.clock import Clock
 

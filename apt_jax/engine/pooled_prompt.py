@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import PoolSpan
+from apt_jax.core.step import PoolSpan
 
 
 class PooledPrompt:

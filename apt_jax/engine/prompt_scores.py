@@ -7,7 +7,7 @@ it finds nothing in the prefix cache, as cached positions have no logits; what i
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import PromptTargets
+from apt_jax.core.step import PromptTargets
 from apt_jax.request import PromptLogprobs
 
 

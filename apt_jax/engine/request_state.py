@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import NO_KIND
+from apt_jax.core.step import PoolSpan, PromptTargets
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.pooled_prompt import PooledPrompt
 from apt_jax.engine.prompt_scores import PromptScores
-from apt_jax.executor import PoolSpan, PromptTargets, StepHandle
+from apt_jax.executor import StepHandle
 from apt_jax.request import (
     EngineRequest,
     FinishReason,

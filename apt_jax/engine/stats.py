@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from apt_jax.core.kinds import KIND_NAMES, KINDS
+from apt_jax.core.tiers import DiskCounts
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING, RequestStates
-from apt_jax.executor import DiskCounts
 from apt_jax.metrics import Distribution
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor.base import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 Changes = NDArray[np.int32]
 """(2, m): places in an array as if it had one axis, and what is new there."""

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.costs.hardware import Hardware
 from apt_jax.costs.model import StepCosts
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
-from apt_jax.executor.base import Conversions, StepBatch
 from apt_jax.executor.buckets import PREFIX_STEP
 from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
 from apt_jax.executor.host_memory import HostPool

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor.base import DiskCounts, DiskGroup, DiskRead
+from apt_jax.core.tiers import DiskCounts, DiskGroup, DiskRead
 from apt_jax.executor.host_memory import HostPool
 from apt_jax.executor.prefix_files import PrefixFiles, StoredGroup
 

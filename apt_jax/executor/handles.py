@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from apt_jax.executor.base import NO_TOKEN, StepHandle, StepResult
+from apt_jax.core.step import NO_TOKEN, StepResult
+from apt_jax.executor.base import StepHandle
 from apt_jax.executor.prompt_logprobs import DispatchedPromptLogprobs
 
 

@@ -29,17 +29,12 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from apt_jax.config import CacheConfig, Quantization
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.errors import ConfigError, one_line
 from apt_jax.executor.attention_choice import chip_of
-from apt_jax.executor.base import (
-    Conversions,
-    MaskedStepHandle,
-    StepBatch,
-    StepHandle,
-    is_out_of_memory,
-)
+from apt_jax.executor.base import MaskedStepHandle, StepHandle, is_out_of_memory
 from apt_jax.executor.buckets import SamplerVariant, bucket_for
 from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
 from apt_jax.executor.host_memory import HostPool

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor.base import Conversions, StepBatch
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.executor.block_tables import Changes
 from apt_jax.executor.buckets import (
     CHANGES_PER_CALL,

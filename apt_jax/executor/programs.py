@@ -43,7 +43,7 @@ from jax.stages import Compiled
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV, KindSet
-from apt_jax.executor.base import NO_TOKEN, NULL_BLOCK
+from apt_jax.core.step import NO_TOKEN, NULL_BLOCK
 from apt_jax.executor.buckets import SamplerVariant
 from apt_jax.executor.compiler_options import compiler_options, options_of_program, without_places
 from apt_jax.executor.executables import ExecutableStore, kernel_facts

@@ -18,8 +18,8 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from apt_jax.core.step import StepBatch
 from apt_jax.errors import counted
-from apt_jax.executor.base import StepBatch
 from apt_jax.executor.packing import Ints
 from apt_jax.executor.runner import ProgramCall, ProgramRunner
 from apt_jax.request import PromptLogprobs

@@ -37,11 +37,11 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from apt_jax.core.step import StepBatch
 from apt_jax.engine import EngineStats, StepOutput
 from apt_jax.engine.events import Iteration, IterationSubscription
 from apt_jax.engine.timeline import RequestTimeline, TimelineLog
 from apt_jax.errors import AptJaxError, EngineDeadError, QueueFullError
-from apt_jax.executor import StepBatch
 from apt_jax.frontend.admission_gate import AdmissionGate
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.iteration_feed import IterationFeed

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.tiers import DiskStore
 from apt_jax.cpu import build
 from apt_jax.errors import ConfigError
-from apt_jax.executor import DiskStore, is_out_of_memory
+from apt_jax.executor import is_out_of_memory
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.early_start import Unprepared
 from apt_jax.frontend.progress import Progress, in_stage, of_stage

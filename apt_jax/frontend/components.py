@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheMode, EngineConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.tiers import DiskStore
 from apt_jax.engine import Engine
 from apt_jax.errors import InvalidRequestError
-from apt_jax.executor import DiskStore, Executor
+from apt_jax.executor import Executor
 from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import NO_TOKEN, StepBatch, StepResult
+from apt_jax.core.step import NO_TOKEN, StepBatch, StepResult
 from apt_jax.utils.clock import VirtualClock
 
 

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from apt_jax.config import SchedulerConfig
+from apt_jax.core.step import StepBatch, StepResult
 from apt_jax.costs.hardware import Hardware
-from apt_jax.executor import Executor, StepBatch, StepHandle, StepResult
+from apt_jax.executor import Executor, StepHandle
 from apt_jax.sched import Plan, Policy, SchedulerView, make_policy
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.simulator import SimulationResult, simulate

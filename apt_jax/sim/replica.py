@@ -7,10 +7,11 @@ from typing import Protocol
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN
+from apt_jax.core.step import StepBatch
 from apt_jax.engine import Engine, StepOutput
 from apt_jax.engine.admission import AdmissionDemand, PendingArrivals
 from apt_jax.errors import InvalidRequestError
-from apt_jax.executor import Executor, StepBatch
+from apt_jax.executor import Executor
 from apt_jax.metrics import TokenRate
 from apt_jax.request import EngineRequest
 from apt_jax.sim.routing import ReplicaState

@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.config import CacheConfig, SchedulerConfig
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.hardware import Hardware
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
-from apt_jax.executor import StepBatch
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched import Policy, make_policy

@@ -24,8 +24,8 @@ import numpy as np
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.engine.restore import RestoreChoice
-from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine

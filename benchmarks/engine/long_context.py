@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import logits

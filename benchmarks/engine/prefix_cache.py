@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.core.step import StepBatch
 from apt_jax.engine import StepOutput
-from apt_jax.executor import StepBatch
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.frontend.progress import ProgressBars

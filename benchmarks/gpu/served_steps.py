@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from apt_jax.core.step import StepBatch, StepResult
 from apt_jax.costs.fit import CostModel
-from apt_jax.executor import StepBatch, StepHandle, StepResult
+from apt_jax.executor import StepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
 from benchmarks.gpu.whole_model import Recorded
 

@@ -30,7 +30,8 @@ import jax
 import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import StepBatch, calibrate
+from apt_jax.core.step import StepBatch
+from apt_jax.executor import calibrate
 from apt_jax.executor.buckets import GREEDY, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
 from benchmarks.gpu import whole_model

@@ -14,7 +14,8 @@ import numpy as np
 from apt_jax import backends
 from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.core.kinds import HIDDEN
-from apt_jax.executor import StepBatch, StepHandle
+from apt_jax.core.step import StepBatch
+from apt_jax.executor import StepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents

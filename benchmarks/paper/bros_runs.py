@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
+from apt_jax.core.step import StepBatch
 from apt_jax.engine import Engine
-from apt_jax.executor import StepBatch
 from apt_jax.lab.eager_checkpoints import checkpoint_at_once
 from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.lab.policies.round_robin import RoundRobinPolicy

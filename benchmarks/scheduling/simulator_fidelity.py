@@ -26,9 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, SchedulerConfig
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.fit import CostModel
 from apt_jax.costs.hardware import Hardware
-from apt_jax.executor import Executor, StepBatch, StepHandle
+from apt_jax.executor import Executor, StepHandle
 from apt_jax.executor.calibrate import calibrate, describe
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from apt_jax.cache import NO_SLOT, BlockPool, HybridCache
 from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 from apt_jax.lab.eager_checkpoints import checkpoint_at_once
 from tests.cache.test_hybrid_cache import histories
 

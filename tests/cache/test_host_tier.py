@@ -5,7 +5,7 @@ import numpy as np
 from apt_jax.cache.group_pool import GroupPool
 from apt_jax.cache.host_tier import HostTier
 from apt_jax.cache.prefix_tree import Node, PrefixTree
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 
 
 class _Waiting:

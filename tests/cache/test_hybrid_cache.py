@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from apt_jax.cache import NO_SLOT, BlockPool, CacheIntegrityError, HybridCache
 from apt_jax.cache.prefix_tree import extend_digests
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import NULL_BLOCK
+from apt_jax.core.step import NULL_BLOCK
 from tests.support.cases import num_cases
 
 

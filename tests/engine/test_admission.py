@@ -10,11 +10,11 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.engine.admission import TENANT_SHARE, Admission, AdmissionDemand, PendingArrivals, Queue, QueueSnapshot
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
-from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import make_policy
 from apt_jax.utils.clock import VirtualClock

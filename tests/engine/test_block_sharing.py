@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from apt_jax.config import SLO
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.view import Plan, SchedulerView
 from tests.support.cases import num_cases

@@ -7,8 +7,8 @@ import pytest
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.costs.model import StepCosts
-from apt_jax.executor import Conversions, StepBatch
 from apt_jax.request import SamplingParams
 from apt_jax.sched.plan_check import check_plan
 from apt_jax.sched.step_packer import decode_plan, split_running

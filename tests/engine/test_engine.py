@@ -11,6 +11,7 @@ import pytest
 from apt_jax.cache import CacheIntegrityError
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
+from apt_jax.core.step import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.engine import STALL_LIMIT, Engine, StepOutput
 from apt_jax.engine.timeline import TimelineLog
 from apt_jax.errors import (
@@ -20,7 +21,6 @@ from apt_jax.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from apt_jax.executor import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.request import EngineRequest, Grammar, SamplingParams
 from apt_jax.sched import make_policy
 from apt_jax.sched.view import Plan, Policy, SchedulerView

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.sched import all_policies
 from tests.support.cases import cover, num_cases
 from tests.support.fake_executor import Fault, FaultKind

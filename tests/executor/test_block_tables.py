@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import HIDDEN, KV, KindSet
+from apt_jax.core.step import NULL_BLOCK, StepBatch
 from apt_jax.errors import ConfigError
-from apt_jax.executor import NULL_BLOCK, StepBatch
 from apt_jax.executor.block_tables import SentTables
 from apt_jax.executor.buckets import CHANGES_PER_CALL
 from apt_jax.executor.jax_executor import JaxExecutor

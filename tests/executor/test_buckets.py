@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor.base import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.executor.buckets import Buckets, PromptSize, prompt_buckets
 from apt_jax.executor.packing import StepFormat, pack_forward
 from apt_jax.request import SamplingParams

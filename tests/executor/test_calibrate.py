@@ -14,10 +14,10 @@ import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.errors import ConfigError
-from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.calibrate import (
     _transfers_s,
     calibrate,

@@ -9,8 +9,8 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
+from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.engine import Engine
-from apt_jax.executor import Conversions, StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params

@@ -14,8 +14,8 @@ import pytest
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.core.step import NO_TOKEN
 from apt_jax.errors import ConfigError
-from apt_jax.executor import NO_TOKEN
 from apt_jax.executor import buckets as buckets_module
 from apt_jax.executor.buckets import power_of_two_buckets
 from apt_jax.executor.calibrate import synthetic_batch

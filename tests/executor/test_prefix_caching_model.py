@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, build_components

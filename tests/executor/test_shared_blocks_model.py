@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched import Policy, make_policy

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
+from apt_jax.core.step import StepBatch
 from apt_jax.engine import Engine
 from apt_jax.engine.request_state import RequestState
 from apt_jax.engine.request_states import ENDING, RUNNING, WAITING
-from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest
 from serve.client import make_request
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from apt_jax.config import CacheMode
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.hardware import Hardware
-from apt_jax.executor import StepBatch
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sched import StepCosts, all_policies
 from apt_jax.sim.config import SimulationConfig

@@ -8,9 +8,9 @@ import pytest
 
 from apt_jax.config import SLO
 from apt_jax.core.kinds import HIDDEN
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
 from apt_jax.errors import ConfigError
-from apt_jax.executor import StepBatch
 from apt_jax.sched import Plan, SchedulerView, all_policies, make_policy
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware

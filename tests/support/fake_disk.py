@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor import DiskCounts, DiskGroup, DiskRead
+from apt_jax.core.tiers import DiskCounts, DiskGroup, DiskRead
 from tests.support.fake_executor import FakeHostMemory
 
 GROUP_BYTES = 1000

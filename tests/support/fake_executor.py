@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, PoolSpan, PromptTargets, StepBatch, StepResult
+from apt_jax.core.step import NO_TOKEN, NULL_BLOCK, TOKEN_ON_DEVICE, PoolSpan, PromptTargets, StepBatch, StepResult
 from apt_jax.request import Grammar, PromptLogprobs, SamplingParams
 from apt_jax.utils.clock import VirtualClock
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
-from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, PromptLogprobs, SamplingParams
 from apt_jax.sched import check_plan, make_policy
 from apt_jax.sched.view import Plan, SchedulerView

@@ -19,8 +19,9 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.core.step import StepBatch, StepResult
 from apt_jax.engine import Engine
-from apt_jax.executor import Executor, MaskedStepHandle, StepBatch, StepHandle, StepResult
+from apt_jax.executor import Executor, MaskedStepHandle, StepHandle
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.utils.clock import WallClock
 from serve.client import make_request

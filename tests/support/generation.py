@@ -6,8 +6,8 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
+from apt_jax.core.tiers import HostMemory
 from apt_jax.engine import Engine
-from apt_jax.executor import HostMemory
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest, SamplingParams

@@ -10,7 +10,8 @@ import pytest
 
 from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import KV
-from apt_jax.executor import TOKEN_ON_DEVICE, Executor, MaskedStepHandle, StepBatch
+from apt_jax.core.step import TOKEN_ON_DEVICE, StepBatch
+from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params

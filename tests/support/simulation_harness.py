@@ -24,6 +24,7 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
+from apt_jax.core.step import StepBatch
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine, StepOutput
 from apt_jax.errors import (
@@ -32,7 +33,6 @@ from apt_jax.errors import (
     InvalidRequestError,
     QueueFullError,
 )
-from apt_jax.executor import StepBatch
 from apt_jax.request import EngineRequest, RequestMetrics, SamplingParams
 from apt_jax.sched import all_policies, check_plan, make_policy
 from apt_jax.sched.view import Plan, Policy, SchedulerView

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV, KindSet
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.executor.buckets import Buckets, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from apt_jax.config import CacheConfig, EngineConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
-from apt_jax.executor import StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.request import EngineRequest
 from apt_jax.text.chat import ChatTemplate

@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
+from apt_jax.core.step import StepBatch
 from apt_jax.engine import Engine
-from apt_jax.executor import StepBatch
 from tests.support.fake_executor import Fault, FaultKind
 from tests.support.serving_simulation.engine import ReplicaClock
 from tests.support.serving_simulation.world import World
