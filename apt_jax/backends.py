@@ -15,7 +15,6 @@ Selection is explicit and logged; an unknown or unavailable name is an error.
 
 import dataclasses
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +26,7 @@ from apt_jax.cpu import build
 from apt_jax.cpu.build import KernelBuildError
 from apt_jax.ops import xla_decode, xla_prefill
 from apt_jax.ops.backend import EXTRAS, RULES, KernelBackend
+from apt_jax.ops.calls import DecodeCall, PrefillCall
 from apt_jax.ops.lowered_once import lowered_once
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,12 @@ def _cpu(chip: str | None) -> KernelBackend:
     )
 
 
+def _has_collectives(call: DecodeCall | PrefillCall) -> bool:
+    """True if the devices of a call exchange layer inputs or scores."""
+    reads = call if isinstance(call, DecodeCall) else call.hidden_prefixes
+    return reads is not None and reads.tensor is not None
+
+
 def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     # Imported when asked for: Pallas' Triton backend takes a second.
     try:
@@ -100,12 +106,9 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
             f"JAX {jax.__version__} has no Triton backend of Pallas ({error}); install 'jax{JAX_WITH_TRITON}'"
         ) from None
 
-    def bound(op: Callable[..., Any]) -> Callable[..., Any]:
+    def bound(op: Callable[..., Any], *static: str) -> Callable[..., Any]:
         """The op, traced and lowered once for all layers and programs with equal calls: Pallas takes 0.1 s for a
         kernel."""
-        known = inspect.signature(op).parameters
-        named = ("block_size", "with_hidden", "out_dtype", "hidden_block_size", "tensor", "room")
-        static = [name for name in named if name in known]
         made = functools.partial(op, interpret=interpret, chip=chip)
         in_program = jax.jit(made, static_argnames=static)
         if interpret:
@@ -113,22 +116,21 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         once = lowered_once(made, static_argnames=static, platform="cuda", custom_calls=[_TRITON_CALL])
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            has_collectives = kwargs.get("tensor") is not None
-            return (in_program if has_collectives else once)(*args, **kwargs)
+            return (in_program if _has_collectives(args[-1]) else once)(*args, **kwargs)
 
         return call
 
-    absorbed = bound(triton_decode_absorbed.decode_absorbed)
-    absorbed_shards = bound(triton_decode_shards.decode_absorbed)
-    v_absorbed = bound(triton_decode_v_absorbed.decode_v_absorbed)
+    absorbed = bound(triton_decode_absorbed.decode_absorbed, "out_dtype")
+    absorbed_shards = bound(triton_decode_shards.decode_absorbed, "out_dtype")
+    v_absorbed = bound(triton_decode_v_absorbed.decode_v_absorbed, "out_dtype")
 
     # Results are N times as wide as a layer input: their traffic counts.
-    def decode_absorbed(q_absorbed: Array, *args: Any, **kwargs: Any) -> Array:
-        op = absorbed_shards if "tensor" in kwargs else absorbed
-        return op(q_absorbed, *args, out_dtype=q_absorbed.dtype, **kwargs)
+    def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
+        op = absorbed if call.tensor is None else absorbed_shards
+        return op(q_absorbed, call, out_dtype=q_absorbed.dtype)
 
-    def decode_v_absorbed(q_rotary: Array, *args: Any, **kwargs: Any) -> Array:
-        return v_absorbed(q_rotary, *args, out_dtype=q_rotary.dtype, **kwargs)
+    def decode_v_absorbed(q_rotary: Array, q_absorbed: Array | None, call: DecodeCall) -> Array:
+        return v_absorbed(q_rotary, q_absorbed, call, out_dtype=q_rotary.dtype)
 
     return KernelBackend(
         name="triton-interpret" if interpret else "triton",
@@ -156,20 +158,20 @@ def _triton_onepass(chip: str | None) -> KernelBackend:
     from apt_jax.pallas import cuda_decode_absorbed as cuda
 
     two_kernels, calls = ops.decode_absorbed, [_TRITON_CALL, cuda.CALL]
-    one_pass = lowered_once(cuda.decode_absorbed, static_argnames=["block_size"], platform="cuda", custom_calls=calls)
+    one_pass = lowered_once(cuda.decode_absorbed, static_argnames=[], platform="cuda", custom_calls=calls)
 
     @functools.cache
     def say(reason: str) -> None:
         logger.warning("absorbed decode takes two kernels, not one pass: %s", reason)
 
-    def decode_absorbed(q_absorbed: Array, pool: Array, *args: Any, **kwargs: Any) -> Array:
+    def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
         reason = "layer inputs are spread over devices"
-        if "tensor" not in kwargs:
-            reason = cuda.why_not(chip, q_absorbed, pool)
+        if call.tensor is None:
+            reason = cuda.why_not(chip, q_absorbed, call.pool)
         if reason is None:
-            return one_pass(q_absorbed, pool, *args, **kwargs)
+            return one_pass(q_absorbed, call)
         say(reason)
-        return two_kernels(q_absorbed, pool, *args, **kwargs)
+        return two_kernels(q_absorbed, call)
 
     return dataclasses.replace(ops, name="triton-onepass", decode_absorbed=decode_absorbed)
 
@@ -194,15 +196,15 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
     takes = functools.partial(tpu_decode.takes, interpret=interpret)
 
     # What the kernels do not take, each call by itself, is XLA's.
-    def decode_kv(q: Array, pool: Array, tables: Array, lens: Array, **named: Any) -> Array:
-        if not takes(pool, tables, pool.shape[2]):
-            return xla_decode.decode_kv(q, pool, tables, lens, **named)
-        return tpu_decode.decode_kv(q, pool, tables, lens, **named, **common)
+    def decode_kv(q: Array, call: DecodeCall) -> Array:
+        if not takes(call.pool, call.tables, call.pool.shape[2]):
+            return xla_decode.decode_kv(q, call)
+        return tpu_decode.decode_kv(q, call, **common)
 
-    def decode_absorbed(q: Array, pool: Array, tables: Array, lens: Array, **named: Any) -> Array:
-        if not takes(pool, tables, q.shape[2]):
-            return xla_decode.decode_absorbed(q, pool, tables, lens, **named)
-        return tpu_decode.decode_absorbed(q, pool, tables, lens, **named, **common, out_dtype=q.dtype)
+    def decode_absorbed(q: Array, call: DecodeCall) -> Array:
+        if not takes(call.pool, call.tables, q.shape[2]):
+            return xla_decode.decode_absorbed(q, call)
+        return tpu_decode.decode_absorbed(q, call, **common, out_dtype=q.dtype)
 
     return dataclasses.replace(
         _xla(chip),
@@ -214,12 +216,12 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
 
 def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
-    """The ops for layer inputs sharded over devices by feature, which take `tensor` (`ops.xla_common.Shards`) wherever
+    """The ops for layer inputs sharded over devices by feature, which take `tensor` (`ops.calls.Shards`) wherever
     they read layer inputs: XLA's where those of `ops` do not. Rows of keys and values keep their kernels."""
 
-    def prefill(*args: Any, with_hidden: bool, **kwargs: Any) -> Array:
-        op = xla_prefill.prefill if with_hidden else ops.prefill
-        return op(*args, with_hidden=with_hidden, **kwargs)
+    def prefill(q: Array, k: Array, v: Array, call: PrefillCall) -> Array:
+        op = ops.prefill if call.hidden_prefixes is None else xla_prefill.prefill
+        return op(q, k, v, call)
 
     plain: dict[str, Callable[..., Any]] = {
         "decode_absorbed": xla_decode.decode_absorbed,

@@ -14,9 +14,8 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax.cpu import build
 from apt_jax.ops import linear, low_rank, sampling, xla_decode, xla_prefill
-from apt_jax.ops.low_rank import LowRank
-from apt_jax.ops.reference import LogitModifiers
-from apt_jax.ops.weights import IntegerTiles, NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
+from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
+from apt_jax.ops.weights import IntegerTiles, LowRank, NormParams, PreNormLayer, QuantizedMatrix, TiledMatrix
 
 _DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 _MOST_RANK = 512
@@ -182,67 +181,30 @@ def add_low_rank(
     return call(index, x.astype(dtype), y.astype(jnp.float32), *matrices, **widths)
 
 
-def decode_kv(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
-    if pool.dtype not in _DTYPES:
-        return xla_decode.decode_kv(
-            q, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
-        )  # fmt: skip
-    of_rows = (block_size, rows, slot_ranges, rules)
-    return _decode("apt_decode_kv", jnp.float32, q, pool, tables, lens, *of_rows)
+def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
+    """See `reference.decode_kv`; rows that are not the call's give zeros without work."""
+    if call.pool.dtype not in _DTYPES:
+        return xla_decode.decode_kv(q, call)
+    return _decode("apt_decode_kv", jnp.float32, q, call)
 
 
-def decode_absorbed(
-    q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-) -> Float[Array, "B N D"]:
+def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`."""
-    if pool.dtype not in _DTYPES:
-        return xla_decode.decode_absorbed(
-            q_absorbed, pool, tables, lens, block_size=block_size, rows=rows, slot_ranges=slot_ranges, rules=rules
-        )  # fmt: skip
-    of_rows = (block_size, rows, slot_ranges, rules)
-    return _decode("apt_decode_absorbed", pool.dtype, q_absorbed, pool, tables, lens, *of_rows)
+    if call.pool.dtype not in _DTYPES:
+        return xla_decode.decode_absorbed(q_absorbed, call)
+    return _decode("apt_decode_absorbed", call.pool.dtype, q_absorbed, call)
 
 
-def _decode(
-    target: str,
-    dtype: Any,
-    q: Array,
-    pool: Array,
-    tables: Array,
-    lens: Array,
-    block_size: int,
-    rows: tuple[Array, Array] | None,
-    slot_ranges: Array | None,
-    rules: LogitModifiers | None,
-) -> Array:
-    first, last = rows or (jnp.int32(0), jnp.int32(q.shape[0]))
+def _decode(target: str, dtype: Any, q: Array, call: DecodeCall) -> Array:
+    call = call.by_row()
     return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, dtype))(
-        q.astype(pool.dtype),
-        pool,
-        tables,
-        lens,
-        jnp.stack([first, last]),
-        *_optional(slot_ranges, rules),
-        **_attributes(block_size, rules),
+        q.astype(call.pool.dtype),
+        call.pool,
+        call.tables,
+        call.lens,
+        jnp.stack(call.row_range()),
+        *_optional(call.slot_ranges, call.rules),
+        **_attributes(call.block_size, call.rules),
     )
 
 
@@ -264,50 +226,32 @@ def _attributes(block_size: int, rules: LogitModifiers | None) -> dict[str, Any]
 
 
 def prefill(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    offsets: Int32[Array, " B"],
-    chunk_lens: Int32[Array, " B"],
-    prefix_lens: Int32[Array, " B"],
-    hidden: Bool[Array, " B"],
-    num_rows: Int32[Array, ""],
-    *weights: Array | None,
-    block_size: int,
-    with_hidden: bool,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-    **of_keys: Any,
+    q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. Ours where no row has a hidden prefix; XLA's else."""
 
     def of_xla() -> Array:
-        return xla_prefill.prefill(
-            q, k, v, pool, tables, offsets, chunk_lens, prefix_lens, hidden, num_rows, *weights,
-            block_size=block_size, with_hidden=with_hidden, slot_ranges=slot_ranges, rules=rules, **of_keys,
-        )  # fmt: skip
+        return xla_prefill.prefill(q, k, v, call)
 
     def ours() -> Array:
         return jax.ffi.ffi_call("apt_prefill", jax.ShapeDtypeStruct(q.shape, q.dtype))(
             q,
             k,
             v,
-            pool,
-            tables,
-            jnp.stack([offsets, chunk_lens, prefix_lens]),
-            num_rows.reshape(1),
-            *_optional(slot_ranges, rules),
-            **_attributes(block_size, rules),
+            call.pool,
+            call.tables,
+            jnp.stack([call.offsets, call.chunk_lens, call.prefix_lens]),
+            call.num_rows.reshape(1),
+            *_optional(call.slot_ranges, call.rules),
+            **_attributes(call.block_size, call.rules),
         )
 
-    if not (q.dtype == k.dtype == pool.dtype) or q.dtype not in _DTYPES or q.shape[2] % 2:
+    if not (q.dtype == k.dtype == call.pool.dtype) or q.dtype not in _DTYPES or q.shape[2] % 2:
         return of_xla()
-    if not with_hidden:
+    if call.hidden_prefixes is None:
         return ours()
-    live = jnp.arange(hidden.shape[0]) < num_rows
-    return lax.cond(jnp.any(hidden & (prefix_lens > 0) & live), of_xla, ours)
+    live = jnp.arange(call.hidden.shape[0]) < call.num_rows
+    return lax.cond(jnp.any(call.hidden & (call.prefix_lens > 0) & live), of_xla, ours)
 
 
 def _are_tiles(matrices: tuple[Any, ...]) -> bool:

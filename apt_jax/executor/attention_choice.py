@@ -10,6 +10,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.ops.backend import ATTENTION_OPS, RULES, KernelBackend
+from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 
 logger = logging.getLogger(__name__)
 
@@ -97,18 +98,19 @@ def choose_attention(
 def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, frozenset[str]]) -> KernelBackend:
     """`ops` with the ops of `xla` for calls that need missing features."""
 
-    def falls_back(op: str, given: Mapping[str, Any]) -> bool:
+    def falls_back(op: str, rules: LogitModifiers | None) -> bool:
         extras = missing.get(op, frozenset())
-        return bool(extras - RULES) or bool(extras & _rules_of(given.get("rules")))
+        return bool(extras - RULES) or bool(extras & _rules_of(rules))
 
     def either(op: str) -> Callable[..., Any]:
         kernel, plain = getattr(ops, op), getattr(xla, op)
 
-        def call(*arguments: Any, **given: Any) -> Any:
-            kind = "prefill_hidden" if op == "prefill" and given["with_hidden"] else op
-            return (plain if falls_back(kind, given) else kernel)(*arguments, **given)
+        def choose(*arguments: Any) -> Any:
+            call: DecodeCall | PrefillCall = arguments[-1]
+            has_hidden = isinstance(call, PrefillCall) and call.hidden_prefixes is not None
+            return (plain if falls_back("prefill_hidden" if has_hidden else op, call.rules) else kernel)(*arguments)
 
-        return call
+        return choose
 
     changed = {"prefill" if op == "prefill_hidden" else op for op in missing}
     # Rows of a tile attend together in XLA's decode ops: steps of those cost what XLA's do.
@@ -118,7 +120,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
     return dataclasses.replace(ops, rows_per_tile=rows, takes_shards=shards, **either_of)
 
 
-def _rules_of(rules: Any) -> frozenset[str]:
+def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
     """The score rules of one layer, as `EXTRAS` names them."""
     if rules is None:
         return frozenset()

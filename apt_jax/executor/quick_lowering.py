@@ -25,7 +25,7 @@ _before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
 
 @contextlib.contextmanager
 def quick_lowering() -> Iterator[None]:
-    """While it lasts, collections are rare and leave alone what there was before. It may be nested, and serve threads."""
+    """Within it, garbage collections are rare and skip the objects that existed before. It may be nested, and serve threads."""
     global _num_within, _before
     with _lock:
         if not _num_within:

@@ -24,8 +24,10 @@ from apt_jax.models.step import (
     flatten_inputs,
     zero_non_finite,
 )
-from apt_jax.ops.low_rank import KeyValueAdapters, LowRank, absorbed_low_rank
-from apt_jax.ops.reference import KeyNorm, LogitModifiers, apply_rope, rms_norm_heads
+from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, KeyNorm, LogitModifiers, PrefillCall, Projection
+from apt_jax.ops.low_rank import absorbed_low_rank
+from apt_jax.ops.reference import apply_rope, rms_norm_heads
+from apt_jax.ops.weights import KeyValueAdapters, LowRank
 from apt_jax.ops.xla_common import project_shards
 
 _CosSin = tuple[Array, Array]
@@ -80,7 +82,7 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
         outs.append(_attend_decode(a, q[:b], pool).astype(x.dtype))
     if t > b:
         keys, values = (part[b:].reshape(t - b, -1, head_dim) for part in (k, v))
-        out = _attend_prefill(a, q[b:], keys, values, pool, width=x.shape[1])
+        out = _attend_prefill(a, q[b:], keys, values, pool)
         outs.append(out.astype(x.dtype))
     return jnp.concatenate(outs).reshape(t, -1), pool
 
@@ -94,12 +96,6 @@ def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | No
     if slopes is not None and tensor is not None:
         slopes = tensor.own(slopes, 0)
     return LogitModifiers(softcap=config.attention_softcap, slopes=slopes, window=window)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that are not None. Ops get the others not at all: a backend need not know features it does not
-    support."""
-    return {name: value for name, value in options.items() if value is not None}
 
 
 # ---- projection to q, k and v
@@ -266,121 +262,108 @@ def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 
 def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
     """Decode rows of the KV kind; zeros for others."""
-    batch, options = a.batch, a.options
-    return options.ops.decode_kv(
-        q,
-        pool,
-        batch.decode_tables,
-        batch.decode_lens,
-        block_size=options.block_size,
+    batch = a.batch
+    call = DecodeCall(
+        pool=pool,
+        tables=batch.decode_tables,
+        lens=batch.decode_lens,
+        block_size=a.options.block_size,
         rows=(jnp.int32(0), batch.num_kv_rows),
-        **_given(rules=a.rules, slot_ranges=batch.decode_ranges),
+        slot_ranges=batch.decode_ranges,
+        rules=a.rules,
+    )
+    return a.options.ops.decode_kv(q, call)
+
+
+def _hidden_call(a: AttentionInputs, pool: Array) -> DecodeCall:
+    """The cached layer inputs of decode rows of the hidden kind."""
+    batch = a.batch
+    return DecodeCall(
+        pool=pool,
+        tables=batch.decode_tables[:, 0],
+        lens=batch.decode_lens,
+        block_size=a.options.hidden_block_size,
+        rows=(batch.num_kv_rows, batch.num_decode_rows),
+        slot_ranges=batch.decode_ranges,
+        rules=a.rules,
+        tensor=a.options.tensor,
     )
 
 
 def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
     """Decode rows of the hidden kind; zeros for others."""
-    p, options, batch = a.params, a.options, a.batch
+    p, options, batch, call = a.params, a.options, a.batch, _hidden_call(a, pool)
     if options.cuts_by_feature:
         assert options.tensor is not None
-        return _attend_absorbed_shards(a, q, pool, options.tensor)
-    tables, lens = batch.decode_tables[:, 0], batch.decode_lens
+        return _attend_absorbed_shards(a, q, call, options.tensor)
     of_decode = None if batch.adapters is None else batch.adapters[: options.num_decode]
-    common = {
-        "block_size": options.hidden_block_size,
-        "rows": (batch.num_kv_rows, batch.num_decode_rows),
-    } | _given(rules=a.rules, tensor=options.tensor, slot_ranges=batch.decode_ranges)
     if options.hidden_mode is None:
-        of_keys = _given(angles=a.all_angles, key_norm=a.key_norm, adapters=_key_adapters(a, of_decode))
-        return options.ops.decode_reprojected(q, pool, tables, lens, p.wk, p.bk, p.wv, p.bv, **common, **of_keys)
+        return options.ops.decode_reprojected(q, dataclasses.replace(call, projection=_projection(a, of_decode)))
     scaled = q * jnp.asarray(q.shape[2] ** -0.5, q.dtype)
     if options.hidden_mode == "absorb":
-        z = options.ops.decode_absorbed(_absorb_keys(a, scaled, p.wk, of_decode), pool, tables, lens, **common)
+        z = options.ops.decode_absorbed(_absorb_keys(a, scaled, p.wk, of_decode), call)
     else:
         assert a.all_angles is not None
         r = q.shape[2] if options.hidden_mode == "v-absorb" else 2 * a.all_angles.shape[1]
         absorbed = None if r == q.shape[2] else _absorb_keys(a, scaled[:, :, r:], p.wk[:, r:], of_decode, first_lane=r)
-        bias = None if p.bk is None else p.bk[:, :r]
-        z = options.ops.decode_v_absorbed(
-            scaled[:, :, :r],
-            absorbed,
-            pool,
-            tables,
-            lens,
-            p.wk[:, :r],
-            bias,
-            a.all_angles,
-            **common,
-            **_given(key_norm=a.key_norm, adapters=_key_adapters(a, of_decode, lanes=r)),
-        )
+        call = dataclasses.replace(call, projection=_projection(a, of_decode, lanes=r))
+        z = options.ops.decode_v_absorbed(scaled[:, :, :r], absorbed, call)
     out = _head_products(a, z, p.wv, onto_inputs=False)
     return _add_value_bias(a, _with_low_rank(a, out, z, adapter_of(p, "wv"), of_decode, onto_inputs=False))
 
 
 def _attend_absorbed_shards(
-    a: AttentionInputs, q: Float[Array, "B N H"], pool: Array, tensor: TensorParallel
+    a: AttentionInputs, q: Float[Array, "B N H"], call: DecodeCall, tensor: TensorParallel
 ) -> Float[Array, "B N H"]:
     """Absorbed attention of this device's heads, where every device has some features of the layer inputs, and so a
     part of the scores of all heads."""
-    p, batch = a.params, a.batch
+    p = a.params
+    call = dataclasses.replace(call, rules=a.rules_of_all_heads, room=a.options.hidden_room)
     every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
-    z = a.options.ops.decode_absorbed(
-        _absorb_keys(a, every, p.wk, None),
-        pool,
-        batch.decode_tables[:, 0],
-        batch.decode_lens,
-        block_size=a.options.hidden_block_size,
-        rows=(batch.num_kv_rows, batch.num_decode_rows),
-        rules=a.rules_of_all_heads,
-        tensor=tensor,
-        **_given(room=a.options.hidden_room, slot_ranges=batch.decode_ranges),
-    )
+    z = a.options.ops.decode_absorbed(_absorb_keys(a, every, p.wk, None), call)
     return _add_value_bias(a, tensor.scatter_sum(_head_products(a, z, p.wv, onto_inputs=False), 1))
 
 
+def _projection(a: AttentionInputs, index: Array | None, *, lanes: int | None = None) -> Projection:
+    """How keys and values are computed from cached layer inputs, for rows with these adapters; with `lanes` only the
+    first lanes of each key, and no values."""
+    p, angles, norm, adapters = a.params, a.all_angles, a.key_norm, _key_adapters(a, index, lanes)
+    if lanes is None:
+        return Projection(wk=p.wk, bk=p.bk, wv=p.wv, bv=p.bv, angles=angles, key_norm=norm, adapters=adapters)
+    bias = None if p.bk is None else p.bk[:, :lanes]
+    return Projection(wk=p.wk[:, :lanes], bk=bias, angles=angles, key_norm=norm, adapters=adapters)
+
+
 def _attend_prefill(
-    a: AttentionInputs,
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    pool: Array,
-    *,
-    width: int,
+    a: AttentionInputs, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pool: Array
 ) -> Float[Array, "T N H"]:
-    """Chunks of prompts over their cached prefixes and themselves; `width` is that of layer inputs."""
-    p, options, batch = a.params, a.options, a.batch
-    has_hidden = options.kinds[1] and options.prefix_room != 0
-    of_inputs: dict[str, Any] = {}
-    if has_hidden:
-        same_blocks = options.hidden_block_size == options.block_size and width == a.config.lane
+    """Chunks of prompts over their cached prefixes and themselves."""
+    options, batch = a.options, a.batch
+    of_inputs = None
+    if options.kinds[1] and options.prefix_room != 0:
         index = None
         if batch.adapters is not None:
             index = batch.adapters[options.num_decode + batch.prefill_offsets]
-        of_inputs = _given(
-            angles=a.all_angles,
-            key_norm=a.key_norm,
-            adapters=_key_adapters(a, index),
+        of_inputs = HiddenPrefixes(
+            projection=_projection(a, index),
+            block_size=options.hidden_block_size,
             tensor=options.tensor,
-            hidden_block_size=None if same_blocks else options.hidden_block_size,
             room=options.prefix_room,
         )
-    return options.ops.prefill(
-        q,
-        k,
-        v,
-        pool,
-        batch.prefill_tables,
-        batch.prefill_offsets,
-        batch.prefill_lens,
-        batch.prefix_lens,
-        batch.prefill_hidden,
-        batch.num_prefill_rows,
-        *((p.wk, p.bk, p.wv, p.bv) if has_hidden else (None,) * 4),
+    call = PrefillCall(
+        pool=pool,
+        tables=batch.prefill_tables,
+        offsets=batch.prefill_offsets,
+        chunk_lens=batch.prefill_lens,
+        prefix_lens=batch.prefix_lens,
+        hidden=batch.prefill_hidden,
+        num_rows=batch.num_prefill_rows,
         block_size=options.block_size,
-        with_hidden=has_hidden,
-        **_given(rules=a.rules, slot_ranges=batch.prefill_ranges),
-        **of_inputs,
+        slot_ranges=batch.prefill_ranges,
+        rules=a.rules,
+        hidden_prefixes=of_inputs,
     )
+    return options.ops.prefill(q, k, v, call)
 
 
 # ---- absorption

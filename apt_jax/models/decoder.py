@@ -44,8 +44,8 @@ from apt_jax.models.step import (
 from apt_jax.models.weight_layout import pre_norm_layer
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.calls import LogitModifiers
 from apt_jax.ops.linear import activate, dense, project_kv
-from apt_jax.ops.reference import LogitModifiers
 from apt_jax.ops.weights import (
     GroupedMatrix,
     IntegerTiles,
@@ -172,7 +172,9 @@ def _rotation(
 
 def _sampled(rows: Array, sample_rows: Int32[Array, " S"] | None) -> Array:
     """The rows of the tokens that sample; None: all of them."""
-    return rows if sample_rows is None else rows.at[sample_rows].get(mode="fill", fill_value=0)
+    if sample_rows is None:
+        return rows
+    return rows.at[sample_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _added(
@@ -195,6 +197,37 @@ def _added(
 
 def _normed(h: Array, norm: NormParams | None, config: ModelConfig) -> Array:
     return h if norm is None else apply_norm(h, norm, config)
+
+
+def _attention(
+    x: Float[Array, "T D"],
+    pool: Array,
+    p: LayerParams,
+    batch: DecoderBatch,
+    turns: tuple[tuple[Array, Array] | None, Array | None],
+    rules: tuple[LogitModifiers | None, LogitModifiers | None],
+    *,
+    rope: RopeConfig | None,
+    config: ModelConfig,
+    options: StepOptions,
+) -> tuple[Float[Array, "T NH"], Array]:
+    """`attend` of a layer, with the arguments of `_layer`."""
+    inputs = AttentionInputs(
+        params=p,
+        config=config,
+        options=options,
+        batch=batch,
+        rope=rope,
+        cos_sin=turns[0],
+        all_angles=turns[1],
+        rules=rules[0],
+        rules_of_all_heads=rules[1],
+    )
+    return attend(inputs, x, pool)
+
+
+_shared_attention = jax.jit(_attention, static_argnames=("rope", "config", "options"))
+"""`_attention` as a function of its own: the last layer's is that of the others, whatever comes behind it."""
 
 
 def _layer(
@@ -225,19 +258,9 @@ def _layer(
         rest: options from there on.
     """
     dtype, index = x.dtype, batch.adapters
-    inputs = AttentionInputs(
-        params=p,
-        config=config,
-        options=options,
-        batch=batch,
-        rope=rope,
-        cos_sin=turns[0],
-        all_angles=turns[1],
-        rules=rules[0],
-        rules_of_all_heads=rules[1],
-    )
+    of_layer = _attention if options.ops.branches else _shared_attention
     with jax.named_scope("attention"):
-        heads, pool = attend(inputs, x, pool)
+        heads, pool = of_layer(x, pool, p, batch, turns, rules, rope=rope, config=config, options=options)
         h, heads = _sampled(h, sample_rows), _sampled(heads, sample_rows)
         index = None if index is None else _sampled(index, sample_rows)
         out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int32
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.low_rank import LowRank
+from apt_jax.ops.weights import LowRank
 
 TARGETS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 """Matrices of a layer that adapters may add to, as fields of `LayerParams`."""

@@ -18,12 +18,13 @@ EXTRAS: frozenset[str] = RULES | {"key norm", "lane norm", "grouped absorption",
 W_k or W_v where keys and values are computed from layer inputs."""
 
 ATTENTION_OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill")
-"""Fields of `KernelBackend`. Features are named for them and for `prefill_hidden`: `prefill` with `with_hidden`."""
+"""Fields of `KernelBackend`. Features are named for them and for `prefill_hidden`: `prefill` with `hidden_prefixes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelBackend:
-    """One implementation of the attention ops and the products around them; contracts in `reference.py`."""
+    """One implementation of the attention ops and the products around them. Ops take queries, and a record of what they
+    read (`calls.py`); contracts in `reference.py`."""
 
     name: str
     decode_kv: Callable[..., Any]
@@ -62,7 +63,7 @@ class KernelBackend:
     extras: frozenset[str] | Mapping[str, frozenset[str]] = dataclasses.field(hash=False)
     """Features of `EXTRAS` that all ops support, or each op by itself; one that is not named supports none."""
     takes_shards: frozenset[str] = frozenset()
-    """Ops of `ATTENTION_OPS` that take `tensor` (`xla_common.Shards`): layer inputs spread over devices by feature."""
+    """Ops of `ATTENTION_OPS` that take `tensor` (`calls.Shards`): layer inputs spread over devices by feature."""
     branches: bool
     """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
     where they have none, as a branch on the device would break up a CUDA graph."""

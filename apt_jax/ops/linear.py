@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from apt_jax.ops.reference import KeyNorm, rms_norm_heads, rotate
+from apt_jax.ops.calls import KeyNorm
+from apt_jax.ops.reference import rms_norm_heads, rotate
 from apt_jax.ops.weights import GroupedMatrix
 
 

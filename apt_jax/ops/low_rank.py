@@ -3,44 +3,14 @@
 A row has the number of its adapter; 0: none, and then nothing is added. Everything here is plain XLA. Sums are float32.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from apt_jax.ops.linear import dot
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """Additions of S adapters to one matrix (O, I); those of a lower rank than R, or without this matrix, have zeros."""
-
-    a: Any
-    """(S, R, I)"""
-    b: Any
-    """(S, R, O), the adapter's scale in it"""
-
-    def lanes(self, heads: int, start: int, stop: int | None = None) -> "LowRank":
-        """The same for lanes [start, stop) of every head, where outputs are heads."""
-        s, r, width = self.b.shape
-        of_heads = self.b.reshape(s, r, heads, width // heads)[:, :, :, start:stop]
-        return LowRank(a=self.a, b=of_heads.reshape(s, r, -1))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyValueAdapters:
-    """Additions of adapters to W_k and W_v, for keys and values that are computed from cached layer inputs of rows."""
-
-    k: LowRank | None
-    v: LowRank | None
-    index: Int32[Array, " B"]
-    """Adapter of each row."""
+from apt_jax.ops.weights import KeyValueAdapters, LowRank
 
 
 def add_low_rank(

@@ -21,37 +21,14 @@ rotary lanes of a head, P blocks, C slots per block, J table entries per row, S 
 whatever the input dtype.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LogitModifiers:
-    """Modifiers of attention scores before the softmax, applied in this order."""
-
-    softcap: float | None = dataclasses.field(default=None, metadata=dict(static=True))
-    """`cap * tanh(s / cap)` (Gemma-2)."""
-    slopes: Float[Array, " N"] | None = None
-    """ALiBi: `slope * (j - i)` is added for query i and key j (Press et al., 2022)."""
-    window: int | None = dataclasses.field(default=None, metadata=dict(static=True))
-    """A query sees its last `window` positions alone, its own among them."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyNorm:
-    """RMS norm of projected keys, before they are turned (Qwen3, OLMo-2)."""
-
-    scale: Float[Array, " S"]
-    """(H,): each head by itself; (K * H,): all heads together."""
-    eps: float = dataclasses.field(metadata=dict(static=True))
+from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall, Projection
 
 
 def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float) -> Float[Array, "T K H"]:
@@ -141,229 +118,140 @@ def _softmax(scores: Float[Array, "N S"], mask: Array) -> Float[Array, "N S"]:
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
 
 
-def _over_rows(
-    row: Callable[..., Array],
-    q: Array,
-    tables: Array,
-    lens: Array,
-    rows: tuple[Array, Array] | None,
-    slot_ranges: Array | None,
-    *more: Array,
-) -> Array:
-    """`row(q, table, length, slot_ranges, *more)` of every row in `rows`, zeros elsewhere."""
-    index = jnp.arange(q.shape[0])
-    if rows is not None:
-        lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
-    ranges_axis = None if slot_ranges is None else 0
-    axes = (0, 0, 0, ranges_axis, *(0 for _ in more))
-    return jax.vmap(row, in_axes=axes)(q, tables, lens, slot_ranges, *more)
+def _over_rows(row: Callable[..., Array], q: Array, call: DecodeCall, *more: Array) -> Array:
+    """`row(q, table, length, slot_ranges, *more)` of every row of the call, zeros elsewhere."""
+    call, (first, last), index = call.by_row(), call.row_range(), jnp.arange(q.shape[0])
+    lens = jnp.where((index >= first) & (index < last), call.lens, 0)
+    axes = (0, 0, 0, None if call.slot_ranges is None else 0, *(0 for _ in more))
+    return jax.vmap(row, in_axes=axes)(q, call.tables, lens, call.slot_ranges, *more)
 
 
-def decode_kv(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-) -> Float[Array, "B N H"]:
+def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
     """`softmax(q k^T / sqrt(H)) v` over positions [0, lens); rows of length 0 give zeros."""
     num_heads, head_dim = q.shape[1], q.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
-        own, position = own_slots(ranges, length, table.shape[1], block_size)
+        own, position = own_slots(ranges, length, table.shape[1], call.block_size)
         k, v = (
-            jnp.where(own[:, None], gather_slots(pool, half, block_size), 0.0).reshape(own.size, -1, head_dim)
+            jnp.where(own[:, None], gather_slots(call.pool, half, call.block_size), 0.0).reshape(own.size, -1, head_dim)
             for half in table
         )
         group = num_heads // k.shape[1]
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
-        scores, sees = modified_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, call.rules)
         return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :]), v)
 
-    return _over_rows(row, q, tables, lens, rows, slot_ranges)
+    return _over_rows(row, q, call)
 
 
-def decode_absorbed(
-    q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-) -> Float[Array, "B N D"]:
+def _inputs_of(
+    call: DecodeCall, table: Array, length: Array, ranges: Array | None, width: int
+) -> tuple[Float[Array, "S D"], Bool[Array, " S"], Int32[Array, " S"]]:
+    """The cached tensor of a row, zeros in slots that are not the row's own; which are; and their positions."""
+    own, position = own_slots(ranges, length, table.shape[0], call.block_size)
+    return jnp.where(own[:, None], gather_inputs(call.pool, table, call.block_size, width), 0.0), own, position
+
+
+def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
     """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md, Absorption);
     the scale is in q~."""
     width = q_absorbed.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
-        own, position = own_slots(ranges, length, table.shape[0], block_size)
-        x = jnp.where(own[:, None], gather_inputs(pool, table, block_size, width), 0.0)
+        x, own, position = _inputs_of(call, table, length, ranges, width)
         scores = jnp.einsum("nd,sd->ns", q_row.astype(jnp.float32), x)
-        scores, sees = modified_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, call.rules)
         return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :]), x)
 
-    return _over_rows(row, q_absorbed, tables, lens, rows, slot_ranges)
+    return _over_rows(row, q_absorbed, call)
 
 
-def decode_reprojected(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    wk: Float[Array, "K H D"],
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"],
-    bv: Float[Array, "K H"] | None,
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-) -> Float[Array, "B N H"]:
+def _project(x: Float[Array, "S D"], w: Array, b: Array | None) -> Float[Array, "S K H"]:
+    out = jnp.einsum("sd,khd->skh", x, w.astype(jnp.float32))
+    return out if b is None else out + b.astype(jnp.float32)[None]
+
+
+def _project_keys(x: Float[Array, "S D"], p: Projection, position: Int32[Array, " S"]) -> Float[Array, "S K H"]:
+    assert p.adapters is None
+    k = _project(x, p.wk, p.bk)
+    if p.key_norm is not None:
+        k = rms_norm_heads(k, p.key_norm.scale, p.key_norm.eps)
+    return rotate(k, None if p.angles is None else p.angles[position])
+
+
+def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
     """Attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b).
 
-    Args:
-        angles: of every position, where keys are rotary; `q` is turned by the caller, and normed where there is a
-        key_norm: of the keys.
+    `q` is turned by the caller, and normed where keys are.
     """
-    group, head_dim = q.shape[1] // wk.shape[0], q.shape[2]
-
-    def project(x: Array, w: Array, b: Array | None) -> Array:
-        out = jnp.einsum("sd,khd->skh", x, w.astype(jnp.float32))
-        return out if b is None else out + b.astype(jnp.float32)[None]
+    p = call.projected
+    wv, group, head_dim = p.value_weights, q.shape[1] // p.wk.shape[0], q.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
-        own, position = own_slots(ranges, length, table.shape[0], block_size)
-        x = jnp.where(own[:, None], gather_inputs(pool, table, block_size, wk.shape[2]), 0.0)
-        k = project(x, wk, bk)
-        if key_norm is not None:
-            k = rms_norm_heads(k, key_norm.scale, key_norm.eps)
-        k = rotate(k, None if angles is None else angles[position])
-        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(project(x, wv, bv), group, axis=1)
+        x, own, position = _inputs_of(call, table, length, ranges, wv.shape[2])
+        k, v = (jnp.repeat(a, group, axis=1) for a in (_project_keys(x, p, position), _project(x, wv, p.bv)))
         scores = jnp.einsum("nh,snh->ns", q_row.astype(jnp.float32), k) * head_dim**-0.5
-        scores, sees = modified_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, call.rules)
         return jnp.einsum("ns,snh->nh", _softmax(scores, (own & sees)[None, :]), v)
 
-    return _over_rows(row, q, tables, lens, rows, slot_ranges)
+    return _over_rows(row, q, call)
 
 
 def decode_v_absorbed(
-    q_rotary: Float[Array, "B N R"],
-    q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    wk_rotary: Float[Array, "K R D"],
-    bk_rotary: Float[Array, "K R"] | None,
-    angles: Float[Array, "S HALF"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
+    q_rotary: Float[Array, "B N R"], q_absorbed: Float[Array, "B N D"] | None, call: DecodeCall
 ) -> Float[Array, "B N D"]:
     """`softmax(q_r k_r^T + q~ x^T) x` with k_r = turn(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
 
     The R rotary lanes of a head must be reprojected, as their turn stands between q and W_k; its other H - R lanes are
     absorbed into `q_absorbed` (None where R = H). Both queries carry the scale, `q_rotary` is turned by the caller.
-    With a `key_norm` all lanes are reprojected (R = H), and `angles` turn the first 2 * HALF of them.
+    With a key norm all lanes are reprojected (R = H), and the angles turn the first 2 * HALF of them.
     """
-    group = q_rotary.shape[1] // wk_rotary.shape[0]
+    p = call.projected
+    group = q_rotary.shape[1] // p.wk.shape[0]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None, *absorbed: Array) -> Array:
-        own, position = own_slots(ranges, length, table.shape[0], block_size)
-        x = jnp.where(own[:, None], gather_inputs(pool, table, block_size, wk_rotary.shape[2]), 0.0)
-        k = jnp.einsum("sd,krd->skr", x, wk_rotary.astype(jnp.float32))
-        if bk_rotary is not None:
-            k = k + bk_rotary.astype(jnp.float32)[None]
-        if key_norm is not None:
-            k = rms_norm_heads(k, key_norm.scale, key_norm.eps)
-        k = jnp.repeat(rotate(k, angles[position]), group, axis=1)
+        x, own, position = _inputs_of(call, table, length, ranges, p.wk.shape[2])
+        k = jnp.repeat(_project_keys(x, p, position), group, axis=1)
         scores = jnp.einsum("nr,snr->ns", q_row.astype(jnp.float32), k)
         for q_rest in absorbed:
             scores = scores + jnp.einsum("nd,sd->ns", q_rest.astype(jnp.float32), x)
-        scores, sees = modified_scores(scores, position, length - 1, rules)
+        scores, sees = modified_scores(scores, position, length - 1, call.rules)
         return jnp.einsum("ns,sd->nd", _softmax(scores, (own & sees)[None, :]), x)
 
     more = () if q_absorbed is None else (q_absorbed,)
-    return _over_rows(row, q_rotary, tables, lens, rows, slot_ranges, *more)
+    return _over_rows(row, q_rotary, call, *more)
 
 
 def prefill(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    offsets: Int32[Array | np.ndarray, " B"],
-    chunk_lens: Int32[Array | np.ndarray, " B"],
-    prefix_lens: Int32[Array | np.ndarray, " B"],
-    hidden: Bool[Array | np.ndarray, " B"],
-    num_rows: Int32[Array | np.ndarray, ""],
-    wk: Float[Array, "K H D"],
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"],
-    bv: Float[Array, "K H"] | None,
-    *,
-    block_size: int,
-    with_hidden: bool,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    hidden_block_size: int | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-    room: int | None = None,
+    q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
     """Causal attention of prompt chunks that lie one after another in T, each over its cached prefix and itself.
 
     Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
     and values or (where `hidden[r]`) layer inputs. Rows from `num_rows` on are left out; tokens of no row give zeros.
-    `q` and `k` are turned by the caller where the model is rotary, `angles` turns keys computed from a hidden prefix,
-    whose blocks hold `hidden_block_size` positions (None: as many as others). `room` says how many positions of hidden
-    prefixes there are at most, each row's rounded up to whole tiles of a kernel (None: as block tables hold). Where this is compiled, `offsets` to
-    `num_rows` are NumPy arrays, as the program is for these rows.
+    `q` and `k` are turned by the caller where the model is rotary. Where this is compiled, the rows' arrays of the call
+    are NumPy's, as the program is for these rows.
     """
-    del room
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]
-    for r in range(int(num_rows)):
-        start, n, m = (int(a[r]) for a in (offsets, chunk_lens, prefix_lens))
-        ranges = None if slot_ranges is None else slot_ranges[r]
-        is_hidden = with_hidden and bool(hidden[r])
-        slots = (hidden_block_size or block_size) if is_hidden else block_size
-        own, position = own_slots(ranges, jnp.int32(m), tables.shape[2], slots)
+    for r in range(int(call.num_rows)):
+        start, n, m = (int(a[r]) for a in (call.offsets, call.chunk_lens, call.prefix_lens))
+        ranges = None if call.slot_ranges is None else call.slot_ranges[r]
+        of_inputs = call.hidden_prefixes if bool(call.hidden[r]) else None
+        slots = call.block_size if of_inputs is None else of_inputs.block_size
+        own, position = own_slots(ranges, jnp.int32(m), call.tables.shape[2], slots)
         order = jnp.argsort(jnp.where(own, position, jnp.iinfo(jnp.int32).max))[:m]
-        if is_hidden:
-            first = gather_inputs(pool, tables[r, 0], slots, wk.shape[2])[order]
-
-            def project(w: Array, b: Array | None, x: Array = first) -> Array:
-                y = jnp.einsum("sd,khd->skh", x, w.astype(jnp.float32))
-                return y if b is None else y + b.astype(jnp.float32)[None]
-
-            keys = project(wk, bk)
-            if key_norm is not None:
-                keys = rms_norm_heads(keys, key_norm.scale, key_norm.eps)
-            keys = rotate(keys, None if angles is None else angles[:m])
-            values = project(wv, bv)
+        if of_inputs is not None:
+            p = of_inputs.projection
+            x = gather_inputs(call.pool, call.tables[r, 0], slots, p.wk.shape[2])[order]
+            keys, values = _project_keys(x, p, jnp.arange(m)), _project(x, p.value_weights, p.bv)
         else:
-            first = gather_slots(pool, tables[r, 0], block_size)[order]
-            heads = first.shape[1] // head_dim
-            keys = first.reshape(m, heads, head_dim)
-            values = gather_slots(pool, tables[r, 1], block_size)[order].reshape(m, heads, head_dim)
+            first, second = (gather_slots(call.pool, half, slots)[order] for half in call.tables[r])
+            keys, values = (a.reshape(m, first.shape[1] // head_dim, head_dim) for a in (first, second))
         chunk = slice(start, start + n)
         keys, values = jnp.concatenate([keys, k[chunk]]), jnp.concatenate([values, v[chunk]])
-        out = out.at[chunk].set(causal_attention(q[chunk], keys, values, rules))
+        out = out.at[chunk].set(causal_attention(q[chunk], keys, values, call.rules))
     return out
 
 

@@ -15,7 +15,7 @@ class AttentionShape:
     """Lanes of a head that rotary embedding turns; 0: positions are learned or none."""
     window: int | None = None
     softcap: float | None = None
-    """Score rules, as of `reference.LogitModifiers`."""
+    """Score rules, as of `calls.LogitModifiers`."""
 
     @property
     def hidden_size(self) -> int:

@@ -22,6 +22,34 @@ class NormParams:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Additions of S adapters to one matrix (O, I); those of a lower rank than R, or without this matrix, have zeros."""
+
+    a: Any
+    """(S, R, I)"""
+    b: Any
+    """(S, R, O), the adapter's scale in it"""
+
+    def lanes(self, heads: int, start: int, stop: int | None = None) -> "LowRank":
+        """The same for lanes [start, stop) of every head, where outputs are heads."""
+        s, r, width = self.b.shape
+        of_heads = self.b.reshape(s, r, heads, width // heads)[:, :, :, start:stop]
+        return LowRank(a=self.a, b=of_heads.reshape(s, r, -1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyValueAdapters:
+    """Additions of adapters to W_k and W_v, for keys and values that are computed from cached layer inputs of rows."""
+
+    k: LowRank | None
+    v: LowRank | None
+    index: Int32[Array, " B"]
+    """Adapter of each row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedMatrix:
     """A matrix as `values * scale[:, None]`; see `quantize`."""
 

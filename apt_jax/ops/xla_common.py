@@ -2,15 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
+from apt_jax.ops.calls import LogitModifiers, Shards
 from apt_jax.ops.linear import dot
-from apt_jax.ops.reference import LogitModifiers, own_slots
+from apt_jax.ops.reference import own_slots
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -22,28 +22,6 @@ Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T), its position
 (R, T) and the numbers of the rows (R,), to the slots' keys and values (R, T, E). Values of slots that are not the row's
 own must be finite."""
-
-
-@runtime_checkable
-class Shards(Protocol):
-    """Devices that layer inputs are spread over by feature: `apt_jax.models.sharding.TensorParallel`."""
-
-    @property
-    def size(self) -> int:
-        """Their number."""
-        ...
-
-    def sum(self, x: Array) -> Array:
-        """The sum over them."""
-        ...
-
-    def scatter_sum(self, x: Array, axis: int) -> Array:
-        """This device's shard along an axis of the sum over them."""
-        ...
-
-    def gather(self, x: Array, axis: int) -> Array:
-        """The shares of all of them, one after another."""
-        ...
 
 
 def project_shards(

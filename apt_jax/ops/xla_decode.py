@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
+from apt_jax.ops.calls import DecodeCall
 from apt_jax.ops.linear import dot, project_kv
-from apt_jax.ops.low_rank import KeyValueAdapters, additions
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
-from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of
+from apt_jax.ops.low_rank import additions
+from apt_jax.ops.xla_common import MASKED, Fetch, apply_rules, fetch_blocks, own_slots_of
 
 TOKENS_PER_TILE = 64
 """T of decode attention: fewer make the products slow, more waste work on short contexts."""
@@ -54,19 +54,15 @@ def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R
 def _decode(
     q: Float[Array, "B N E"],
     fetch: Fetch,
-    tables: Int32[Array, "B A J"],
-    lens: Int32[Array, " B"],
-    rows: tuple[Array, Array],
+    call: DecodeCall,
     finish: Callable[[Float[Array, "R N E"]], Array],
     out_width: int,
-    block_size: int,
-    slot_ranges: Int32[Array, "B J 2"] | None,
-    rules: LogitModifiers | None = None,
-    partly: Shards | None = None,
+    *,
+    partly: bool = False,
 ) -> Float[Array, "B N W"]:
     """Flash attention of one query a row over the keys and values (R, T, E) that `fetch` gives.
 
-    Only tiles that hold rows in the half-open range `rows` are visited; rows outside it give zeros.
+    Only tiles that hold rows of the call are visited; the others give zeros.
 
     Args:
         partly: `q` and `fetch` have one device's features: its products are a part of the scores.
@@ -75,13 +71,16 @@ def _decode(
     r = min(batch, ROWS_PER_TILE)
     if batch % r:
         raise ValueError(f"{batch=} must be at most {ROWS_PER_TILE} or a multiple of it")
-    g = max(1, (TOKENS_PER_TILE if partly is None else TOKENS_PER_SUM) // block_size)
+    call = call.by_row()
+    block_size, rules, slot_ranges, rows = call.block_size, call.rules, call.slot_ranges, call.row_range()
+    g = max(1, (TOKENS_PER_SUM if partly else TOKENS_PER_TILE) // block_size)
     t = g * block_size
+    tables = call.tables.reshape(batch, -1, call.tables.shape[-1])
     tables = jnp.pad(tables, ((0, 0), (0, 0), (0, -tables.shape[2] % g)))
     if slot_ranges is not None:
         slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, -slot_ranges.shape[1] % g), (0, 0)))
     index = jnp.arange(batch, dtype=jnp.int32)
-    lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
+    lens = jnp.where((index >= rows[0]) & (index < rows[1]), call.lens, 0)
 
     def row_tile(i: Array, out: Array) -> Array:
         start = i * r
@@ -95,8 +94,9 @@ def _decode(
             ids = lax.dynamic_slice_in_dim(table_tile, j * g, g, axis=2)
             keys, values = fetch(ids, own, position, start + jnp.arange(r, dtype=jnp.int32))
             s = dot(q_tile, keys, (2, 2), ((0,), (0,)))
-            if partly is not None:
-                s = partly.sum(s)
+            if partly:
+                assert call.tensor is not None
+                s = call.tensor.sum(s)
             if rules is not None:
                 last = len_tile[:, None] - 1
                 s, seen = apply_rules(s, (position - last)[:, None, :], rules, (1, -1, 1))
@@ -130,162 +130,67 @@ def _decode(
     return lax.fori_loop(first, last, row_tile, jnp.zeros((batch, num_heads, out_width), jnp.float32))
 
 
-def decode_kv(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`; rows outside the half-open range `rows` give zeros without work."""
-    num_kv_heads = pool.shape[2] // q.shape[2]
+def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
+    """See `reference.decode_kv`; rows that are not the call's give zeros without work."""
+    num_kv_heads = call.pool.shape[2] // q.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         del position, index
-        keys = fetch_blocks(pool, ids[:, 0], block_size, None)
-        return keys, fetch_blocks(pool, ids[:, 1], block_size, own)
+        keys = fetch_blocks(call.pool, ids[:, 0], call.block_size, None)
+        return keys, fetch_blocks(call.pool, ids[:, 1], call.block_size, own)
 
-    return _decode(
-        _spread_heads(q, num_kv_heads).astype(pool.dtype),
-        fetch,
-        tables,
-        lens,
-        rows or (jnp.int32(0), jnp.int32(q.shape[0])),
-        lambda out: _own_lanes(out, num_kv_heads),
-        q.shape[2],
-        block_size,
-        slot_ranges,
-        rules,
-    )
+    spread = _spread_heads(q, num_kv_heads).astype(call.pool.dtype)
+    return _decode(spread, fetch, call, lambda out: _own_lanes(out, num_kv_heads), q.shape[2])
 
 
-def decode_absorbed(
-    q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-    tensor: Shards | None = None,
-) -> Float[Array, "B N D"]:
+def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
     """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and
     result."""
+    width = q_absorbed.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
         del position, index
-        x = fetch_blocks(pool, ids[:, 0], block_size, own, q_absorbed.shape[2])
+        x = fetch_blocks(call.pool, ids[:, 0], call.block_size, own, width)
         return x, x
 
-    return _decode(
-        q_absorbed.astype(pool.dtype),
-        fetch,
-        tables[:, None],
-        lens,
-        rows or (jnp.int32(0), jnp.int32(q_absorbed.shape[0])),
-        lambda out: out,
-        q_absorbed.shape[2],
-        block_size,
-        slot_ranges,
-        rules,
-        tensor,
-    )
+    query = q_absorbed.astype(call.pool.dtype)
+    return _decode(query, fetch, call, lambda out: out, width, partly=call.tensor is not None)
 
 
-def decode_reprojected(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    wk: Float[Array, "K H D"],
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"],
-    bv: Float[Array, "K H"] | None,
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-    tensor: Shards | None = None,
-    adapters: KeyValueAdapters | None = None,
-) -> Float[Array, "B N H"]:
-    """See `reference.decode_reprojected`. `adapters` are added to W_k and W_v, by row."""
-
-    num_kv_heads = wk.shape[0]
+def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
+    """See `reference.decode_reprojected`."""
+    p = call.projected
+    num_kv_heads, _, width = p.wk.shape
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
-        x = fetch_blocks(pool, ids[:, 0], block_size, own, wk.shape[2], tensor)
-        flat = x.reshape(-1, x.shape[2])
-        turns = None if angles is None else angles[position.reshape(-1)]
-        more_k, more_v = additions(x, adapters, index)
-        keys = project_kv(flat, wk, bk, turns, key_norm, more_k)
-        values = project_kv(flat, wv, bv, more=more_v)
+        x = fetch_blocks(call.pool, ids[:, 0], call.block_size, own, width, call.tensor)
+        flat = x.reshape(-1, width)
+        turns = None if p.angles is None else p.angles[position.reshape(-1)]
+        more_k, more_v = additions(x, p.adapters, index)
+        keys = project_kv(flat, p.wk, p.bk, turns, p.key_norm, more_k)
+        values = project_kv(flat, p.value_weights, p.bv, more=more_v)
         return keys.reshape(*x.shape[:2], -1), values.reshape(*x.shape[:2], -1)
 
-    return _decode(
-        _spread_heads(q, num_kv_heads).astype(pool.dtype),
-        fetch,
-        tables[:, None],
-        lens,
-        rows or (jnp.int32(0), jnp.int32(q.shape[0])),
-        lambda out: _own_lanes(out, num_kv_heads),
-        q.shape[2],
-        block_size,
-        slot_ranges,
-        rules,
-    )
+    spread = _spread_heads(q, num_kv_heads).astype(call.pool.dtype)
+    return _decode(spread, fetch, call, lambda out: _own_lanes(out, num_kv_heads), q.shape[2])
 
 
 def decode_v_absorbed(
-    q_rotary: Float[Array, "B N R"],
-    q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
-    wk_rotary: Float[Array, "K R D"],
-    bk_rotary: Float[Array, "K R"] | None,
-    angles: Float[Array, "S HALF"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-    tensor: Shards | None = None,
-    adapters: KeyValueAdapters | None = None,
+    q_rotary: Float[Array, "B N R"], q_absorbed: Float[Array, "B N D"] | None, call: DecodeCall
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores.
-    `adapters` are added to the rotary lanes of W_k, by row."""
-    num_kv_heads, _, width = wk_rotary.shape
-    q = _spread_heads(q_rotary, num_kv_heads, scale=1.0).astype(pool.dtype)
+    """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""
+    p = call.projected
+    num_kv_heads, _, width = p.wk.shape
+    q = _spread_heads(q_rotary, num_kv_heads, scale=1.0).astype(call.pool.dtype)
     if q_absorbed is not None:
-        q = jnp.concatenate([q, q_absorbed.astype(pool.dtype)], axis=2)
+        q = jnp.concatenate([q, q_absorbed.astype(call.pool.dtype)], axis=2)
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
-        x = fetch_blocks(pool, ids[:, 0], block_size, own, width, tensor)
-        turns = angles[position.reshape(-1)]
-        more, _ = additions(x, adapters, index)
-        keys = project_kv(x.reshape(-1, width), wk_rotary, bk_rotary, turns, key_norm, more)
+        x = fetch_blocks(call.pool, ids[:, 0], call.block_size, own, width, call.tensor)
+        turns = None if p.angles is None else p.angles[position.reshape(-1)]
+        more, _ = additions(x, p.adapters, index)
+        keys = project_kv(x.reshape(-1, width), p.wk, p.bk, turns, p.key_norm, more)
         keys = keys.reshape(*x.shape[:2], -1)
         return keys if q_absorbed is None else jnp.concatenate([keys, x], axis=2), x
 
-    return _decode(
-        q,
-        fetch,
-        tables[:, None],
-        lens,
-        rows or (jnp.int32(0), jnp.int32(q_rotary.shape[0])),
-        lambda out: out,
-        width,
-        block_size,
-        slot_ranges,
-        rules,
-    )
+    return _decode(q, fetch, call, lambda out: out, width)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
+from apt_jax.ops.calls import LogitModifiers, PrefillCall
 from apt_jax.ops.linear import dot, project_kv
-from apt_jax.ops.low_rank import KeyValueAdapters, additions
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
-from apt_jax.ops.xla_common import MASKED, Fetch, Shards, apply_rules, fetch_blocks, own_slots_of, project_shards
+from apt_jax.ops.low_rank import additions
+from apt_jax.ops.xla_common import MASKED, Fetch, apply_rules, fetch_blocks, own_slots_of, project_shards
 
 PREFILL_QUERY_TILE = 128
 PREFILL_KEY_TILE = 128
@@ -77,50 +77,27 @@ class _PrefixReader:
 
 
 def prefill(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    offsets: Int32[Array, " B"],
-    chunk_lens: Int32[Array, " B"],
-    prefix_lens: Int32[Array, " B"],
-    hidden: Bool[Array, " B"],
-    num_rows: Int32[Array, ""],
-    wk: Float[Array, "K H D"] | None,
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"] | None,
-    bv: Float[Array, "K H"] | None,
-    *,
-    block_size: int,
-    with_hidden: bool,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    hidden_block_size: int | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-    tensor: Shards | None = None,
-    adapters: KeyValueAdapters | None = None,
-    room: int | None = None,
+    q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
     """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
-    absorbing (crossover at H * N / (N - 1)). `adapters` are added to W_k and W_v, by row. With `tensor` W_k and W_v have
-    this device's heads, or this device's features of all heads (`xla_common.project_shards`)."""
-    del room  # what there is is computed
+    absorbing (crossover at H * N / (N - 1)). With `tensor` W_k and W_v have this device's heads, or this device's
+    features of all heads (`xla_common.project_shards`). `room` is not read: what there is is computed."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    hidden_slots = hidden_block_size or block_size
+    pool, block_size, slot_ranges, of_inputs = call.pool, call.block_size, call.slot_ranges, call.hidden_prefixes
+    hidden_slots = block_size if of_inputs is None else of_inputs.block_size
     tq, tk = min(PREFILL_QUERY_TILE, num_tokens), min(PREFILL_KEY_TILE, num_tokens)
     kv_entries, hidden_entries = (max(1, PREFILL_KEY_TILE // slots) for slots in (block_size, hidden_slots))
 
-    padding = max(-tables.shape[2] % kv_entries, -tables.shape[2] % hidden_entries if with_hidden else 0)
+    entries = call.tables.shape[2]
+    padding = max(-entries % kv_entries, 0 if of_inputs is None else -entries % hidden_entries)
     pad = ((0, 0), (0, max(tq, tk)), (0, 0))
     by_head = q.reshape(num_tokens, num_kv_heads, group * head_dim).transpose(1, 0, 2)
     q_by_head = jnp.pad(by_head * jnp.asarray(head_dim**-0.5, q.dtype), pad)
     k_by_head, v_by_head = (jnp.pad(a.transpose(1, 0, 2), pad) for a in (k, v))
-    chunks = _Chunks(q=q_by_head, k=k_by_head, v=v_by_head, query_tile=tq, key_tile=tk, rules=rules)
-    tables = jnp.pad(tables, ((0, 0), (0, 0), (0, padding)))
+    chunks = _Chunks(q=q_by_head, k=k_by_head, v=v_by_head, query_tile=tq, key_tile=tk, rules=call.rules)
+    tables = jnp.pad(call.tables, ((0, 0), (0, 0), (0, padding)))
     if slot_ranges is not None:
         slot_ranges = jnp.pad(slot_ranges, ((0, 0), (0, padding), (0, 0)))
 
@@ -130,16 +107,17 @@ def prefill(
         return both[0], both[1]
 
     def fetch_hidden(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
-        assert wk is not None
-        assert wv is not None
-        if tensor is not None and wk.shape[0] > num_kv_heads:
-            share = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2])[0]
-            keys, values = project_shards(share, wk, bk, wv, bv, tensor)
+        assert of_inputs is not None
+        p, tensor = of_inputs.projection, of_inputs.tensor
+        width, wv = p.wk.shape[2], p.value_weights
+        if tensor is not None and p.wk.shape[0] > num_kv_heads:
+            share = fetch_blocks(pool, ids[:1], hidden_slots, own, width)[0]
+            keys, values = project_shards(share, p.wk, p.bk, wv, p.bv, tensor)
             return keys.astype(share.dtype), values.astype(share.dtype)
-        x = fetch_blocks(pool, ids[:1], hidden_slots, own, wk.shape[2], tensor)
-        turns = None if angles is None else angles[position[0]]
-        more_k, more_v = additions(x, adapters, index)
-        return project_kv(x[0], wk, bk, turns, key_norm, more_k), project_kv(x[0], wv, bv, more=more_v)
+        x = fetch_blocks(pool, ids[:1], hidden_slots, own, width, tensor)
+        turns = None if p.angles is None else p.angles[position[0]]
+        more_k, more_v = additions(x, p.adapters, index)
+        return project_kv(x[0], p.wk, p.bk, turns, p.key_norm, more_k), project_kv(x[0], wv, p.bv, more=more_v)
 
     reader = functools.partial(_PrefixReader, tables=tables, slot_ranges=slot_ranges)
     kv = reader(entries=kv_entries, slots=block_size, fetch=fetch_kv)
@@ -147,19 +125,19 @@ def prefill(
 
     def attend_row(r: Array, carry: tuple[_FlashState, Array]) -> tuple[_FlashState, Array]:
         state, out = carry
-        length = chunk_lens[r]
+        length = call.chunk_lens[r]
         row = _Row(
             index=r,
-            offset=offsets[r],
+            offset=call.offsets[r],
             length=length,
-            prefix_len=prefix_lens[r],
+            prefix_len=call.prefix_lens[r],
             query_tiles=(length + tq - 1) // tq,
             query_index=jnp.arange(tq, dtype=jnp.int32),
         )
         over_kv = functools.partial(_attend_prefix, chunks, row, kv)
-        if with_hidden:
+        if of_inputs is not None:
             over_inputs = functools.partial(_attend_prefix, chunks, row, inputs)
-            state = lax.cond(hidden[r], over_inputs, over_kv, state)
+            state = lax.cond(call.hidden[r], over_inputs, over_kv, state)
         else:
             state = over_kv(state)
         return state, _attend_chunk(chunks, row, state, out)
@@ -171,7 +149,7 @@ def prefill(
         jnp.zeros((num_kv_heads, padded, group, head_dim), jnp.float32),
     )
     out = jnp.zeros((padded, num_kv_heads, group, head_dim), q.dtype)
-    _, out = lax.fori_loop(0, num_rows, attend_row, (init, out))
+    _, out = lax.fori_loop(0, call.num_rows, attend_row, (init, out))
     return out[:num_tokens].reshape(num_tokens, num_heads, head_dim)
 
 

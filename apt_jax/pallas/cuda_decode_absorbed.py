@@ -28,11 +28,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from apt_jax.ops.reference import LogitModifiers
-from apt_jax.pallas.triton_common import own_lens
+from apt_jax.ops.calls import DecodeCall, LogitModifiers
 from apt_jax.pallas.triton_decode_common import by_block, check_inputs, slopes_of
 from apt_jax.pallas.triton_tiles import NUM_PROCESSORS
-from apt_jax.pallas.triton_work_list import Rows, WorkList, join_pieces, partial_shapes, rows_of
+from apt_jax.pallas.triton_work_list import Rows, WorkList, join_pieces, partial_shapes, rows_of_call
 
 CALL = "__gpu$xla.gpu.ptx"
 """The custom call of XLA that launches a kernel given as PTX; JAX's CUDA plugin has it from 0.10.2 on."""
@@ -304,22 +303,17 @@ def launch(plan: Plan, dtype: Any, count: int, operands: tuple[Array, ...], outs
     )
 
 
-def one_pass(
+def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
-    lens: Int32[Array, " B"],
+    call: DecodeCall,
     *,
-    block_size: int,
     value_width: int | None = None,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    rules: LogitModifiers | None = None,
     plan: Plan | None = None,
     count: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N V"]:
-    """`softmax(q~ x^T) x` over positions [0, lens) in the pool's dtype, of the first `value_width` lanes.
+    """`softmax(q~ x^T) x` over positions [0, lens) in the pool's dtype, of the first `value_width` lanes; see
+    `reference.decode_absorbed`.
 
     Args:
         value_width: V, even; None: D.
@@ -330,15 +324,16 @@ def one_pass(
     Raises:
         ValueError: shapes or a dtype that the kernel does not take (`why_not`).
     """
+    pool, slot_ranges = call.pool, call.slot_ranges
     batch, heads, width = q_absorbed.shape
-    check_inputs(pool, block_size, width)
+    check_inputs(pool, call.block_size, width)
     q_absorbed = q_absorbed.astype(pool.dtype)
     plan = plan or plan_for(heads, width)
     if plan is None or pool.dtype.itemsize != 2:
         raise ValueError(why_not(CHIP, q_absorbed, pool))
-    rules = rules or LogitModifiers()
+    rules = call.rules or LogitModifiers()
     count = count or num_ranges(plan)
-    rows = rows_of(lens, table_of_row, tokens=plan.variant.tile, window=rules.window)
+    rows = rows_of_call(call, plan.variant.tile)
     work, starts = ranges_of(rows, count, slack=slack_for(plan, heads))
     slopes = slopes_of(rules)
     value_width = value_width or width
@@ -346,8 +341,8 @@ def one_pass(
         heads=heads,
         width=width,
         value_width=value_width,
-        entries=tables.shape[1],
-        block_size=block_size,
+        entries=call.tables.shape[1],
+        block_size=call.block_size,
         block_stride=math.prod(pool.shape[1:]),
         window=rules.window or 0,
         softcap=float(rules.softcap or 0),
@@ -360,7 +355,7 @@ def one_pass(
     operands = (
         work.items,
         starts,
-        tables,
+        call.tables,
         jnp.zeros((1, 1, 2), jnp.int32) if slot_ranges is None else slot_ranges,
         jnp.zeros(1, jnp.float32) if slopes is None else slopes,
         jnp.asarray(shape.packed()),
@@ -370,30 +365,3 @@ def one_pass(
     out = jax.ShapeDtypeStruct((batch, heads, value_width), pool.dtype)
     z, *partial = launch(plan, pool.dtype, count, operands, [out, *partial_shapes(work, heads, value_width)])
     return join_pieces(work, (z,), partial, interpret=interpret)[0]
-
-
-def decode_absorbed(
-    q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    rules: LogitModifiers | None = None,
-    interpret: bool = False,
-) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens) in the pool's dtype; see `reference.decode_absorbed` and `one_pass`."""
-    return one_pass(
-        q_absorbed,
-        pool,
-        tables,
-        own_lens(lens, rows, tables.shape[1] * block_size),
-        block_size=block_size,
-        slot_ranges=slot_ranges,
-        table_of_row=table_of_row,
-        rules=rules,
-        interpret=interpret,
-    )

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float
+
+from apt_jax.ops.calls import DecodeCall
 
 _BACKEND_OPTIONS = {"enable_fp_fusion": True}
 """Multiply-adds: what Triton does by default up to 3.9, with a warning where it is not asked for."""
@@ -107,13 +109,8 @@ def _import_jax_triton() -> tuple[Any, Any]:
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
+    call: DecodeCall,
     *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
     tiles: Tiles | None = None,
     compute_capability: int | None = None,
 ) -> Float[Array, "B N D"]:
@@ -127,18 +124,20 @@ def decode_absorbed(
 
     Raises:
         ImportError: triton or jax-triton is missing.
-        ValueError: more than 128 heads.
+        ValueError: more than 128 heads, or score rules.
     """
     jax_triton, kernels = _import_jax_triton()
+    if call.rules is not None:
+        raise ValueError("the Triton kernels take plain scores")
+    call = call.by_row()
+    pool, tables, slot_ranges = call.pool, call.tables, call.slot_ranges
     batch, num_heads, width = q_absorbed.shape
     num_entries = tables.shape[1]
     tiles = tiles or default_tiles(num_heads)
     ranged = slot_ranges is not None
-    consts = constants(num_heads, width, num_entries, block_size, ranged, tiles)
-    lens = jnp.clip(lens, 0, num_entries * block_size)
-    if rows is not None:
-        index = jnp.arange(batch, dtype=jnp.int32)
-        lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
+    consts = constants(num_heads, width, num_entries, call.block_size, ranged, tiles)
+    index, (first, last) = jnp.arange(batch, dtype=jnp.int32), call.row_range()
+    lens = jnp.where((index >= first) & (index < last), jnp.clip(call.lens, 0, call.capacity), 0)
     ranges = jnp.zeros((1,), jnp.int32) if slot_ranges is None else slot_ranges
     cells = (batch, consts["M"], num_heads)
     weights = jax.ShapeDtypeStruct((*cells, tiles.tokens), pool.dtype)

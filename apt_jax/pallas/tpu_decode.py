@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int32
 
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import DecodeCall, LogitModifiers
 
 TILE_BYTES = 1 << 20
 """Cache in one item: enough to hide the cost of an item, few enough that two tiles of 9216 lanes fit into VMEM."""
@@ -251,28 +251,18 @@ def _kernel(
 
 
 def _decode(
-    q: Float[Array, "B N W"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B A J"],
-    lens: Int32[Array, " B"],
-    rows: tuple[Array, Array] | None,
-    slot_ranges: Int32[Array, "B J 2"] | None,
-    rules: LogitModifiers | None,
-    *,
-    block_size: int,
-    head_dim: int | None,
-    cores: int,
-    out_dtype: Any,
-    interpret: Any,
+    q: Float[Array, "B N W"], call: DecodeCall, *, head_dim: int | None, cores: int, out_dtype: Any, interpret: Any
 ) -> Float[Array, "B N W"]:
-    """Both ops; A = 2 for keys and values, 1 for layer inputs."""
+    """Both ops: over keys and values, or with a head width of None over one tensor."""
+    call, pool, block_size = call.by_row(), call.pool, call.block_size
+    slot_ranges, rules = call.slot_ranges, call.rules or LogitModifiers()
     if pool.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
             f"a TPU's matrix unit takes no {pool.dtype.name}: use a bfloat16 or float32 pool (--dtype bfloat16)"
         )
-    rules = rules or LogitModifiers()
     batch, num_heads, width = q.shape
-    num_arrays, num_entries = tables.shape[1:]
+    num_entries = call.tables.shape[-1]
+    num_arrays = call.tables[0].size // num_entries
     lanes, cores = pool.shape[2], min(cores, batch)
     g = blocks_per_item(pool, num_arrays, num_entries)
     sizes = _Sizes(
@@ -287,10 +277,8 @@ def _decode(
         window=rules.window,
         with_slopes=rules.slopes is not None,
     )
-    lens = jnp.clip(lens, 0, num_entries * block_size)
-    if rows is not None:
-        index = jnp.arange(batch, dtype=jnp.int32)
-        lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
+    index, (first, last) = jnp.arange(batch, dtype=jnp.int32), call.row_range()
+    lens = jnp.where((index >= first) & (index < last), jnp.clip(call.lens, 0, call.capacity), 0)
     list_rows, list_tiles, counts = work_list(lens, sizes, cores)
     ranges = jnp.zeros(1, jnp.int32) if slot_ranges is None else slot_ranges.reshape(-1)
     slopes = jnp.zeros(num_heads, jnp.float32) if rules.slopes is None else rules.slopes.astype(jnp.float32)
@@ -337,78 +325,35 @@ def _decode(
         ),
         interpret=interpret,
         name="decode_absorbed" if head_dim is None else "decode_kv",
-    )(lens, list_rows, list_tiles, counts, tables.reshape(-1), ranges, q, slopes[:, None], *([pool] * len(blocks)))
+    )(lens, list_rows, list_tiles, counts, call.tables.reshape(-1), ranges, q, slopes[:, None], *([pool] * len(blocks)))
 
 
 def decode_kv(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-    cores: int = 1,
-    interpret: Any = False,
+    q: Float[Array, "B N H"], call: DecodeCall, *, cores: int = 1, interpret: Any = False
 ) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`.
+    """See `reference.decode_kv`; the pool is float32 or bfloat16.
 
     Args:
-        pool: (P, C, E), float32 or bfloat16.
         cores: of the chip, which share the rows.
         interpret: run without a TPU: True, or `pltpu.InterpretParams` to simulate its memories.
 
     Raises:
         ValueError: a pool of another dtype.
     """
-    return _decode(
-        q,
-        pool,
-        tables,
-        lens,
-        rows,
-        slot_ranges,
-        rules,
-        block_size=block_size,
-        head_dim=q.shape[2],
-        cores=cores,
-        out_dtype=jnp.float32,
-        interpret=interpret,
-    )
+    return _decode(q, call, head_dim=q.shape[2], cores=cores, out_dtype=jnp.float32, interpret=interpret)
 
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B J"],
-    lens: Int32[Array, " B"],
+    call: DecodeCall,
     *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    rules: LogitModifiers | None = None,
     cores: int = 1,
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`; `pool`, `cores`, `interpret` and what is raised as in `decode_kv`.
+    """See `reference.decode_absorbed`; pool, `cores`, `interpret` and errors as in `decode_kv`.
 
     Args:
         out_dtype: of the result, whose sums are float32: it is N times as wide as layer inputs.
     """
-    return _decode(
-        q_absorbed,
-        pool,
-        tables[:, None],
-        lens,
-        rows,
-        slot_ranges,
-        rules,
-        block_size=block_size,
-        head_dim=None,
-        cores=cores,
-        out_dtype=out_dtype,
-        interpret=interpret,
-    )
+    return _decode(q_absorbed, call, head_dim=None, cores=cores, out_dtype=out_dtype, interpret=interpret)

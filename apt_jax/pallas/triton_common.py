@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
@@ -39,7 +39,8 @@ def launch(
     interpret: bool,
     in_place: dict[int, int] | None = None,
 ) -> Any:
-    """`kernel` over a grid; it gets a ref, or None, for every operand, then a ref for every output.
+    """`kernel` over a grid; it gets a ref, or None, for every operand, then a ref for every output. Operands that are a
+    named tuple it gets as one argument.
 
     Args:
         in_place: operands, by index, whose memory becomes that of an output.
@@ -57,7 +58,7 @@ def launch(
     def body(*refs: Any) -> None:
         rest = iter(refs)
         inputs = [next(rest) if there else None for there in given]
-        kernel(*inputs, *rest)
+        kernel(*([type(operands)(*inputs)] if hasattr(operands, "_fields") else inputs), *rest)
 
     present = [operand for operand in operands if operand is not None]
     return pl.pallas_call(
@@ -125,15 +126,6 @@ def check_pool(pool: Array, block_size: int) -> None:
         raise ValueError(f"blocks of {pool.shape[1]} slots do not hold {block_size=} slots")
     if pool.dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise ValueError(f"{pool.dtype=} must be float16, bfloat16 or float32")
-
-
-def own_lens(lens: Int32[Array, " B"], rows: tuple[Array, Array] | None, capacity: int) -> Int32[Array, " B"]:
-    """Lengths with rows outside `rows` empty. The same in every layer, so the compiler computes them once a step."""
-    lens = jnp.minimum(lens, capacity)
-    if rows is None:
-        return lens
-    index = jnp.arange(lens.shape[0], dtype=jnp.int32)
-    return jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
 
 
 def swizzle_group(programs: int) -> int:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float
 
-from apt_jax.ops.reference import LogitModifiers
-from apt_jax.pallas.triton_common import MASKED, dot, lanes_of_step, launch, load, own_lens
+from apt_jax.ops.calls import DecodeCall
+from apt_jax.pallas.triton_common import MASKED, dot, lanes_of_step, launch, load
 from apt_jax.pallas.triton_decode_common import (
     ScoreModifiers,
     by_block,
@@ -40,7 +40,7 @@ from apt_jax.pallas.triton_work_list import (
     partial_shapes,
     pieces_for,
     read_item,
-    rows_of,
+    rows_of_call,
     store_piece,
     work_list,
 )
@@ -177,18 +177,15 @@ def _pieces_of(wave: Wave, chip: str | None, heads: int, width: int, itemsize: i
 
 def _absorbed_scores(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
+    call: DecodeCall,
     wave: Wave,
     *,
-    block_size: int,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-    interpret: bool = False,
-    chip: str | None = None,
+    interpret: bool,
+    chip: str | None,
     sums_only: bool,
 ) -> tuple[Array, ...]:
     """`absorbed_scores`, or with `sums_only` `score_sums`."""
+    pool, slopes = call.pool, None if sums_only else slopes_of(call.rules)
     heads, width = q_absorbed.shape[1:]
     tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
     work = _pieces_of(wave, chip, heads, width, pool.dtype.itemsize)
@@ -197,8 +194,8 @@ def _absorbed_scores(
     kernel = functools.partial(
         _scores_kernel,
         tile=tile,
-        rules=ScoreModifiers.of(rules),
-        block_size=block_size,
+        rules=ScoreModifiers.of(call.rules),
+        block_size=call.block_size,
         num_heads=heads,
         width=width,
         sums_only=sums_only,
@@ -208,14 +205,7 @@ def _absorbed_scores(
         shapes = [jax.ShapeDtypeStruct(shapes[0].shape, jnp.float32)]
     outs = launch(
         kernel,
-        (
-            work.items,
-            tables[:, None],
-            slot_ranges,
-            None if sums_only else slopes_of(rules),
-            q_absorbed.astype(pool.dtype),
-            by_block(pool),
-        ),
+        (work.items, call.tables[:, None], call.slot_ranges, slopes, q_absorbed.astype(pool.dtype), by_block(pool)),
         shapes,
         grid=(turns, num_items),
         warps=tile.warps,
@@ -228,45 +218,34 @@ def _absorbed_scores(
 
 def absorbed_scores(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
+    call: DecodeCall,
     wave: Wave,
-    **more: Any,
+    *,
+    interpret: bool = False,
+    chip: str | None = None,
 ) -> Scores:
-    """P, m, l of q~ x^T of the rows of a wave: the first half of absorbed attention.
-
-    Args:
-        more: as in `absorbed_attention`, like the others.
-    """
-    p, m, l = _absorbed_scores(q_absorbed, pool, tables, wave, **more, sums_only=False)
+    """P, m, l of q~ x^T of the rows of a wave: the first half of absorbed attention. Arguments as in
+    `absorbed_attention`."""
+    p, m, l = _absorbed_scores(q_absorbed, call, wave, interpret=interpret, chip=chip, sums_only=False)
     return p, m, l
 
 
 def score_sums(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
+    call: DecodeCall,
     wave: Wave,
-    **more: Any,
+    *,
+    interpret: bool = False,
+    chip: str | None = None,
 ) -> Float[Array, "TILES N T"]:
-    """q~ x^T over the D features that there are, float32, tile after tile of all rows as P of `Scores`; not defined
-    beyond the tiles of the wave's rows, 0 where a slot is not the row's own. Of `rules` the window alone matters.
-
-    Args:
-        more: as in `absorbed_attention`, like the others.
-    """
-    (sums,) = _absorbed_scores(q_absorbed, pool, tables, wave, **more, sums_only=True)
+    """q~ x^T over the D features of this device, float32, tile after tile of all rows as P of `Scores`; not defined
+    beyond the tiles of the wave's rows, 0 where a slot is not the row's own. Of the rules only the window matters.
+    Arguments as in `absorbed_attention`."""
+    (sums,) = _absorbed_scores(q_absorbed, call, wave, interpret=interpret, chip=chip, sums_only=True)
     return sums
 
 
 def _output_kernel(
-    items: Any,
-    tables: Any,
-    slot_ranges: Any,
-    p_ref: Any,
-    m_ref: Any,
-    l_ref: Any,
-    pool: Any,
     *refs: Any,
     tile: Tile,
     rules: ScoreModifiers,
@@ -275,7 +254,8 @@ def _output_kernel(
     num_heads: int,
     width: int,
 ) -> None:
-    results, partial = refs[-6:-3], refs[-3:]
+    items, tables, slot_ranges, p_ref, m_ref, l_ref, pool = refs[:7]
+    results, partial = refs[-6:-3], refs[-3:]  # between are the results of the waves before, which are the same memory
     part, index = pl.program_id(0), num_items - 1 - pl.program_id(1)
     item = read_item(items, index)
     lane, lane_ok = lanes_of_step(part, tile.lanes, width)
@@ -333,27 +313,24 @@ def _output_kernel(
 
 def absorbed_output(
     scores: Scores,
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
+    call: DecodeCall,
     wave: Wave,
     before: Output | None = None,
     *,
     width: int,
-    block_size: int,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    rules: LogitModifiers | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Output:
-    """(z, m, l) of what `absorbed_scores` wrote: the second half of absorbed attention.
+    """(z, m, l) from the results of `absorbed_scores`: the second half of absorbed attention.
 
-    Other arguments as in `absorbed_attention`; `rules` have been applied to scores.
+    Other arguments as in `absorbed_attention`; the rules of the call have been applied to scores.
 
     Args:
         before: results of the waves before, which those of this wave are written into.
         width: D.
     """
+    pool = call.pool
     p, m, l = scores
     heads, scores_tokens, batch = p.shape[1], p.shape[2], wave.rows.length.shape[0]
     tile = tile_for("output", chip, heads, width, pool.dtype.itemsize)
@@ -365,15 +342,15 @@ def absorbed_output(
     kernel = functools.partial(
         _output_kernel,
         tile=tile,
-        rules=ScoreModifiers.of(rules),
-        block_size=block_size,
+        rules=ScoreModifiers.of(call.rules),
+        block_size=call.block_size,
         num_items=num_items,
         num_heads=heads,
         width=width,
     )
     state = jax.ShapeDtypeStruct((batch, heads), jnp.float32)
     results = [jax.ShapeDtypeStruct((batch, heads, width), out_dtype), state, state]
-    operands = (work.items, tables[:, None], slot_ranges, p, m, l, by_block(pool))
+    operands = (work.items, call.tables[:, None], call.slot_ranges, p, m, l, by_block(pool))
     outs = launch(
         kernel,
         (*operands, *(before or ())),
@@ -391,15 +368,9 @@ def absorbed_output(
 
 def absorbed_attention(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
-    lens: Int32[Array, " B"],
+    call: DecodeCall,
     *,
-    block_size: int,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
     most_positions: int | None = None,
-    rules: LogitModifiers | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
     chip: str | None = None,
@@ -407,14 +378,11 @@ def absorbed_attention(
     """z = softmax(S) x with S = q~ x^T over positions [0, lens), m = max(S), l = sum(exp(S - m)).
 
     Two parts of one attention join as (l_1 e^(m_1 - m) z_1 + l_2 e^(m_2 - m) z_2) / (l_1 e^(m_1 - m) + l_2 e^(m_2 - m))
-    with m = max(m_1, m_2). A row of length 0 gives z = 0, m = -1e30, l = 0. m and l are float32.
+    with m = max(m_1, m_2). A row of length 0 gives z = 0, m = -1e30, l = 0. m and l are float32. Rules of the call are
+    for queries at the last of their positions.
 
     Args:
-        lens: positions that each query row attends to, at most J * block_size.
-        block_size: layer inputs at the start of each block.
-        table_of_row: row of `tables` and `slot_ranges` of each query row; None: its own (R = B).
         most_positions: of a row; None: as many as `tables` hold.
-        rules: for queries at the last of their positions.
         out_dtype: of z, which is N times as wide as a layer input: 16 bits save a good part of the traffic.
         interpret: run in Pallas' interpreter, on any platform.
         chip: what tiles are chosen for (`triton_tiles.CHIPS`).
@@ -423,54 +391,27 @@ def absorbed_attention(
         ValueError: block size, dtype or chip that the kernels do not take.
     """
     heads, width = q_absorbed.shape[1:]
-    check_inputs(pool, block_size, width)
-    tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
-    window = None if rules is None else rules.window
-    visible = rows_of(lens, table_of_row, tokens=tile.tokens, window=window)
-    more: dict[str, Any] = {
-        "block_size": block_size,
-        "slot_ranges": slot_ranges,
-        "rules": rules,
-        "interpret": interpret,
-        "chip": chip,
-    }
-    capacity = tables.shape[1] * block_size
-    most_tiles = -(-min(capacity, most_positions or capacity) // tile.tokens)
+    itemsize = call.pool.dtype.itemsize
+    check_inputs(call.pool, call.block_size, width)
+    tile = tile_for("scores", chip, heads, width, itemsize)
+    visible = rows_of_call(call, tile.tokens)
+    most_tiles = -(-min(call.capacity, most_positions or call.capacity) // tile.tokens)
+    on: dict[str, Any] = {"interpret": interpret, "chip": chip}
     out: Output | None = None
-    for wave in waves_of(visible, most_tiles, heads * tile.tokens * pool.dtype.itemsize):
-        scores = absorbed_scores(q_absorbed, pool, tables, wave, **more)
-        out = absorbed_output(scores, pool, tables, wave, out, width=width, out_dtype=out_dtype, **more)
+    for wave in waves_of(visible, most_tiles, heads * tile.tokens * itemsize):
+        scores = absorbed_scores(q_absorbed, call, wave, **on)
+        out = absorbed_output(scores, call, wave, out, width=width, out_dtype=out_dtype, **on)
     assert out is not None
     return out
 
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
-    lens: Int32[Array, " B"],
+    call: DecodeCall,
     *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    rules: LogitModifiers | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N D"]:
     """`softmax(q~ x^T) x` over positions [0, lens); see `reference.decode_absorbed` and `absorbed_attention`."""
-    z, _, _ = absorbed_attention(
-        q_absorbed,
-        pool,
-        tables,
-        own_lens(lens, rows, tables.shape[1] * block_size),
-        block_size=block_size,
-        slot_ranges=slot_ranges,
-        table_of_row=table_of_row,
-        rules=rules,
-        out_dtype=out_dtype,
-        interpret=interpret,
-        chip=chip,
-    )
-    return z
+    return absorbed_attention(q_absorbed, call, out_dtype=out_dtype, interpret=interpret, chip=chip)[0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import KeyNorm, LogitModifiers
 from apt_jax.pallas.triton_common import MASKED, check_pool, load, slot_of
 
 
@@ -46,7 +46,7 @@ def find_slots(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreModifiers:
-    """The static part of `reference.LogitModifiers`, for a query at the last position of its row."""
+    """The static part of `calls.LogitModifiers`, for a query at the last position of its row."""
 
     softcap: float | None = None
     window: int | None = None

@@ -6,16 +6,16 @@ and accumulator (flash attention). What a window hides is neither read nor compu
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
-from apt_jax.ops.reference import LogitModifiers
-from apt_jax.pallas.triton_common import MASKED, below, check_pool, dot, launch, load, own_lens
+from apt_jax.ops.calls import DecodeCall
+from apt_jax.pallas.triton_common import MASKED, below, check_pool, dot, launch, load
 from apt_jax.pallas.triton_decode_common import ScoreModifiers, by_block, find_slots, slopes_of, softmax_step
 from apt_jax.pallas.triton_tiles import Tile, padded, tile_for
 from apt_jax.pallas.triton_work_list import (
@@ -23,7 +23,7 @@ from apt_jax.pallas.triton_work_list import (
     partial_shapes,
     pieces_for,
     read_item,
-    rows_of,
+    rows_of_call,
     store_piece,
     work_list,
 )
@@ -32,13 +32,19 @@ PROGRAMS_PER_PROCESSOR = 8
 """Twice the number that a processor runs at once."""
 
 
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    items: Any
+    tables: Any
+    slot_ranges: Any
+    slopes: Any
+    q_ref: Any
+    pool: Any
+
+
 def _kv_kernel(
-    items: Any,
-    tables: Any,
-    slot_ranges: Any,
-    slopes: Any,
-    q_ref: Any,
-    pool: Any,
+    refs: _Operands,
     out: Any,
     *partial: Any,
     tile: Tile,
@@ -48,6 +54,7 @@ def _kv_kernel(
     head_dim: int,
     lane_width: int,
 ) -> None:
+    items, tables, slot_ranges, slopes, q_ref, pool = refs
     kv_head, index = pl.program_id(0), pl.program_id(1)
     item = read_item(items, index)
     group_padded, width = padded(group), padded(head_dim)
@@ -93,29 +100,18 @@ def _kv_kernel(
 
 
 def decode_kv(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R 2 J"],
-    lens: Int32[Array, " B"],
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    rules: LogitModifiers | None = None,
-    interpret: bool = False,
-    chip: str | None = None,
+    q: Float[Array, "B N H"], call: DecodeCall, *, interpret: bool = False, chip: str | None = None
 ) -> Float[Array, "B N H"]:
     """`softmax(q k^T / sqrt(H)) v` over positions [0, lens) in float32; see `reference.decode_kv`.
 
     Args:
-        table_of_row: row of `tables` and `slot_ranges` that each row of `q` attends to; None: its own (R = B).
         interpret: run in Pallas' interpreter, on any platform.
         chip: what tiles are chosen for (`triton_tiles.CHIPS`).
 
     Raises:
         ValueError: block size, dtype, heads or chip that the kernel does not take.
     """
+    pool, block_size = call.pool, call.block_size
     check_pool(pool, block_size)
     heads, head_dim = q.shape[1:]
     lane_width = pool.shape[2]
@@ -123,15 +119,13 @@ def decode_kv(
     if kv_heads * head_dim != lane_width or heads % kv_heads:
         raise ValueError(f"slots of {lane_width} elements do not hold heads for {q.shape=}")
     tile = tile_for("kv", chip, heads, head_dim, pool.dtype.itemsize)
-    capacity = tables.shape[2] * block_size
-    score_rules = ScoreModifiers.of(rules)
-    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=score_rules.window)
+    visible = rows_of_call(call, tile.tokens)
     pieces = pieces_for(chip, kv_heads, PROGRAMS_PER_PROCESSOR)
-    work = work_list(visible, pieces, -(-capacity // tile.tokens))
+    work = work_list(visible, pieces, -(-call.capacity // tile.tokens))
     kernel = functools.partial(
         _kv_kernel,
         tile=tile,
-        rules=score_rules,
+        rules=ScoreModifiers.of(call.rules),
         block_size=block_size,
         group=heads // kv_heads,
         head_dim=head_dim,
@@ -139,7 +133,9 @@ def decode_kv(
     )
     out, *partial = launch(
         kernel,
-        (work.items, tables, slot_ranges, slopes_of(rules), q.astype(pool.dtype), by_block(pool)),
+        _Operands(
+            work.items, call.tables, call.slot_ranges, slopes_of(call.rules), q.astype(pool.dtype), by_block(pool)
+        ),
         [jax.ShapeDtypeStruct(q.shape, jnp.float32), *partial_shapes(work, heads, head_dim)],
         grid=(kv_heads, work.items.shape[0]),
         warps=tile.warps,

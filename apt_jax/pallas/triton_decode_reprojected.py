@@ -8,15 +8,15 @@ programs of the next rows share their weights, so both mostly come from the L2 c
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import DecodeCall
 from apt_jax.pallas.triton_common import (
     MASKED,
     below,
@@ -25,7 +25,6 @@ from apt_jax.pallas.triton_common import (
     lanes_of_step,
     launch,
     load,
-    own_lens,
     rotate_pair,
     swizzle,
     swizzle_group,
@@ -47,7 +46,7 @@ from apt_jax.pallas.triton_work_list import (
     partial_shapes,
     pieces_for,
     read_item,
-    rows_of,
+    rows_of_call,
     store_piece,
     work_list,
 )
@@ -56,20 +55,26 @@ PROGRAMS_PER_PROCESSOR = 2
 """A processor runs one at once."""
 
 
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    items: Any
+    tables: Any
+    slot_ranges: Any
+    slopes: Any
+    q_ref: Any
+    pool: Any
+    wk: Any
+    bk: Any
+    wv: Any
+    bv: Any
+    scale: Any
+    cos: Any
+    sin: Any
+
+
 def _reprojected_kernel(
-    items: Any,
-    tables: Any,
-    slot_ranges: Any,
-    slopes: Any,
-    q_ref: Any,
-    pool: Any,
-    wk: Any,
-    bk: Any,
-    wv: Any,
-    bv: Any,
-    scale: Any,
-    cos: Any,
-    sin: Any,
+    refs: _Operands,
     out: Any,
     *partial: Any,
     tile: Tile,
@@ -83,6 +88,7 @@ def _reprojected_kernel(
     half: int,
     width: int,
 ) -> None:
+    items, tables, slot_ranges, slopes, q_ref, pool, wk, bk, wv, bv, scale, cos, sin = refs
     kv_head, index = swizzle(pl.program_id(0), neighbours, num_items)
     item = read_item(items, index)
     group_padded = padded(group)
@@ -182,61 +188,39 @@ def _reprojected_kernel(
 
 
 def decode_reprojected(
-    q: Float[Array, "B N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
-    lens: Int32[Array, " B"],
-    wk: Float[Array, "K H D"],
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"],
-    bv: Float[Array, "K H"] | None,
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-    interpret: bool = False,
-    chip: str | None = None,
+    q: Float[Array, "B N H"], call: DecodeCall, *, interpret: bool = False, chip: str | None = None
 ) -> Float[Array, "B N H"]:
     """Attention over keys and values computed from cached layer inputs, float32; see `reference.decode_reprojected`.
 
     Projections are accumulated in float32, normed and turned if so asked, and rounded to the pool's dtype like a cache's
-    keys and values. Other arguments as in `decode_kv`.
-
-    Args:
-        block_size: layer inputs at the start of each block.
-        key_norm: of each head by itself.
+    keys and values. Norms of keys are of each head by itself. Other arguments as in `decode_kv`.
 
     Raises:
         ValueError: block size, dtype, heads, norm or chip that the kernel does not take.
     """
+    pool, p = call.pool, call.projected
     heads, head_dim = q.shape[1:]
-    kv_heads, _, width = wk.shape
-    check_inputs(pool, block_size, width)
-    check_key_norm(key_norm, head_dim)
+    kv_heads, _, width = p.wk.shape
+    check_inputs(pool, call.block_size, width)
+    check_key_norm(p.key_norm, head_dim)
     if heads % kv_heads:
-        raise ValueError(f"{wk.shape=} does not fit {q.shape=}")
+        raise ValueError(f"{p.wk.shape=} does not fit {q.shape=}")
     tile = tile_for("reprojected", chip, heads, width, pool.dtype.itemsize)
-    capacity = tables.shape[1] * block_size
-    score_rules = ScoreModifiers.of(rules)
-    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=score_rules.window)
+    visible = rows_of_call(call, tile.tokens)
     pieces = pieces_for(chip, kv_heads, PROGRAMS_PER_PROCESSOR)
-    work = work_list(visible, pieces, -(-capacity // tile.tokens))
+    work = work_list(visible, pieces, -(-call.capacity // tile.tokens))
     num_items = work.items.shape[0]
     kernel = functools.partial(
         _reprojected_kernel,
         tile=tile,
-        rules=score_rules,
-        norm_eps=0.0 if key_norm is None else key_norm.eps,
-        block_size=block_size,
+        rules=ScoreModifiers.of(call.rules),
+        norm_eps=0.0 if p.key_norm is None else p.key_norm.eps,
+        block_size=call.block_size,
         neighbours=swizzle_group(kv_heads),
         num_items=num_items,
         group=heads // kv_heads,
         head_dim=head_dim,
-        half=0 if angles is None else angles.shape[1],
+        half=0 if p.angles is None else p.angles.shape[1],
         width=width,
     )
 
@@ -245,16 +229,18 @@ def decode_reprojected(
 
     out, *partial = launch(
         kernel,
-        (
-            work.items,
-            tables[:, None],
-            slot_ranges,
-            slopes_of(rules),
-            cast(q),
-            by_block(pool),
-            *map(cast, (wk, bk, wv, bv)),
-            scale_of(key_norm),
-            *cos_sin_tables(angles),
+        _Operands._make(
+            (
+                work.items,
+                call.tables[:, None],
+                call.slot_ranges,
+                slopes_of(call.rules),
+                cast(q),
+                by_block(pool),
+                *map(cast, (p.wk, p.bk, p.value_weights, p.bv)),
+                scale_of(p.key_norm),
+                *cos_sin_tables(p.angles),
+            )
         ),
         [jax.ShapeDtypeStruct(q.shape, jnp.float32), *partial_shapes(work, heads, head_dim)],
         grid=(kv_heads * num_items,),

@@ -19,11 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
-from apt_jax.ops.reference import LogitModifiers
-from apt_jax.ops.xla_common import ROOM_STEP, Shards
-from apt_jax.pallas.triton_common import launch, load, own_lens
+from apt_jax.ops.calls import DecodeCall
+from apt_jax.ops.xla_common import ROOM_STEP
+from apt_jax.pallas.triton_common import launch, load
 from apt_jax.pallas.triton_decode_absorbed import (
     SCORES_PER_PROCESSOR,
     Output,
@@ -37,7 +37,7 @@ from apt_jax.pallas.triton_decode_absorbed import (
 )
 from apt_jax.pallas.triton_decode_common import ScoreModifiers, check_inputs, find_slots, slopes_of
 from apt_jax.pallas.triton_tiles import head_splits, tile_for
-from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of, work_list
+from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of_call, work_list
 
 _SUM_BYTES = 4
 """Bytes of a part of a score."""
@@ -77,35 +77,23 @@ def _softmax_kernel(
 
 
 def softmax_tiles(
-    sums: Float[Array, "TILES N T"],
-    tables: Int32[Array, "R J"],
-    wave: Wave,
-    *,
-    dtype: Any,
-    warps: int,
-    block_size: int,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    rules: LogitModifiers | None = None,
-    interpret: bool = False,
-    chip: str | None = None,
+    sums: Float[Array, "TILES N T"], call: DecodeCall, wave: Wave, *, warps: int, interpret: bool, chip: str | None
 ) -> Scores:
-    """P, m and l of scores that have been summed over devices.
+    """P, in the pool's dtype, m and l of scores that have been summed over devices.
 
     Arguments as in `triton_decode_absorbed.absorbed_attention`.
 
     Args:
-        dtype: of P: that of the pool.
         warps: of a program.
     """
     _, heads, tokens = sums.shape
     work = work_list(wave.rows, pieces_for(chip, 1, SCORES_PER_PROCESSOR), wave.most_tiles, wave.active)
-    kernel = functools.partial(
-        _softmax_kernel, rules=ScoreModifiers.of(rules), block_size=block_size, num_heads=heads, tokens=tokens
-    )
+    rules, size = ScoreModifiers.of(call.rules), call.block_size
+    kernel = functools.partial(_softmax_kernel, rules=rules, block_size=size, num_heads=heads, tokens=tokens)
     p, m, l = launch(
         kernel,
-        (work.items, tables[:, None], slot_ranges, slopes_of(rules), sums),
-        scores_shape(wave, heads, tokens, dtype),
+        (work.items, call.tables[:, None], call.slot_ranges, slopes_of(call.rules), sums),
+        scores_shape(wave, heads, tokens, call.pool.dtype),
         grid=(work.items.shape[0],),
         warps=warps,
         stages=1,
@@ -117,58 +105,36 @@ def softmax_tiles(
 
 def decode_absorbed(
     q_absorbed: Float[Array, "B N D"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "R J"],
-    lens: Int32[Array, " B"],
+    call: DecodeCall,
     *,
-    tensor: Shards,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "R J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    rules: LogitModifiers | None = None,
-    room: int | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens), with the scores summed over devices; see
+    """`softmax(q~ x^T) x` over positions [0, lens), with the scores summed over the devices `tensor` of the call; see
     `reference.decode_absorbed`.
 
-    Other arguments as in `triton_decode_absorbed.absorbed_attention`; all but layer inputs and queries are those of all
-    devices alike.
-
-    Args:
-        q_absorbed, pool: of all N heads and the D features that this device has.
-        tensor: the devices.
-        room: positions of all rows together, each row's rounded up to a multiple of `ROOM_STEP`, that there is memory for;
-            None: for what tables hold. Rows behind it give zeros.
+    Queries have all N heads, queries and pool the D features that this device has; all else is the same on all devices.
+    Other arguments as in `triton_decode_absorbed.absorbed_attention`.
 
     Raises:
         ValueError: block size, dtype or chip that the kernels do not take.
     """
+    assert call.tensor is not None
     heads, width = q_absorbed.shape[1:]
-    check_inputs(pool, block_size, width)
-    tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
-    capacity = tables.shape[1] * block_size
-    window = None if rules is None else rules.window
-    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=window)
-    most_tiles, every = -(-capacity // tile.tokens), None
-    if room is not None:
-        every = min(lens.shape[0] * most_tiles, -(-room // ROOM_STEP) * (ROOM_STEP // tile.tokens))
+    check_inputs(call.pool, call.block_size, width)
+    tile = tile_for("scores", chip, heads, width, call.pool.dtype.itemsize)
+    visible = rows_of_call(call, tile.tokens)
+    most_tiles, every = -(-call.capacity // tile.tokens), None
+    if call.room is not None:
+        every = min(call.lens.shape[0] * most_tiles, -(-call.room // ROOM_STEP) * (ROOM_STEP // tile.tokens))
         fits = visible.packed + (visible.last - visible.first) <= every
         visible = visible._replace(last=jnp.where(fits, visible.last, visible.first))
-    more: dict[str, Any] = {
-        "block_size": block_size,
-        "slot_ranges": slot_ranges,
-        "rules": rules,
-        "interpret": interpret,
-        "chip": chip,
-    }
+    on: dict[str, Any] = {"interpret": interpret, "chip": chip}
     out: Output | None = None
     for wave in waves_of(visible, most_tiles, heads * tile.tokens * _SUM_BYTES, every):
-        sums = tensor.sum(score_sums(q_absorbed, pool, tables, wave, **more))
-        scores = softmax_tiles(sums, tables, wave, dtype=pool.dtype, warps=tile.warps, **more)
-        out = absorbed_output(scores, pool, tables, wave, out, width=width, out_dtype=out_dtype, **more)
+        sums = call.tensor.sum(score_sums(q_absorbed, call, wave, **on))
+        scores = softmax_tiles(sums, call, wave, warps=tile.warps, **on)
+        out = absorbed_output(scores, call, wave, out, width=width, out_dtype=out_dtype, **on)
     assert out is not None
     return out[0]

@@ -6,21 +6,20 @@ layer inputs is `triton_decode_absorbed.absorbed_output`, as for keys that are a
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import DecodeCall
 from apt_jax.pallas.triton_common import (
     cos_sin_tables,
     dot,
     lanes_of_step,
     launch,
     load,
-    own_lens,
     rotate_pair,
     swizzle,
     swizzle_group,
@@ -45,25 +44,31 @@ from apt_jax.pallas.triton_decode_common import (
     slopes_of,
 )
 from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, padded, tile_for
-from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of, work_list
+from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of_call, work_list
 
 PROGRAMS_PER_PROCESSOR = 4
 """A processor runs one at once."""
 
 
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    items: Any
+    tables: Any
+    slot_ranges: Any
+    slopes: Any
+    q_rotary: Any
+    q_absorbed: Any
+    pool: Any
+    wk: Any
+    bk: Any
+    scale: Any
+    cos: Any
+    sin: Any
+
+
 def _rotary_scores_kernel(
-    items: Any,
-    tables: Any,
-    slot_ranges: Any,
-    slopes: Any,
-    q_rotary: Any,
-    q_absorbed: Any,
-    pool: Any,
-    wk: Any,
-    bk: Any,
-    scale: Any,
-    cos: Any,
-    sin: Any,
+    refs: _Operands,
     *outs: Any,
     tile: Tile,
     rules: ScoreModifiers,
@@ -78,6 +83,7 @@ def _rotary_scores_kernel(
     width: int,
 ) -> None:
     """Scores of a piece and the key heads whose halves fill `tile.columns` lanes side by side."""
+    items, tables, slot_ranges, slopes, q_rotary, q_absorbed, pool, wk, bk, scale, cos, sin = refs
     program, index = swizzle(pl.program_id(0), neighbours, num_items)
     item = read_item(items, index)
     half_padded, group = padded(half), num_heads // num_kv_heads
@@ -159,17 +165,9 @@ def _heads_together(tile: Tile, half: int, num_kv_heads: int, normed: bool) -> i
 def rotary_scores(
     q_rotary: Float[Array, "B N R"],
     q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "RT J"],
+    call: DecodeCall,
     wave: Wave,
-    wk_rotary: Float[Array, "K R D"],
-    bk_rotary: Float[Array, "K R"] | None,
-    angles: Float[Array, "S HALF"],
     *,
-    block_size: int,
-    slot_ranges: Int32[Array, "RT J 2"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Scores:
@@ -177,24 +175,26 @@ def rotary_scores(
 
     Arguments as in `decode_v_absorbed`.
     """
+    pool, p = call.pool, call.projected
+    assert p.angles is not None
     heads, rotary_dim = q_rotary.shape[1:]
-    kv_heads, _, width = wk_rotary.shape
+    kv_heads, _, width = p.wk.shape
     tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize, rotary_dim)
-    groups = -(-kv_heads // _heads_together(tile, rotary_dim // 2, kv_heads, key_norm is not None))
+    groups = -(-kv_heads // _heads_together(tile, rotary_dim // 2, kv_heads, p.key_norm is not None))
     work = work_list(wave.rows, pieces_for(chip, groups, PROGRAMS_PER_PROCESSOR), wave.most_tiles, wave.active)
     num_items = work.items.shape[0]
     kernel = functools.partial(
         _rotary_scores_kernel,
         tile=tile,
-        rules=ScoreModifiers.of(rules),
-        norm_eps=0.0 if key_norm is None else key_norm.eps,
-        block_size=block_size,
+        rules=ScoreModifiers.of(call.rules),
+        norm_eps=0.0 if p.key_norm is None else p.key_norm.eps,
+        block_size=call.block_size,
         neighbours=swizzle_group(groups),
         num_items=num_items,
         num_heads=heads,
         num_kv_heads=kv_heads,
         half=rotary_dim // 2,
-        turned=angles.shape[1],
+        turned=p.angles.shape[1],
         width=width,
     )
 
@@ -203,18 +203,18 @@ def rotary_scores(
 
     outs = launch(
         kernel,
-        (
+        _Operands(
             work.items,
-            tables[:, None],
-            slot_ranges,
-            slopes_of(rules),
+            call.tables[:, None],
+            call.slot_ranges,
+            slopes_of(call.rules),
             cast(q_rotary),
             cast(q_absorbed),
             by_block(pool),
-            cast(wk_rotary),
-            cast(bk_rotary),
-            scale_of(key_norm),
-            *cos_sin_tables(angles),
+            cast(p.wk),
+            cast(p.bk),
+            scale_of(p.key_norm),
+            *cos_sin_tables(p.angles),
         ),
         scores_shape(wave, heads, tile.tokens, pool.dtype),
         grid=(groups * num_items,),
@@ -229,55 +229,34 @@ def rotary_scores(
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"],
     q_absorbed: Float[Array, "B N D"] | None,
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "RT J"],
-    lens: Int32[Array, " B"],
-    wk_rotary: Float[Array, "K R D"],
-    bk_rotary: Float[Array, "K R"] | None,
-    angles: Float[Array, "S HALF"],
+    call: DecodeCall,
     *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    slot_ranges: Int32[Array, "RT J 2"] | None = None,
-    table_of_row: Int32[Array, " B"] | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
     out_dtype: Any = jnp.float32,
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N D"]:
     """`softmax(q_r k_r^T + q~ x^T) x`, k_r computed and turned tile by tile; see `reference.decode_v_absorbed`.
 
-    Keys are accumulated in float32, normed and turned, and rounded to the pool's dtype. Other arguments
-    as in `triton_decode_absorbed.absorbed_attention`.
-
-    Args:
-        key_norm: of each head by itself.
+    Keys are accumulated in float32, normed (each head by itself) and turned, and rounded to the pool's dtype. Other
+    arguments as in `triton_decode_absorbed.absorbed_attention`.
 
     Raises:
         ValueError: block size, dtype, heads, norm, angles or chip that the kernels do not take.
     """
     heads, rotary_dim = q_rotary.shape[1:]
-    kv_heads, _, width = wk_rotary.shape
-    check_inputs(pool, block_size, width)
-    check_key_norm(key_norm, rotary_dim)
-    if heads % kv_heads or rotary_dim % 2 or rotary_dim < 2 * angles.shape[1]:
-        raise ValueError(f"{q_rotary.shape=}, {wk_rotary.shape=} and {angles.shape=} do not fit")
-    tile = tile_for("rotary_scores", chip, heads, width, pool.dtype.itemsize, rotary_dim)
-    capacity = tables.shape[1] * block_size
-    window = None if rules is None else rules.window
-    visible = rows_of(own_lens(lens, rows, capacity), table_of_row, tokens=tile.tokens, window=window)
-    more: dict[str, Any] = {
-        "block_size": block_size,
-        "slot_ranges": slot_ranges,
-        "rules": rules,
-        "interpret": interpret,
-        "chip": chip,
-    }
-    weights = (wk_rotary, bk_rotary, angles)
+    p, itemsize = call.projected, call.pool.dtype.itemsize
+    assert p.angles is not None
+    kv_heads, _, width = p.wk.shape
+    check_inputs(call.pool, call.block_size, width)
+    check_key_norm(p.key_norm, rotary_dim)
+    if heads % kv_heads or rotary_dim % 2 or rotary_dim < 2 * p.angles.shape[1]:
+        raise ValueError(f"{q_rotary.shape=}, {p.wk.shape=} and {p.angles.shape=} do not fit")
+    tile = tile_for("rotary_scores", chip, heads, width, itemsize, rotary_dim)
+    visible = rows_of_call(call, tile.tokens)
+    on: dict[str, Any] = {"interpret": interpret, "chip": chip}
     out: Output | None = None
-    for wave in waves_of(visible, -(-capacity // tile.tokens), heads * tile.tokens * pool.dtype.itemsize):
-        scores = rotary_scores(q_rotary, q_absorbed, pool, tables, wave, *weights, key_norm=key_norm, **more)
-        out = absorbed_output(scores, pool, tables, wave, out, width=width, out_dtype=out_dtype, **more)
+    for wave in waves_of(visible, -(-call.capacity // tile.tokens), heads * tile.tokens * itemsize):
+        scores = rotary_scores(q_rotary, q_absorbed, call, wave, **on)
+        out = absorbed_output(scores, call, wave, out, width=width, out_dtype=out_dtype, **on)
     assert out is not None
     return out[0]

@@ -22,7 +22,7 @@ multiplies less than the projection of the prefix.
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Float, Int32
 
-from apt_jax.ops.reference import KeyNorm
+from apt_jax.ops.calls import DecodeCall, PrefillCall
 from apt_jax.pallas.triton_common import below, dot, lanes_of_step, launch, load, slot_of
 from apt_jax.pallas.triton_decode_absorbed import absorbed_attention
 from apt_jax.pallas.triton_queries import (
@@ -110,21 +110,27 @@ def plan_prefixes(
     )
 
 
+class _Projected(NamedTuple):
+    """Arrays that `prefix_project` reads."""
+
+    piece: Any
+    tiles: Any
+    count: Any
+    tables: Any
+    ranges: Any
+    pool: Any
+    wk: Any
+    bk: Any
+    wv: Any
+    bv: Any
+    norm: Any
+    cos: Any
+    sin: Any
+    after: Any
+
+
 def _project_kernel(
-    piece: Any,
-    tiles: Any,
-    count: Any,
-    tables: Any,
-    ranges: Any,
-    pool: Any,
-    wk: Any,
-    bk: Any,
-    wv: Any,
-    bv: Any,
-    norm: Any,
-    cos: Any,
-    sin: Any,
-    after: Any,
+    refs: _Projected,
     out: Any,
     *,
     tile: Tile,
@@ -137,6 +143,7 @@ def _project_kernel(
     width: int,
     eps: float,
 ) -> None:
+    piece, tiles, count, tables, ranges, pool, wk, bk, wv, bv, norm, cos, sin, after = refs
     del after  # what must be done before the piece before this one is overwritten
     first_tile = plt.load(piece.at[jnp.int32(0)]) * per_piece
     active = jnp.clip(plt.load(count.at[jnp.int32(0)]) - first_tile, 0, per_piece)
@@ -206,18 +213,24 @@ def _project_kernel(
     lax.while_loop(lambda i: i < active * (2 * num_kv_heads), item, pl.program_id(0))
 
 
+class _Attended(NamedTuple):
+    """Arrays that `prefix_attend` reads."""
+
+    piece: Any
+    query_tiles: Any
+    count: Any
+    begins: Any
+    starts: Any
+    q_ref: Any
+    kv: Any
+    slopes: Any
+    m_in: Any
+    l_in: Any
+    acc_in: Any
+
+
 def _attend_kernel(
-    piece: Any,
-    query_tiles: Any,
-    count: Any,
-    begins: Any,
-    starts: Any,
-    q_ref: Any,
-    kv: Any,
-    slopes: Any,
-    m_in: Any,
-    l_in: Any,
-    acc_in: Any,
+    refs: _Attended,
     m_out: Any,
     l_out: Any,
     acc_out: Any,
@@ -230,6 +243,7 @@ def _attend_kernel(
     head_dim: int,
     barrier: bool,
 ) -> None:
+    piece, query_tiles, count, begins, starts, q_ref, kv, slopes, m_in, l_in, acc_in = refs
     kv_head = pl.program_id(1)
     lane = jnp.arange(padded(head_dim))
     lane_ok = below(lane, head_dim, lane.size)
@@ -319,7 +333,7 @@ def attend_to_piece(
     )
     m, l, acc = launch(
         kernel,
-        (piece, query_tiles.fields, query_tiles.count, plan.begins, plan.starts, q, kv, slopes, *state),
+        _Attended(piece, query_tiles.fields, query_tiles.count, plan.begins, plan.starts, q, kv, slopes, *state),
         (of_head, of_head, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
         grid=(query_tiles.programs, num_kv_heads),
         warps=tile.warps,
@@ -331,43 +345,47 @@ def attend_to_piece(
     return m, l, acc
 
 
+def weights_of(call: PrefillCall) -> tuple[Array | None, ...]:
+    """W_k, b_k, W_v, b_v of hidden prefixes in the dtype of the pool."""
+    assert call.hidden_prefixes is not None
+    p = call.hidden_prefixes.projection
+    return tuple(None if a is None else a.astype(call.pool.dtype) for a in (p.wk, p.bk, p.value_weights, p.bv))
+
+
+def slopes_of(call: PrefillCall) -> Float[Array, " N"] | None:
+    """ALiBi's slopes."""
+    return None if call.rules is None else call.rules.slopes
+
+
 def projected_prefix(
     q: Float[Array, "T N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    slot_ranges: Int32[Array, "B J 2"] | None,
+    call: PrefillCall,
     hidden_lens: Int32[Array, " B"],
     query_tiles: QueryTiles,
-    weights: tuple[Any, ...],
-    slopes: Float[Array, " N"] | None,
     *,
     tile: PrefillTile,
     scores: Scores,
-    block_size: int,
-    angles: Float[Array, "S HALF"] | None,
-    key_norm: KeyNorm | None,
     interpret: bool,
     chip: str | None,
-    room: int | None,
     piece_positions: int = _PIECE_POSITIONS,
 ) -> FlashState:
     """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
 
     Args:
-        weights: W_k, b_k, W_v, b_v in the dtype of the pool.
-        block_size: layer inputs of a block.
-        room: positions of all rows together, each row's rounded up to whole tiles of any kernel; None: as many as block
-            tables hold.
         piece_positions: fewer in tests.
     """
-    num_kv_heads, head_dim, width = weights[0].shape
+    of_inputs, pool = call.hidden_prefixes, call.pool
+    assert of_inputs is not None
+    p, block_size = of_inputs.projection, of_inputs.block_size
+    num_kv_heads, head_dim, width = p.wk.shape
     num_heads = q.shape[1]
-    kernel = "project" if angles is None and key_norm is None else "project_turned"
+    kernel = "project" if p.angles is None and p.key_norm is None else "project_turned"
     project = tile_for(kernel, chip, num_heads, width, pool.dtype.itemsize, head_dim)
-    plan = plan_prefixes(hidden_lens, scores, tables.shape[2] * block_size, project.tokens, piece_positions, room)
+    capacity = call.tables.shape[2] * block_size
+    plan = plan_prefixes(hidden_lens, scores, capacity, project.tokens, piece_positions, of_inputs.room)
     most = plan.per_piece * project.tokens
     programs = 2 if interpret else NUM_PROCESSORS[check_chip(chip, head_dim)]
-    turns = (None, None) if angles is None else (jnp.cos(angles), jnp.sin(angles))
+    turns = (None, None) if p.angles is None else (jnp.cos(p.angles), jnp.sin(p.angles))
     project_piece = functools.partial(
         launch,
         functools.partial(
@@ -378,9 +396,9 @@ def projected_prefix(
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            half=0 if angles is None else angles.shape[1],
+            half=0 if p.angles is None else p.angles.shape[1],
             width=width,
-            eps=0.0 if key_norm is None else key_norm.eps,
+            eps=0.0 if p.key_norm is None else p.key_norm.eps,
         ),
         out_shape=jax.ShapeDtypeStruct((2, most, num_kv_heads, head_dim), pool.dtype),
         grid=(programs,),
@@ -389,13 +407,13 @@ def projected_prefix(
         name="prefix_project",
         interpret=interpret,
     )
-    inputs = (tables, slot_ranges, pool.reshape(pool.shape[0], -1), *weights)
-    scale = None if key_norm is None else key_norm.scale
+    inputs = (call.tables, call.slot_ranges, pool.reshape(pool.shape[0], -1), *weights_of(call))
+    scale, slopes = None if p.key_norm is None else p.key_norm.scale, slopes_of(call)
 
     # Lowered once for all pieces but the first, where that finds no state.
     @jax.jit
     def attend_to(piece: Array, state: FlashState) -> FlashState:
-        kv = project_piece((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0]))
+        kv = project_piece(_Projected._make((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0])))
         more: dict[str, Any] = {"tile": tile, "scores": scores, "interpret": interpret}
         return attend_to_piece(piece, q, kv, plan, query_tiles, slopes, state, **more)
 
@@ -412,18 +430,11 @@ def projected_prefix(
 
 
 def absorbed_prefix(
-    q: Float[Array, "T N H"],
-    pool: Float[Array, "P C D"],
-    tables: Int32[Array, "B J"],
-    row_of_token: Int32[Array, " T"],
-    lens: Int32[Array, " T"],
-    wk: Float[Array, "K H D"],
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"],
-    bv: Float[Array, "K H"] | None,
-    **more: Any,
+    q: Float[Array, "T N H"], call: DecodeCall, *, most_positions: int | None, interpret: bool, chip: str | None
 ) -> FlashState:
-    """The states of `projected_prefix`, with the projections absorbed."""
+    """The states of `projected_prefix`, with the projections absorbed; the call has a row for every token."""
+    p = call.projected
+    wk, wv = (w.astype(call.pool.dtype) for w in (p.wk, p.value_weights))
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, _, width = wk.shape
     grouped = (q * jnp.asarray(head_dim**-0.5, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_dim)
@@ -431,17 +442,18 @@ def absorbed_prefix(
     q_absorbed = jnp.einsum("tkgh,khd->tkgd", grouped, wk, precision=exact).astype(q.dtype)
     z, m, l = absorbed_attention(
         q_absorbed.reshape(num_tokens, num_heads, width),
-        pool,
-        tables,
-        lens,
-        table_of_row=row_of_token,
+        call,
+        most_positions=most_positions,
         out_dtype=q.dtype,
-        **more,
+        interpret=interpret,
+        chip=chip,
     )
-    if bk is not None:  # the same for the whole prefix, but not for the chunk, which it is joined with
-        m = m + jnp.sum(grouped.astype(jnp.float32) * bk.astype(jnp.float32)[None, :, None, :], axis=3).reshape(m.shape)
+    if p.bk is not None:  # the same for the whole prefix, but not for the chunk, which it is joined with
+        m = m + jnp.sum(grouped.astype(jnp.float32) * p.bk.astype(jnp.float32)[None, :, None, :], axis=3).reshape(
+            m.shape
+        )
     z = z.reshape(num_tokens, num_kv_heads, -1, width)
     out = jnp.einsum("tkgd,khd->tkgh", z, wv, precision=exact).astype(jnp.float32)
-    if bv is not None:
-        out = out + bv.astype(jnp.float32)[None, :, None, :]
+    if p.bv is not None:
+        out = out + p.bv.astype(jnp.float32)[None, :, None, :]
     return m * LOG2_E, l, out.reshape(q.shape) * l[:, :, None]

@@ -10,19 +10,19 @@ powers of two. Nothing is summed by atomics, so equal inputs give equal bits.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Float
 
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
-from apt_jax.ops.xla_common import Shards
+from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, PrefillCall
 from apt_jax.pallas.triton_common import below, check_pool, launch, load, slot_of
-from apt_jax.pallas.triton_hidden_prefix import absorbed_prefix, projected_prefix
+from apt_jax.pallas.triton_decode_common import check_key_norm
+from apt_jax.pallas.triton_hidden_prefix import absorbed_prefix, projected_prefix, slopes_of
 from apt_jax.pallas.triton_prefix_shards import sharded_prefix
 from apt_jax.pallas.triton_queries import (
     Scores,
@@ -39,20 +39,26 @@ from apt_jax.pallas.triton_tiles import PrefillTile, padded, prefill_tile
 _FEWER_KEYS = 64
 
 
+class _Operands(NamedTuple):
+    """Arrays that the kernel reads."""
+
+    tiles: Any
+    count: Any
+    tables: Any
+    ranges: Any
+    q_ref: Any
+    k_ref: Any
+    v_ref: Any
+    pool: Any
+    slopes: Any
+    end: Any
+    m_ref: Any
+    l_ref: Any
+    acc_ref: Any
+
+
 def _chunk_kernel(
-    tiles: Any,
-    count: Any,
-    tables: Any,
-    ranges: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    pool: Any,
-    slopes: Any,
-    end: Any,
-    m_ref: Any,
-    l_ref: Any,
-    acc_ref: Any,
+    refs: _Operands,
     out_ref: Any,
     *,
     tile: PrefillTile,
@@ -62,6 +68,7 @@ def _chunk_kernel(
     group: int,
     head_dim: int,
 ) -> None:
+    tiles, count, tables, ranges, q_ref, k_ref, v_ref, pool, slopes, end, m_ref, l_ref, acc_ref = refs
     # The heads of a tile side by side: tiles with the most keys start first.
     kv_head, place = pl.program_id(0), pl.program_id(1)
     per_tile = tile.queries >> (group - 1).bit_length()
@@ -129,43 +136,20 @@ def prefill(
     q: Float[Array, "T N H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    offsets: Int32[Array, " B"],
-    chunk_lens: Int32[Array, " B"],
-    prefix_lens: Int32[Array, " B"],
-    hidden: Bool[Array, " B"],
-    num_rows: Int32[Array, ""],
-    wk: Float[Array, "K H D"] | None,
-    bk: Float[Array, "K H"] | None,
-    wv: Float[Array, "K H D"] | None,
-    bv: Float[Array, "K H"] | None,
+    call: PrefillCall,
     *,
-    block_size: int,
-    with_hidden: bool,
-    slot_ranges: Int32[Array, "B J 2"] | None = None,
-    angles: Float[Array, "S HALF"] | None = None,
-    hidden_block_size: int | None = None,
-    key_norm: KeyNorm | None = None,
-    rules: LogitModifiers | None = None,
-    tensor: Shards | None = None,
-    room: int | None = None,
     interpret: bool = False,
     chip: str | None = None,
     **more: Any,
 ) -> Float[Array, "T N H"]:
     """Causal attention of prompt chunks over cached prefixes and themselves, in the dtype of `q`; see `reference.prefill`.
 
-    Keys and values of a hidden prefix are accumulated in float32, normed and turned if so asked, and rounded to the
-    pool's dtype. Batches of at most H tokens absorb the projections instead, where nothing stands between queries and
-    W_k and scores are plain.
+    Keys and values of a hidden prefix are accumulated in float32, normed (each head by itself) and turned if so asked,
+    and rounded to the pool's dtype. Batches of at most H tokens absorb the projections instead, where nothing stands
+    between queries and W_k and scores are plain. Kernels for hidden prefixes are launched for `room` positions of the
+    call, or for none; on several devices a loop takes what there is (`sharded_prefix`).
 
     Args:
-        with_hidden: some row may have a hidden prefix; static, without it no kernel for one is launched.
-        key_norm: of each head by itself.
-        room: positions of all hidden prefixes together, as `projected_prefix` counts them, that kernels are launched for;
-            None: as many as block tables hold. On several devices a loop takes what there is.
-        tensor: devices that heads and layer inputs are spread over; see `sharded_prefix`.
         interpret: run in Pallas' interpreter, on any platform.
         chip: what tiles are chosen for (`triton_tiles.CHIPS`).
         more: of `projected_prefix` or `sharded_prefix`.
@@ -173,91 +157,42 @@ def prefill(
     Raises:
         ValueError: block size, dtype, heads, norm or chip that the kernels do not take.
     """
+    pool, block_size, tables, of_inputs = call.pool, call.block_size, call.tables, call.hidden_prefixes
     check_pool(pool, block_size)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     lane_width = num_kv_heads * head_dim
     if pool.shape[2] != lane_width or num_heads % num_kv_heads:
         raise ValueError(f"{pool.shape=} does not hold heads of {q.shape=}, {k.shape=}")
-    hidden_slots = hidden_block_size or block_size
-    if with_hidden:
-        assert wk is not None
-        shards = 1 if tensor is None or wk.shape[0] > num_kv_heads else tensor.size
-        if hidden_slots * wk.shape[2] > block_size * lane_width * shards:
-            raise ValueError(f"blocks of {pool.shape=} do not hold {hidden_slots} layer inputs of {wk.shape=}")
-        if key_norm is not None and key_norm.scale.shape[0] != head_dim:
-            raise ValueError(f"norms over all heads together ({key_norm.scale.shape=}) are not the kernels'")
+    if of_inputs is not None:
+        _check_prefixes(of_inputs, pool, num_kv_heads, head_dim)
     group_bits = (num_heads // num_kv_heads - 1).bit_length()
     tile = prefill_tile(chip, head_dim, pool.dtype.itemsize, num_tokens << group_bits, 1 << group_bits)
-    scores = Scores.of(rules, head_dim, on_chip=not interpret)
-    slopes = None if rules is None else rules.slopes
-
-    def cast(a: Array | None) -> Array | None:
-        return None if a is None else a.astype(pool.dtype)
-
+    scores = Scores.of(call.rules, head_dim, on_chip=not interpret)
     out_shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
     q, k, v = q.astype(pool.dtype), k.astype(pool.dtype), v.astype(pool.dtype)
-    row = jnp.arange(offsets.shape[0], dtype=jnp.int32)
-    chunk_lens = jnp.where(row < num_rows, chunk_lens, 0)
-    hidden_lens = jnp.where(hidden & (chunk_lens > 0), prefix_lens, 0) if with_hidden else jnp.zeros_like(prefix_lens)
-    hidden_lens = jnp.minimum(hidden_lens, tables.shape[2] * hidden_slots)
-    kv_lens = jnp.where(hidden & with_hidden, 0, jnp.minimum(prefix_lens, tables.shape[2] * block_size))
+    row, offsets = jnp.arange(call.offsets.shape[0], dtype=jnp.int32), call.offsets
+    chunk_lens = jnp.where(row < call.num_rows, call.chunk_lens, 0)
+    kv_lens = jnp.minimum(call.prefix_lens, tables.shape[2] * block_size)
+    hidden_lens = jnp.zeros_like(kv_lens)
+    if of_inputs is not None:
+        hidden_lens = jnp.where(call.hidden & (chunk_lens > 0), call.prefix_lens, 0)
+        hidden_lens = jnp.minimum(hidden_lens, tables.shape[2] * of_inputs.block_size)
+        kv_lens = jnp.where(call.hidden, 0, kv_lens)
     tiles = query_tiles(offsets, chunk_lens, kv_lens, hidden_lens, num_tokens, tile.queries >> group_bits)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
-    inside = (token >= offsets[None, :]) & (token < (offsets + chunk_lens)[None, :])
-    owned = jnp.any(inside, axis=1)
 
     state: tuple[Array | None, ...] = (None, None, None)
-    absorbs = num_tokens <= head_dim and rules is None and key_norm is None and angles is None
+    if of_inputs is not None and num_tokens <= head_dim and _absorbs(call, lane_width):
+        rows = _token_rows(call, offsets, chunk_lens, hidden_lens, num_tokens)
+        state = absorbed_prefix(q, rows, most_positions=of_inputs.room, interpret=interpret, chip=chip)
+    elif of_inputs is not None:
+        attend_prefix = functools.partial(projected_prefix, chip=chip)
+        if of_inputs.tensor is not None:
+            attend_prefix = functools.partial(sharded_prefix, num_kv_heads=num_kv_heads)
+        state = attend_prefix(q, call, hidden_lens, tiles, tile=tile, scores=scores, interpret=interpret, **more)
     if (
-        tensor is None
-        and with_hidden
-        and absorbs
-        and hidden_slots == block_size
-        and wk is not None
-        and wk.shape[2] == lane_width
-    ):
-        assert wv is not None
-        row_of_token = jnp.argmax(inside, axis=1).astype(jnp.int32)
-        state = absorbed_prefix(
-            q,
-            pool,
-            tables[:, 0],
-            row_of_token,
-            jnp.where(owned, hidden_lens[row_of_token], 0),
-            wk.astype(pool.dtype),
-            bk,
-            wv.astype(pool.dtype),
-            bv,
-            block_size=block_size,
-            slot_ranges=slot_ranges,
-            most_positions=room,
-            interpret=interpret,
-            chip=chip,
-        )
-    elif with_hidden:
-        if tensor is None:
-            attend_prefix = functools.partial(projected_prefix, chip=chip, room=room)
-        else:
-            attend_prefix = functools.partial(sharded_prefix, tensor=tensor, num_kv_heads=num_kv_heads)
-        state = attend_prefix(
-            q,
-            pool,
-            tables,
-            slot_ranges,
-            hidden_lens,
-            tiles,
-            (cast(wk), cast(bk), cast(wv), cast(bv)),
-            slopes,
-            tile=tile,
-            scores=scores,
-            block_size=hidden_slots,
-            angles=angles,
-            key_norm=key_norm,
-            interpret=interpret,
-            **more,
-        )
-    if state[0] is not None or slot_ranges is not None:  # either takes registers, of which the largest tile leaves few
+        state[0] is not None or call.slot_ranges is not None
+    ):  # either takes registers, of which the largest tile leaves few
         tile = dataclasses.replace(tile, keys=min(tile.keys, _FEWER_KEYS))
     kernel = functools.partial(
         _chunk_kernel,
@@ -269,13 +204,54 @@ def prefill(
         head_dim=head_dim,
     )
     end = jnp.max(jnp.where(chunk_lens > 0, offsets + chunk_lens, 0), keepdims=True)
+    by_slot = pool.reshape(-1, lane_width)
     return launch(
         kernel,
-        (tiles.fields, tiles.count, tables, slot_ranges, q, k, v, pool.reshape(-1, lane_width), slopes, end, *state),
+        _Operands(tiles.fields, tiles.count, tables, call.slot_ranges, q, k, v, by_slot, slopes_of(call), end, *state),
         out_shape,
         grid=(num_kv_heads, tiles.programs),
         warps=tile.warps,
         stages=tile.stages,
         name="prefill_chunk",
         interpret=interpret,
+    )
+
+
+def _check_prefixes(of_inputs: HiddenPrefixes, pool: Array, num_kv_heads: int, head_dim: int) -> None:
+    """Raises:
+    ValueError: blocks that do not hold the layer inputs, or a norm that the kernels do not take.
+    """
+    wk, tensor = of_inputs.projection.wk, of_inputs.tensor
+    shards = 1 if tensor is None or wk.shape[0] > num_kv_heads else tensor.size
+    if of_inputs.block_size * wk.shape[2] > pool.shape[1] * pool.shape[2] * shards:
+        raise ValueError(f"blocks of {pool.shape=} do not hold {of_inputs.block_size} layer inputs of {wk.shape=}")
+    check_key_norm(of_inputs.projection.key_norm, head_dim)
+
+
+def _absorbs(call: PrefillCall, lane_width: int) -> bool:
+    """True if projections of the hidden prefixes can be absorbed: plain scores, and layer inputs as wide as keys."""
+    of_inputs = call.hidden_prefixes
+    if of_inputs is None or of_inputs.tensor is not None or call.rules is not None:
+        return False
+    p = of_inputs.projection
+    plain = p.key_norm is None and p.angles is None
+    return plain and of_inputs.block_size == call.block_size and p.wk.shape[2] == lane_width
+
+
+def _token_rows(
+    call: PrefillCall, offsets: Array, chunk_lens: Array, hidden_lens: Array, num_tokens: int
+) -> DecodeCall:
+    """The hidden prefixes of a call, with every token of a chunk as a row."""
+    assert call.hidden_prefixes is not None
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    inside = (token >= offsets[None, :]) & (token < (offsets + chunk_lens)[None, :])
+    row_of_token = jnp.argmax(inside, axis=1).astype(jnp.int32)
+    return DecodeCall(
+        pool=call.pool,
+        tables=call.tables[:, 0],
+        lens=jnp.where(jnp.any(inside, axis=1), hidden_lens[row_of_token], 0),
+        block_size=call.block_size,
+        slot_ranges=call.slot_ranges,
+        table_of_row=row_of_token,
+        projection=call.hidden_prefixes.projection,
     )

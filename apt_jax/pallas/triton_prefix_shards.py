@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
+from apt_jax.ops.calls import PrefillCall
 from apt_jax.ops.linear import project_kv
-from apt_jax.ops.reference import KeyNorm
-from apt_jax.ops.xla_common import Shards, project_shards
-from apt_jax.pallas.triton_hidden_prefix import PrefixPlan, attend_to_piece, plan_prefixes
+from apt_jax.ops.xla_common import project_shards
+from apt_jax.pallas.triton_hidden_prefix import PrefixPlan, attend_to_piece, plan_prefixes, slopes_of, weights_of
 from apt_jax.pallas.triton_queries import FlashState, QueryTiles, Scores
 from apt_jax.pallas.triton_tiles import PrefillTile
 
@@ -46,44 +46,40 @@ def _read_positions(
 
 def sharded_prefix(
     q: Float[Array, "T N H"],
-    pool: Float[Array, "P C E"],
-    tables: Int32[Array, "B 2 J"],
-    slot_ranges: Int32[Array, "B J 2"] | None,
+    call: PrefillCall,
     hidden_lens: Int32[Array, " B"],
     query_tiles: QueryTiles,
-    weights: tuple[Any, ...],
-    slopes: Float[Array, " N"] | None,
     *,
-    tensor: Shards,
     num_kv_heads: int,
     tile: PrefillTile,
     scores: Scores,
-    block_size: int,
-    angles: Float[Array, "S HALF"] | None,
-    key_norm: KeyNorm | None,
     interpret: bool,
     piece_positions: int = _PIECE_POSITIONS,
 ) -> FlashState:
     """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
 
+    W_k and W_v of the call have this device's heads and all features, or all heads and this device's features.
+
     Args:
-        weights: W_k, b_k, W_v, b_v in the dtype of the pool; the matrices of this device's heads and all features, or of
-            all heads and this device's features.
-        tensor: the devices.
         num_kv_heads: of this device.
-        block_size: layer inputs of a block.
         piece_positions: fewer in tests.
     """
-    wk, bk, wv, bv = weights
+    of_inputs, pool, slopes = call.hidden_prefixes, call.pool, slopes_of(call)
+    assert of_inputs is not None
+    assert of_inputs.tensor is not None
+    tensor, p, block_size = of_inputs.tensor, of_inputs.projection, of_inputs.block_size
+    wk, bk, wv, bv = weights_of(call)
+    assert wk is not None
+    assert wv is not None
     by_feature = wk.shape[0] > num_kv_heads
     width = wk.shape[2] if by_feature else wk.shape[2] // tensor.size
-    capacity = tables.shape[2] * block_size
+    capacity = call.tables.shape[2] * block_size
     plan = plan_prefixes(hidden_lens, scores, capacity, _TILE_POSITIONS, piece_positions)
     by_block = pool.reshape(pool.shape[0], -1)
     lane = jnp.arange(width, dtype=jnp.int32)
 
     def keys_and_values(piece: Array) -> Float[Array, "2 S K H"]:
-        position, own, block, slot = _read_positions(plan, piece, tables, slot_ranges, block_size)
+        position, own, block, slot = _read_positions(plan, piece, call.tables, call.slot_ranges, block_size)
         if block_size * width == by_block.shape[1]:
             x = pool.reshape(-1, width)[block * block_size + slot]
         else:
@@ -93,8 +89,8 @@ def sharded_prefix(
             k, v = project_shards(x, wk, bk, wv, bv, tensor)
         else:
             x = tensor.gather(x, 1)
-            turns = None if angles is None else angles[jnp.where(own, position, 0)]
-            k, v = project_kv(x, wk, bk, turns, key_norm), project_kv(x, wv, bv)
+            turns = None if p.angles is None else p.angles[jnp.where(own, position, 0)]
+            k, v = project_kv(x, wk, bk, turns, p.key_norm), project_kv(x, wv, bv)
         return jnp.stack([k, v]).astype(pool.dtype).reshape(2, x.shape[0], num_kv_heads, -1)
 
     def one_piece(piece: Array, state: FlashState) -> FlashState:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Int32
 
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import LogitModifiers
 from apt_jax.pallas.triton_common import MASKED, dot, load
 
 LOG2_E = math.log2(math.e)
@@ -149,7 +149,7 @@ def read_state(refs: tuple[Any, Any, Any], queries: Queries, lane: Any, lane_ok:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scores from products of queries and keys: scale, soft cap, slopes and window (`reference.LogitModifiers`)."""
+    """Scores from products of queries and keys: scale, soft cap, slopes and window (`calls.LogitModifiers`)."""
 
     scale: float
     softcap: float | None

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Bool, Int32
 
+from apt_jax.ops.calls import DecodeCall
 from apt_jax.pallas.triton_common import MASKED, below, launch, load
 from apt_jax.pallas.triton_tiles import CHIPS, NUM_PROCESSORS, padded
 
@@ -98,6 +99,14 @@ def rows_of(
     first, last = seen_from // tokens, (lens + tokens - 1) // tokens
     table = jnp.arange(lens.shape[0], dtype=jnp.int32) if table_of_row is None else table_of_row.astype(jnp.int32)
     return Rows(table=table, length=lens, first=first, last=last, packed=_running_sum(last - first) - (last - first))
+
+
+def rows_of_call(call: DecodeCall, tokens: int) -> Rows:
+    """`rows_of` the rows of a call, others empty. The same in every layer, so the compiler computes it once a step."""
+    (first, last), index = call.row_range(), jnp.arange(call.lens.shape[0], dtype=jnp.int32)
+    lens = jnp.where((index >= first) & (index < last), jnp.minimum(call.lens, call.capacity), 0)
+    window = None if call.rules is None else call.rules.window
+    return rows_of(lens, call.table_of_row, tokens=tokens, window=window)
 
 
 def pieces_for(chip: str | None, programs: int, per_processor: int) -> int:

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 from apt_jax.backends import attention_ops
 from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, KeyNorm, LogitModifiers, PrefillCall, Projection
 from apt_jax.ops.shapes import AttentionShape
 from benchmarks.gpu import compile_only, device_free, engine_step, launches
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
@@ -343,11 +343,11 @@ def with_few_layers(case: StepCase) -> StepCase:
 
 
 def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The op with its keyword arguments bound, and abstract arrays as the decoder passes them."""
+    """The op, and its arguments with abstract arrays as the decoder passes them."""
     shape: AttentionShape = shapes.PUBLISHED[case.shape]
     dtype, rows = jnp.dtype(case.dtype), case.num_rows
     context = _CONTEXTS.get(case.variant, _CONTEXT)
-    table, block_size = context // _BLOCK_SIZE, _BLOCK_SIZE
+    table = context // _BLOCK_SIZE
     n, k, h, d = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.hidden_size
 
     def floats(*dims: int) -> Any:
@@ -363,64 +363,46 @@ def arguments_of(case: KernelCase, ops: KernelBackend) -> tuple[Callable[..., An
     if shards > 1:
         d, lane = d // shards, lane // shards
     pool = floats(_NUM_BLOCKS, _BLOCK_SIZE, lane)
-    lens, both_tables, tables = ints(rows), ints(rows, 2, table), ints(rows, table)
-    projections = (floats(k, h, d), floats(k, h), floats(k, h, d), floats(k, h))
-    if shape.rotary_dim:
-        projections = (projections[0], None, projections[2], None)
-    keywords: dict[str, Any] = {}
-    match case.op:
-        case "decode_kv":
-            arguments = (floats(rows, n, h), pool, both_tables, lens)
-        case "decode_absorbed":
-            arguments = (floats(rows, n, d), pool, tables, lens)
-        case "decode_reprojected":
-            arguments = (floats(rows, n, h), pool, tables, lens, *projections)
-        case "decode_v_absorbed":
-            rotary = shape.rotary_dim
-            rest = floats(rows, n, d) if rotary < h else None
-            arguments = (floats(rows, n, rotary), rest, pool, tables, lens, floats(k, rotary, d), None)
-            block_size = _BLOCK_SIZE * shape.lane // d
-        case "prefill":
-            tokens = {_FEW: _FEW_TOKENS, _LONG: _LONG_TOKENS}.get(case.variant, _PREFILL_TOKENS)
-            arguments = (
-                floats(tokens, n, h),
-                floats(tokens, k, h),
-                floats(tokens, k, h),
-                pool,
-                both_tables,
-                ints(rows),
-                ints(rows),
-                ints(rows),
-                flags(rows),
-                ints(),
-                *projections,
-            )
-            keywords["with_hidden"] = case.variant.startswith("hidden prefix")
-        case _:
-            raise ValueError(f"unknown op {case.op!r}")
-    if shards > 1:
-        keywords["tensor"] = _Devices(shards)
-    if shape.window or shape.softcap:
-        keywords["rules"] = LogitModifiers(window=shape.window, softcap=shape.softcap)
-    # Arrays that the ops take by keyword.
-    named: dict[str, Any] = {}
-    if case.variant == _NORMED:
-        named["key_norm"] = KeyNorm(scale=floats(h), eps=1e-6)
-    if case.op != "prefill":
-        named["rows"] = (ints(), ints())
-    if case.variant == "shared blocks":
-        named["slot_ranges"] = ints(rows, table, 2)
-    turned = case.op in ("decode_reprojected", "decode_v_absorbed") or keywords.get("with_hidden")
-    if shape.rotary_dim and turned:
-        named["angles"] = jax.ShapeDtypeStruct((context, shape.rotary_dim // 2), jnp.float32)
+    turned: Any = jax.ShapeDtypeStruct((context, shape.rotary_dim // 2), jnp.float32) if shape.rotary_dim else None
+    bias = floats(k, h) if turned is None else None
+    norm = KeyNorm(scale=floats(h), eps=1e-6) if case.variant == _NORMED else None
+    projection = Projection(wk=floats(k, h, d), bk=bias, wv=floats(k, h, d), bv=bias, angles=turned, key_norm=norm)
+    rules = LogitModifiers(window=shape.window, softcap=shape.softcap) if shape.window or shape.softcap else None
+    ranges = ints(rows, table, 2) if case.variant == "shared blocks" else None
+    devices = _Devices(shards) if shards > 1 else None
     op = getattr(ops, case.op)
     if op is None:
         raise NotImplementedError(f"{ops.name} has no {case.op}")
-
-    def call(positional: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
-        return op(*positional, **by_name, **keywords, block_size=block_size)
-
-    return call, (arguments, named)
+    if case.op == "prefill":
+        tokens = {_FEW: _FEW_TOKENS, _LONG: _LONG_TOKENS}.get(case.variant, _PREFILL_TOKENS)
+        prefixes = None
+        if case.variant.startswith("hidden prefix"):
+            prefixes = HiddenPrefixes(projection=projection, block_size=_BLOCK_SIZE, tensor=devices)
+        prompts = PrefillCall(
+            pool=pool, tables=ints(rows, 2, table), offsets=ints(rows), chunk_lens=ints(rows), prefix_lens=ints(rows),
+            hidden=flags(rows), num_rows=ints(), block_size=_BLOCK_SIZE, slot_ranges=ranges, rules=rules,
+            hidden_prefixes=prefixes,
+        )  # fmt: skip
+        return op, (floats(tokens, n, h), floats(tokens, k, h), floats(tokens, k, h), prompts)
+    halves = (2,) if case.op == "decode_kv" else ()
+    call = DecodeCall(
+        pool=pool, tables=ints(rows, *halves, table), lens=ints(rows), block_size=_BLOCK_SIZE, rows=(ints(), ints()),
+        slot_ranges=ranges, rules=rules, tensor=devices,
+    )  # fmt: skip
+    match case.op:
+        case "decode_kv":
+            return op, (floats(rows, n, h), call)
+        case "decode_absorbed":
+            return op, (floats(rows, n, d), call)
+        case "decode_reprojected":
+            return op, (floats(rows, n, h), dataclasses.replace(call, projection=projection))
+        case "decode_v_absorbed":
+            rotary = shape.rotary_dim
+            rest = floats(rows, n, d) if rotary < h else None
+            of_keys = Projection(wk=floats(k, rotary, d), angles=turned, key_norm=norm)
+            call = dataclasses.replace(call, projection=of_keys, block_size=_BLOCK_SIZE * shape.lane // d)
+            return op, (floats(rows, n, rotary), rest, call)
+    raise ValueError(f"unknown op {case.op!r}")
 
 
 def check_kernels(case: KernelCase, ops: KernelBackend) -> list[Outcome]:

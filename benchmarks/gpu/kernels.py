@@ -288,27 +288,27 @@ def _absorbed_as(dtype: Any, ops: KernelBackend, a: Arrays) -> Any:
     """`decode_absorbed` with a result of that dtype; the engine's has that of the queries."""
     from apt_jax.pallas import triton_decode_absorbed as absorbed
 
-    more = {"block_size": BLOCK_SIZE, "chip": tile_class(), "interpret": ops.name == "triton-interpret"}
-    return absorbed.decode_absorbed(a["q"], a["pool"], a["tables"], a["lens"], out_dtype=jnp.dtype(dtype), **more)
+    call, interpret = problems.decode_record("decode_absorbed", a), ops.name == "triton-interpret"
+    return absorbed.decode_absorbed(a["q"], call, out_dtype=jnp.dtype(dtype), chip=tile_class(), interpret=interpret)
 
 
 def _half_of_absorbed(half: str, ops: KernelBackend, a: Arrays) -> Any:
     """One of the two kernels; the second runs on weights P = 1 that the first did not make."""
     from apt_jax.pallas import triton_decode_absorbed as absorbed
     from apt_jax.pallas.triton_tiles import tile_for
-    from apt_jax.pallas.triton_work_list import rows_of
+    from apt_jax.pallas.triton_work_list import rows_of_call
 
-    more = {"block_size": BLOCK_SIZE, "chip": tile_class(), "interpret": ops.name == "triton-interpret"}
+    call = problems.decode_record("decode_absorbed", a)
+    on: dict[str, Any] = {"chip": tile_class(), "interpret": ops.name == "triton-interpret"}
     heads, width = a["q"].shape[1:]
     pool = a["pool"]
     tile = tile_for("scores", tile_class(), heads, width, pool.dtype.itemsize)
-    most_tiles = -(-a["tables"].shape[1] * BLOCK_SIZE // tile.tokens)
-    rows = rows_of(a["lens"], None, tokens=tile.tokens)
+    most_tiles, rows = -(-call.capacity // tile.tokens), rows_of_call(call, tile.tokens)
     wave = next(absorbed.waves_of(rows, most_tiles, heads * tile.tokens * pool.dtype.itemsize))
     if half == "scores":
-        return absorbed.absorbed_scores(a["q"], pool, a["tables"], wave, **more)[0]
+        return absorbed.absorbed_scores(a["q"], call, wave, **on)[0]
     p, m, l = (jnp.ones(s.shape, s.dtype) for s in absorbed.scores_shape(wave, heads, tile.tokens, pool.dtype))
-    return absorbed.absorbed_output((p, m, l), pool, a["tables"], wave, width=width, **more)[0]
+    return absorbed.absorbed_output((p, m, l), call, wave, width=width, **on)[0]
 
 
 def _gather_einsum(kv_heads: int, head_dim: int, a: Arrays) -> Any:

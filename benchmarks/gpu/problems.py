@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, PrefillCall, Projection
 from apt_jax.ops.shapes import AttentionShape
 
 BLOCK_SIZE = 16
@@ -159,24 +160,37 @@ def arguments(
     return args
 
 
-def call(ops: Any, op: str, a: Arrays, **more: Any) -> Any:
-    """The op of an implementation (`KernelBackend` or `reference`) on `arguments`."""
-    more = {"block_size": BLOCK_SIZE, "slot_ranges": a.get("slot_ranges")} | more
+def decode_record(op: str, a: Arrays, **more: Any) -> DecodeCall:
+    """The record of a decode op on `arguments`; `more` are fields of it."""
+    projection = None
+    if op in ("decode_reprojected", "decode_v_absorbed"):
+        projection = Projection(wk=a["wk"], bk=a["bk"], wv=a.get("wv"), bv=a.get("bv"), angles=a.get("angles"))
+    fields = {"block_size": BLOCK_SIZE, "slot_ranges": a.get("slot_ranges")} | more
+    return DecodeCall(pool=a["pool"], tables=a["tables"], lens=a["lens"], projection=projection, **fields)
+
+
+def prefill_record(a: Arrays, *, with_hidden: bool) -> PrefillCall:
+    """The record of `prefill` on `arguments`. `with_hidden`: some prefixes may be layer inputs."""
+    prefixes = None
+    if with_hidden:
+        projection = Projection(wk=a["wk"], bk=a["bk"], wv=a["wv"], bv=a["bv"], angles=a.get("angles"))
+        prefixes = HiddenPrefixes(projection=projection, block_size=BLOCK_SIZE)
+    rows = {name: a[name] for name in ("pool", "tables", "offsets", "chunk_lens", "hidden", "num_rows")}
+    ranges = a.get("slot_ranges")
+    return PrefillCall(
+        **rows, prefix_lens=a["lens"], block_size=BLOCK_SIZE, slot_ranges=ranges, hidden_prefixes=prefixes
+    )
+
+
+def call(ops: Any, op: str, a: Arrays, *, with_hidden: bool = True) -> Any:
+    """The op of an implementation (`KernelBackend` or `reference`) on `arguments`; `with_hidden` as in
+    `prefill_record`."""
     if op == "prefill":
-        more = {"with_hidden": True} | more
-        return ops.prefill(
-            a["q"], a["k"], a["v"], a["pool"], a["tables"], a["offsets"], a["chunk_lens"],
-            a["lens"], a["hidden"], a["num_rows"], a["wk"], a["bk"], a["wv"], a["bv"],
-            angles=a.get("angles"), **more,
-        )  # fmt: skip
-    cached = (a["pool"], a["tables"], a["lens"])
-    if op == "decode_reprojected":
-        weights = (a["wk"], a["bk"], a["wv"], a["bv"])
-        return ops.decode_reprojected(a["q"], *cached, *weights, angles=a.get("angles"), **more)
+        return ops.prefill(a["q"], a["k"], a["v"], prefill_record(a, with_hidden=with_hidden))
+    reads = decode_record(op, a)
     if op == "decode_v_absorbed":
-        weights = (a["wk"], a["bk"], a["angles"])
-        return ops.decode_v_absorbed(a["q"], a.get("q_absorbed"), *cached, *weights, **more)
-    return getattr(ops, op)(a["q"], *cached, **more)
+        return ops.decode_v_absorbed(a["q"], a.get("q_absorbed"), reads)
+    return getattr(ops, op)(a["q"], reads)
 
 
 def in_float32(args: Arrays) -> Arrays:

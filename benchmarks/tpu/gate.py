@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from apt_jax.ops.calls import DecodeCall, LogitModifiers
 from benchmarks.tpu.environment import ENVIRONMENT
 
 if __name__ == "__main__":
@@ -41,7 +42,6 @@ import jax.numpy as jnp
 from apt_jax.models.sharding import own_config, with_repeated_heads
 from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.reference import LogitModifiers
 from apt_jax.pallas import tpu_decode
 from benchmarks.gpu.gate import as_markdown, as_text, replace_between, summarize
 from benchmarks.tpu import engine_step
@@ -265,13 +265,12 @@ def op_of(case: TpuKernelCase, chip: str) -> Callable[..., Any]:
     """The op of a case, as a function of `kernel_arguments`."""
 
     def call(q: Any, pool: Any, tables: Any, lens: Any, first: Any, last: Any, *more: Any) -> Any:
-        named: dict[str, Any] = {"cores": CHIPS[chip].cores}
+        reads = DecodeCall(pool=pool, tables=tables, lens=lens, block_size=BLOCK_SIZE, rows=(first, last))
         if case.variant == "shared blocks":
-            named["slot_ranges"] = more[0]
+            reads = dataclasses.replace(reads, slot_ranges=more[0])
         if case.variant == "rules":
-            named["rules"] = LogitModifiers(softcap=50.0, slopes=more[0], window=1024)
-        op = getattr(tpu_decode, case.op)
-        return op(q, pool, tables, lens, block_size=BLOCK_SIZE, rows=(first, last), **named)
+            reads = dataclasses.replace(reads, rules=LogitModifiers(softcap=50.0, slopes=more[0], window=1024))
+        return getattr(tpu_decode, case.op)(q, reads, cores=CHIPS[chip].cores)
 
     return call
 

@@ -7,7 +7,7 @@ import pytest
 
 from apt_jax.cpu import build, ops
 from apt_jax.ops import low_rank
-from apt_jax.ops.low_rank import LowRank
+from apt_jax.ops.weights import LowRank
 
 
 @pytest.fixture(scope="module", autouse=True)

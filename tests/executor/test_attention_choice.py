@@ -20,13 +20,33 @@ from apt_jax.frontend.builder import load_weights
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.config import ModelConfig
 from apt_jax.ops.backend import ATTENTION_OPS, EXTRAS, RULES, KernelBackend
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 from apt_jax.pallas.triton_common import launch
 from apt_jax.pallas.triton_tiles import CHIPS, check_chip, chip_for
+from tests.support.op_calls import decode_call, prefill_call
 
 
 def model(name: str) -> ModelConfig:
     return read_model_config(PRESETS[name])[1]
+
+
+def _ints(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _floats(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _decode(rules: LogitModifiers | None = None) -> DecodeCall:
+    return decode_call(_floats(2, 16, 8), _ints(1, 2, 1), _ints(1), block_size=16, rules=rules)
+
+
+def _prefill(rules: LogitModifiers | None = None, with_hidden: bool = False) -> PrefillCall:
+    hidden, weights = jax.ShapeDtypeStruct((1,), jnp.bool_), (_floats(1, 8, 8), None, _floats(1, 8, 8), None)
+    rows = (_ints(1), _ints(1), _ints(1), hidden, _ints())
+    pool = _floats(2, 16, 8)
+    return prefill_call(pool, _ints(1, 2, 1), *rows, *weights, block_size=16, with_hidden=with_hidden, rules=rules)
 
 
 def named(name: str) -> dict[str, Callable[..., Any]]:
@@ -53,9 +73,9 @@ def test_an_op_falls_back_in_the_layers_whose_rules_it_lacks(
     needed = {"decode_kv": frozenset({"softcap", "window"}), "prefill": frozenset({"softcap", "window"})}
     with caplog.at_level(logging.WARNING):
         ops = choose_attention("gpu", None, None, needed)
-    assert ops.decode_kv(rules=LogitModifiers(softcap=50.0)) == "kernel"
-    assert ops.decode_kv(rules=LogitModifiers(softcap=50.0, window=4096)) == "xla"
-    assert ops.prefill(with_hidden=False, rules=LogitModifiers(window=4096)) == "kernel"
+    assert ops.decode_kv(_decode(LogitModifiers(softcap=50.0))) == "kernel"
+    assert ops.decode_kv(_decode(LogitModifiers(softcap=50.0, window=4096))) == "xla"
+    assert ops.prefill(_prefill(LogitModifiers(window=4096))) == "kernel"
     assert not ops.branches
     (line,) = caplog.messages
     assert line == "attention: decode_kv of kernels cannot do window; xla does in the layers that need it"
@@ -63,15 +83,15 @@ def test_an_op_falls_back_in_the_layers_whose_rules_it_lacks(
 
 def test_prefill_falls_back_where_there_are_layer_inputs_alone(kernels: KernelBackend) -> None:
     ops = choose_attention("gpu", None, None, {"prefill_hidden": frozenset({"adapters"})})
-    assert ops.prefill(with_hidden=True) == "xla"
-    assert ops.prefill(with_hidden=False) == "kernel"
-    assert ops.decode_kv() == "kernel"
+    assert ops.prefill(_prefill(with_hidden=True)) == "xla"
+    assert ops.prefill(_prefill()) == "kernel"
+    assert ops.decode_kv(_decode()) == "kernel"
     assert ops.rows_per_tile == 1
 
 
 def test_what_is_no_rule_falls_back_in_all_layers(kernels: KernelBackend) -> None:
     ops = choose_attention("gpu", None, None, {"decode_absorbed": frozenset({"input width"})})
-    assert (ops.decode_absorbed(), ops.decode_kv()) == ("xla", "kernel")
+    assert (ops.decode_absorbed(_decode()), ops.decode_kv(_decode())) == ("xla", "kernel")
 
 
 def test_a_backend_that_was_asked_for_must_do_all(kernels: KernelBackend) -> None:

@@ -37,6 +37,14 @@ def test_programs_grow_by_a_call_a_layer(num_layers: int) -> None:
         assert sorted(calls(call.lower().as_text()).values()) == [1, num_layers - 1]
 
 
+def test_the_last_layer_has_the_attention_of_the_others() -> None:
+    runner = layered(3)
+    for call in (runner.empty_decode_call(8, BOTH, GREEDY), runner.empty_forward_call(8, 64, BOTH)):
+        program = call.lower().as_text()
+        assert len(re.findall(r"func private @_attention", program)) == 1
+        assert len(re.findall(r"call @_attention", program)) == 2
+
+
 def test_layers_with_other_rules_are_functions_of_their_own() -> None:
     runner = layered(6, (9, None, 9, None, 9, None))
     assert sorted(calls(runner.empty_decode_call(8, BOTH, GREEDY).lower().as_text()).values()) == [1, 2, 3]
@@ -45,7 +53,9 @@ def test_layers_with_other_rules_are_functions_of_their_own() -> None:
 def test_the_compiler_leaves_no_call() -> None:
     compiled = layered(3).empty_decode_call(8, BOTH, GREEDY).lower().compile().as_text()
     assert compiled is not None
-    assert "_layer" not in "".join(re.findall(r"to_apply=%?([\w.-]+)", compiled))
+    called = "".join(re.findall(r"to_apply=%?([\w.-]+)", compiled))
+    assert "_layer" not in called
+    assert "_attention" not in called
 
 
 def test_large_models_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

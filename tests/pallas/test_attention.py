@@ -18,6 +18,7 @@ from apt_jax.ops import linear, reference, xla_decode
 from apt_jax.ops.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
 from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 IMPLEMENTATIONS = ["cpu", "xla"]
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
@@ -134,7 +135,7 @@ def supports(op: str, shape: AttentionShape) -> bool:
 
 @functools.cache
 def jitted(function: Any, *more_static: str) -> Callable[..., Any]:
-    return jax.jit(function, static_argnames=("block_size", *more_static))
+    return jax.jit(flat(function), static_argnames=("block_size", *more_static))
 
 
 def check(actual: Any, expected: Any, dtype: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from jax import ShapeDtypeStruct
 
 from apt_jax import backends
 from apt_jax.backends import attention_ops
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import LogitModifiers
 from apt_jax.ops.shapes import PUBLISHED
 from apt_jax.pallas import cuda_decode_absorbed as cuda
 from apt_jax.pallas.cuda_decode_absorbed import VARIANTS, Plan, Variant, plan_for, ranges_of
@@ -26,6 +26,7 @@ from apt_jax.pallas.triton_work_list import rows_of
 from tests.support import cuda_emulator
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import num_cases
+from tests.support.op_calls import flat
 from tools import cuda_kernels
 
 TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3}
@@ -62,7 +63,7 @@ class Case:
         """
 
         def call(*args: Any) -> Any:
-            return cuda.one_pass(
+            return flat(cuda.decode_absorbed)(
                 *args, **self.options, value_width=self.value_width, plan=self.plan, count=self.count, interpret=True
             )
 
@@ -353,7 +354,7 @@ def _abstract(batch: int = 4, heads: int = 40, width: int = 5120, dtype: Any = j
 
 def test_the_launch_is_one_custom_call_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "join_pieces", lambda work, results, partial, interpret: results)
-    call, plan = functools.partial(cuda.decode_absorbed, block_size=16), plan_for(40, 5120)
+    call, plan = functools.partial(flat(cuda.decode_absorbed), block_size=16), plan_for(40, 5120)
     assert plan is not None
     text = jax.jit(call).trace(*_abstract()).lower(lowering_platforms=("cuda",)).as_text()
     (found,) = re.findall(r"custom_call @__gpu\$xla\.gpu\.ptx.*", text)
@@ -395,7 +396,7 @@ def test_what_the_kernel_does_not_take_goes_to_two_kernels_with_one_line(
     attention_ops.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            call = functools.partial(ops.decode_absorbed, block_size=16)
+            call = functools.partial(flat(ops.decode_absorbed), block_size=16)
             out = jax.eval_shape(call, *_abstract(heads=4, width=width, dtype=jnp.dtype(dtype)))
             assert out.dtype == dtype
     (line,) = _logged(caplog)

@@ -23,6 +23,7 @@ from jax import ShapeDtypeStruct
 from apt_jax.ops import reference
 from apt_jax.ops.shapes import PUBLISHED, SMALL
 from apt_jax.pallas import jax_triton_absorbed
+from tests.support.op_calls import flat
 
 BLOCK = 16
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3}
@@ -139,9 +140,9 @@ def _interpreted_error(name: str, dtype: str, ranged: bool, rows: tuple[int, int
         "rows": rows and (jnp.int32(rows[0]), jnp.int32(rows[1])),
     }
     args = (jnp.asarray(q, jnp.float32).astype(dtype), pool, tables, lens)
-    expected = np.asarray(reference.decode_absorbed(*args, **more), np.float64)
+    expected = np.asarray(flat(reference.decode_absorbed)(*args, **more), np.float64)
     tiles = jax_triton_absorbed.Tiles(tokens=32, score_lanes=64, output_lanes=128)
-    actual = np.asarray(jax_triton_absorbed.decode_absorbed(*args, **more, tiles=tiles), np.float64)
+    actual = np.asarray(flat(jax_triton_absorbed.decode_absorbed)(*args, **more, tiles=tiles), np.float64)
     if actual[0].any():
         return float("nan")
     return float(np.abs(actual - expected).max() / max(1.0, np.abs(expected).max()))
@@ -275,7 +276,7 @@ def test_jax_triton_lowers_both_kernels_for_cuda(ranged: bool) -> None:
     shape, batch, entries = PUBLISHED["opt-13b"], 4, 8
 
     def decode(q, pool, tables, lens, ranges, rows):
-        return jax_triton_absorbed.decode_absorbed(
+        return flat(jax_triton_absorbed.decode_absorbed)(
             q,
             pool,
             tables,
@@ -309,7 +310,7 @@ def test_missing_packages_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("jax_triton", "triton"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"apt-jax\[jax-triton\]"):
-        jax_triton_absorbed.decode_absorbed(
+        flat(jax_triton_absorbed.decode_absorbed)(
             jnp.zeros((1, 1, 16)),
             jnp.zeros((2, BLOCK, 16)),
             jnp.zeros((1, 1), jnp.int32),

@@ -15,10 +15,11 @@ import pytest
 
 from apt_jax.backends import attention_ops
 from apt_jax.ops import reference, xla_decode, xla_prefill
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import KeyNorm, LogitModifiers
 from apt_jax.pallas import triton_prefill
 from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 C, K, G, H, D = 16, 2, 3, 12, 20
 """Slots per block, key heads, queries per key head, head width, model width (narrower than the lane of 24)."""
@@ -81,7 +82,7 @@ def _angles(positions: int, half: int) -> Any:
 
 def _close(ops: str, op: str, args: tuple[Any, ...], **options: Any) -> None:
     function = getattr(reference if ops == "reference" else xla_decode, op)
-    got = jax.jit(lambda *a: function(*a, **options))(*args)
+    got = jax.jit(lambda *a: flat(function)(*a, **options))(*args)
     want = expected_decode(op, *args, **options)
     assert np.isfinite(want).all()
     np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
@@ -210,10 +211,10 @@ def test_prefill_over_prefixes_of_both_kinds(ops: str, name: str | None, norm: s
     if ops == "reference":
         got = reference_prefill(args, options)
     elif ops == "triton":
-        prefill = functools.partial(triton_prefill.prefill, interpret=True, piece_positions=512)
+        prefill = functools.partial(flat(triton_prefill.prefill), interpret=True, piece_positions=512)
         got = jax.jit(lambda *a: prefill(*a, **options))(*args)
     else:
-        got = jax.jit(lambda *a: xla_prefill.prefill(*a, **options))(*args)
+        got = jax.jit(lambda *a: flat(xla_prefill.prefill)(*a, **options))(*args)
     np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)
 
 
@@ -246,6 +247,6 @@ def test_prefill_of_the_cpu_kernels_over_keys_and_values(name: str | None) -> No
         "hidden_block_size": INPUTS,
         "rules": rules,
     }
-    prefill = attention_ops("cpu", "cpu").prefill
+    prefill = flat(attention_ops("cpu", "cpu").prefill)
     got = jax.jit(lambda *a: prefill(*a, block_size=C, with_hidden=False, rules=rules))(*args)
     np.testing.assert_allclose(got, expected_prefill(args, options), atol=5e-5, rtol=0)

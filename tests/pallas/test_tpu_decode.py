@@ -19,11 +19,12 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.models.decoder import decoder_step
 from apt_jax.models.params import abstract_params
 from apt_jax.models.step import DecoderBatch, StepOptions
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import LogitModifiers
 from apt_jax.ops.shapes import PUBLISHED, SMALL
 from apt_jax.pallas import tpu_decode
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 BLOCK = 16
 TILE = 64
@@ -88,7 +89,7 @@ def _check(name: str, op: str, dtype: str, ranged: bool, interpret, rows=None, r
     tables = tables if arrays == 2 else tables[:, 0]
     more = {"block_size": BLOCK, "rows": rows, "slot_ranges": ranges, "rules": rules}
     expected = expected_decode(op, q, pool, tables, lens, **more)
-    decode = jax.jit(functools.partial(getattr(tpu_decode, op), interpret=interpret, cores=cores, **more))
+    decode = jax.jit(functools.partial(flat(getattr(tpu_decode, op)), interpret=interpret, cores=cores, **more))
     with mock.patch.object(tpu_decode, "MAX_TILE", TILE):
         actual = decode(q, pool, tables, lens)
     _close(actual, expected, dtype)
@@ -175,7 +176,7 @@ def test_what_the_kernels_do_not_take_is_xlas(monkeypatch) -> None:
     for other in (jnp.zeros((4, 8, 128)), jnp.zeros((4, 16, 96)), pool.astype(jnp.float16)):
         assert not tpu_decode.takes(other, tables, other.shape[2])
         q = jnp.zeros((2, 1, other.shape[2]), other.dtype)
-        out = ops.decode_kv(q, other, tables, jnp.zeros(2, jnp.int32), block_size=other.shape[1])
+        out = flat(ops.decode_kv)(q, other, tables, jnp.zeros(2, jnp.int32), block_size=other.shape[1])
         assert out.shape == q.shape
     assert not tpu_decode.takes(pool, tables[:, 0], 64)
     assert not tpu_decode.takes(pool, ShapeDtypeStruct((64, 2, 8192), jnp.int32), 128)
@@ -184,7 +185,7 @@ def test_what_the_kernels_do_not_take_is_xlas(monkeypatch) -> None:
 
 def test_float16_is_refused() -> None:
     with pytest.raises(ValueError, match="takes no float16"):
-        tpu_decode.decode_kv(
+        flat(tpu_decode.decode_kv)(
             jnp.zeros((1, 1, 8), jnp.float16),
             jnp.zeros((2, 4, 8), jnp.float16),
             jnp.zeros((1, 2, 1), jnp.int32),
@@ -208,7 +209,9 @@ def _abstract_args(name: str, op: str, dtype, batch: int = 64):
 
 def _op(op: str, ranged: bool):
     def decode(q, pool, tables, lens, ranges):
-        return getattr(tpu_decode, op)(q, pool, tables, lens, block_size=BLOCK, slot_ranges=ranges if ranged else None)
+        return flat(getattr(tpu_decode, op))(
+            q, pool, tables, lens, block_size=BLOCK, slot_ranges=ranges if ranged else None
+        )
 
     return decode
 

@@ -20,6 +20,7 @@ from apt_jax.pallas import (
 from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, padded, tile_for
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 """Tolerance of one layer's attention output, relative to its largest value."""
@@ -72,7 +73,7 @@ class Case:
 @functools.cache
 def _kernel(op: str) -> Any:
     static = ("block_size", "out_dtype") if op == "decode_absorbed" else "block_size"
-    return jax.jit(functools.partial(OPS[op], interpret=True), static_argnames=static)
+    return jax.jit(functools.partial(flat(OPS[op], op), interpret=True), static_argnames=static)
 
 
 def _close(actual: Any, expected: Any, dtype: str) -> None:
@@ -255,7 +256,7 @@ def test_rows_outside_the_range_of_whole_blocks_give_zeros(op: str) -> None:
 @pytest.mark.parametrize("op", cover(OPS, ["decode_kv"]))
 def test_a_long_row_is_cut_in_pieces_of_several_tiles(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(triton_tiles.NUM_PROCESSORS, "sm_80", 1)
-    kernel = jax.jit(functools.partial(OPS[op], interpret=True, block_size=16))
+    kernel = jax.jit(functools.partial(flat(OPS[op], op), interpret=True, block_size=16))
     case = _case(op, "one-head" if op == "decode_kv" else "rotary", "float32", [3, 0, 700, 9, 64])
     actual = np.asarray(kernel(*case.args, **case.options))
     _close(actual, case.expected(), "float32")
@@ -264,7 +265,7 @@ def test_a_long_row_is_cut_in_pieces_of_several_tiles(op: str, monkeypatch: pyte
 
 def test_pieces_of_more_heads_than_a_program_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(triton_tiles.NUM_PROCESSORS, "sm_80", 1)
-    attend = functools.partial(triton_decode_absorbed.absorbed_attention, interpret=True, block_size=16)
+    attend = functools.partial(flat(triton_decode_absorbed.absorbed_attention), interpret=True, block_size=16)
     case = _case("decode_absorbed", "twelve-heads", "float32", [3, 0, 400, 9])
     z, m, l = (np.asarray(a) for a in jax.jit(attend)(*case.args))
     _close(z, case.expected(), "float32")
@@ -283,7 +284,7 @@ def test_scores_of_more_rows_than_memory_come_in_waves(op: str, monkeypatch: pyt
     tiles = [-(-n // tokens) for n in (100, 40, 129, 129, 33)]
     most = max(tiles)
     monkeypatch.setattr(triton_decode_absorbed, "_SCORE_BYTES", (sum(tiles) - tiles[-1] + most) * heads * tokens * 4)
-    kernel = jax.jit(functools.partial(OPS[op], interpret=True, block_size=16))
+    kernel = jax.jit(functools.partial(flat(OPS[op], op), interpret=True, block_size=16))
     case = _case(op, "rotary", "float32", [100, 40, 129, 129, 33])
     _close(kernel(*case.args, **case.options), case.expected(), "float32")
 
@@ -304,7 +305,7 @@ def test_query_rows_can_share_a_table(op: str) -> None:
 def test_absorbed_attention_joins_with_another_part() -> None:
     case = _case("decode_absorbed", "twelve-heads", "float32", [40, 0, 90, 150])
     q, pool, tables, lens = case.args
-    attend = jax.jit(functools.partial(triton_decode_absorbed.absorbed_attention, block_size=16, interpret=True))
+    attend = jax.jit(functools.partial(flat(triton_decode_absorbed.absorbed_attention), block_size=16, interpret=True))
     tables, lens = np.asarray(tables), np.asarray(lens)
     parts = ((tables[:, :5], np.minimum(lens, 80)), (tables[:, 5:], np.maximum(lens - 80, 0)))
     first, second = ([np.asarray(a) for a in attend(q, pool, *part)] for part in parts)
@@ -326,12 +327,12 @@ def test_the_absorbed_output_can_be_narrow() -> None:
 def test_wrong_arguments_are_errors() -> None:
     case = _case("decode_kv", "rotary", "float32", [5])
     with pytest.raises(ValueError, match="block_size=12 must be a power of two"):
-        triton_decode_kv.decode_kv(*case.args, block_size=12, interpret=True)
+        flat(triton_decode_kv.decode_kv)(*case.args, block_size=12, interpret=True)
     with pytest.raises(ValueError, match="chip='sm_10'"):
-        triton_decode_kv.decode_kv(*case.args, block_size=16, interpret=True, chip="sm_10")
+        flat(triton_decode_kv.decode_kv)(*case.args, block_size=16, interpret=True, chip="sm_10")
     args = [case.args[0], case.args[1].astype(jnp.float8_e5m2), *case.args[2:]]
     with pytest.raises(ValueError, match="must be float16, bfloat16 or float32"):
-        triton_decode_kv.decode_kv(*args, block_size=16, interpret=True)
+        flat(triton_decode_kv.decode_kv)(*args, block_size=16, interpret=True)
 
 
 def test_tiles_fit_every_published_shape() -> None:

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import KeyNorm, LogitModifiers
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 C, K, G, H, D = 16, 2, 3, 12, 20
 """Slots per block, key heads, queries per key head, head width, model width (narrower than the lane of 24)."""
@@ -61,7 +62,7 @@ def _angles(half: int) -> Any:
 
 def _close(op: str, args: tuple[Any, ...], **options: Any) -> None:
     options = {name: value for name, value in options.items() if value is not None}
-    function = getattr(attention_ops("cpu", "triton-interpret"), op)
+    function = flat(getattr(attention_ops("cpu", "triton-interpret"), op), op)
     got = jax.jit(functools.partial(function, **options))(*args)
     want = expected_decode(op, *args, **options)
     assert np.isfinite(want).all()
@@ -128,6 +129,6 @@ def test_a_norm_over_all_heads_is_refused() -> None:
     ops = attention_ops("cpu", "triton-interpret")
     q = _normal(rng, len(LENS), N, H)
     with pytest.raises(ValueError, match="norms over all heads together"):
-        ops.decode_reprojected(q, pool, tables[:, 0], LENGTHS, *weights, block_size=INPUTS, key_norm=norm)
+        flat(ops.decode_reprojected)(q, pool, tables[:, 0], LENGTHS, *weights, block_size=INPUTS, key_norm=norm)
     with pytest.raises(ValueError, match="do not hold block_size=40 layer inputs of width=20"):
-        ops.decode_reprojected(q, pool, tables[:, 0], LENGTHS, *weights, block_size=40)
+        flat(ops.decode_reprojected)(q, pool, tables[:, 0], LENGTHS, *weights, block_size=40)

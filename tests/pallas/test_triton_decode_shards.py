@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import LogitModifiers
 from apt_jax.pallas import triton_decode_absorbed, triton_decode_shards
 from apt_jax.pallas.triton_tiles import tile_for
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 C, N, D = 16, 6, 48
 """Slots per block, heads, features of all devices."""
@@ -48,7 +49,7 @@ def _over_devices(size: int, q: Any, pool: Any, tables: Any, lens: Any, **static
     @jax.jit
     def run(q: Any, pool: Any, tables: Any, lens: Any, sums: list[Any] | None) -> tuple[Any, list[Any]]:
         device = Devices(sums)
-        call = triton_decode_shards.decode_absorbed
+        call = flat(triton_decode_shards.decode_absorbed)
         out = call(q, pool, tables, lens, tensor=device, block_size=C, interpret=True, **static)
         return out, device.parts
 

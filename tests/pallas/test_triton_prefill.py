@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from apt_jax.ops.reference import LogitModifiers
+from apt_jax.ops.calls import LogitModifiers
 from apt_jax.ops.shapes import SMALL, AttentionShape
+from apt_jax.pallas import triton_prefill
 from apt_jax.pallas.triton_hidden_prefix import plan_prefixes
-from apt_jax.pallas.triton_prefill import prefill
 from apt_jax.pallas.triton_queries import LOG2_E, Scores, query_tiles
 from apt_jax.pallas.triton_tiles import CHIPS, prefill_tile, tile_for
 from tests.support.attention_cases import expected_prefill
 from tests.support.cases import cover
+from tests.support.op_calls import flat
 
 BLOCK = 16
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
@@ -27,7 +28,8 @@ PREFIXES = (9, 0, 70, 20, 67, 6, 30)
 """Cached tokens; rows 5 and 6 are beyond `num_rows` in some cases."""
 
 run = jax.jit(
-    prefill, static_argnames=("block_size", "with_hidden", "interpret", "chip", "tensor", "piece_positions", "room")
+    flat(triton_prefill.prefill),
+    static_argnames=("block_size", "with_hidden", "interpret", "chip", "tensor", "piece_positions", "room"),
 )
 
 
@@ -189,7 +191,7 @@ def test_exponentials_are_instructions_of_the_chip(softcap: float | None) -> Non
     """The interpreter cannot run them: of the text that the compiler gets, the factor is read back."""
     arguments, named = case(SMALL["one-head"], "bfloat16", chunks=(9,), prefixes=(0,), hidden=(False,))
     named["rules"] = None if softcap is None else LogitModifiers(softcap=softcap)
-    jaxpr = str(jax.make_jaxpr(lambda *a: prefill(*a, **named))(*arguments))
+    jaxpr = str(jax.make_jaxpr(lambda *a: flat(triton_prefill.prefill)(*a, **named))(*arguments))
     assert "exp2 " not in jaxpr
     scale = SMALL["one-head"].head_dim ** -0.5 * LOG2_E
     factors = {scale, 1.0} if softcap is None else {2 * scale / softcap, 1.0}
@@ -280,7 +282,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, arguments: list[Any], named: dict[
     names = []
     original = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *a, **k: names.append(k["name"]) or original(*a, **k))
-    jax.eval_shape(lambda *a: prefill(*a, **named, interpret=True), *arguments)
+    jax.eval_shape(lambda *a: flat(triton_prefill.prefill)(*a, **named, interpret=True), *arguments)
     monkeypatch.undo()
     return names
 
@@ -350,7 +352,7 @@ def test_no_rows_give_zeros() -> None:
 def test_wrong_arguments_are_errors() -> None:
     arguments, named = case(SMALL["three-heads"], "float32")
     with pytest.raises(ValueError, match="no tiles for chip='sm_70'"):
-        prefill(*arguments, **named, chip="sm_70")
+        flat(triton_prefill.prefill)(*arguments, **named, chip="sm_70")
     named["block_size"] = 8
     with pytest.raises(ValueError, match="do not hold block_size=8"):
-        prefill(*arguments, **named)
+        flat(triton_prefill.prefill)(*arguments, **named)

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from apt_jax.ops import reference
-from apt_jax.ops.reference import KeyNorm, LogitModifiers
+from apt_jax.ops.calls import KeyNorm, LogitModifiers
+from tests.support.op_calls import flat
 
 
 def _wide(a: Any) -> Any:
@@ -159,4 +160,4 @@ def expected_prefill(arguments: Sequence[Any], named: dict[str, Any]) -> np.ndar
 def reference_prefill(arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """`reference.prefill`, compiled for these rows: op by op, JAX compiles each for the lengths of each row."""
     arrays, rows, weights = arguments[:5], [np.asarray(a) for a in arguments[5:10]], arguments[10:]
-    return jax.jit(lambda arrays, weights: reference.prefill(*arrays, *rows, *weights, **named))(arrays, weights)
+    return jax.jit(lambda arrays, weights: flat(reference.prefill)(*arrays, *rows, *weights, **named))(arrays, weights)

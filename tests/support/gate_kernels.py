@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from apt_jax.ops.backend import KernelBackend
+from apt_jax.ops.calls import DecodeCall
 
 _TILE = 64
 _LOG2_E = 1.4426950408889634
@@ -16,21 +17,16 @@ _LOG2_E = 1.4426950408889634
 
 def decode_kv(
     q: Array,
-    pool: Array,
-    tables: Array,
-    lens: Array,
-    *,
-    block_size: int,
-    rows: tuple[Array, Array] | None = None,
-    **_more: Any,
+    call: DecodeCall,
 ) -> Array:
     """One program a row and head; every product has 16 rows of which one is used."""
+    pool, tables, block_size = call.pool, call.tables, call.block_size
     batch, num_heads, head_dim = q.shape
     lanes = pool.shape[2]
     pool = pool.reshape(pool.shape[0], -1)
     index = jnp.arange(batch, dtype=jnp.int32)
-    if rows is not None:
-        lens = jnp.where((index >= rows[0]) & (index < rows[1]), lens, 0)
+    first, last = call.row_range()
+    lens = jnp.where((index >= first) & (index < last), call.lens, 0)
 
     def kernel(q_ref, pool_ref, tables_ref, lens_ref, out_ref):
         b, n = pl.program_id(0), pl.program_id(1)
