@@ -28,6 +28,8 @@ ALLOWED = {
     ("apt_jax/models/__init__.py", "importlib.import_module"): "names of the package's own table",
     ("serve/cli/main.py", "importlib.import_module"): "commands of the package's own table",
     ("apt_jax/sched/registry.py", "importlib.import_module"): "a policy that the operator names by a flag",
+    ("apt_jax/sched/__init__.py", "importlib.import_module"): "a name of its own: the laboratory's policies",
+    ("apt_jax/executor/quick_lowering.py", "importlib.import_module"): "a name of its own: Triton's operations",
     (
         "apt_jax/executor/executables.py",
         "jax.experimental.serialize_executable",

@@ -49,7 +49,7 @@ class _Worker:
 
 
 class FileStore:
-    """Implements `apt_jax.executor.DiskStore` with files.
+    """Implements `apt_jax.core.tiers.DiskStore` with files.
 
     Args:
         files: they are read and written in threads.

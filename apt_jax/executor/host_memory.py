@@ -43,7 +43,7 @@ _MAX_TRANSFER_BLOCKS = 256
 
 
 class HostPool:
-    """Implements `apt_jax.executor.HostMemory` for the pools of a `ProgramRunner`.
+    """Implements `apt_jax.core.tiers.HostMemory` for the pools of a `ProgramRunner`.
 
     Args:
         runner: calls the programs.
@@ -102,7 +102,7 @@ class HostPool:
         self.slots = HostSlots(self.runner, self._ready, self._memory, self._saver, widths, place)
 
     def slots_ready(self, spans: Ints) -> NDArray[np.bool_]:
-        """See `apt_jax.executor.HostMemory`."""
+        """See `apt_jax.core.tiers.HostMemory`."""
         assert self.slots is not None
         return self.slots.are_ready(spans)
 
@@ -166,7 +166,7 @@ class HostPool:
                 self._held[block] = generation
 
     def save_now(self, saves: Ints) -> None:
-        """See `apt_jax.executor.HostMemory`."""
+        """See `apt_jax.core.tiers.HostMemory`."""
         self.announce(saves)
         self.save(saves)
 
@@ -177,7 +177,7 @@ class HostPool:
             self.loaded_bytes += len(part) * self._blocks.block_bytes
 
     def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """See `apt_jax.executor.HostMemory`."""
+        """See `apt_jax.core.tiers.HostMemory`."""
         ids = blocks.tolist()
         for block in ids:
             future = self._saving.pop(block, None)

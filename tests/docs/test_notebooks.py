@@ -99,7 +99,10 @@ def test_cells_run_in_this_process(
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # the kernel's own libraries warn
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_notebook_runs(path: Path) -> None:
+def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Optax promotes dtypes and ranks.
+    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "standard")
+    monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
     import nbformat
     from nbclient import NotebookClient
 
