@@ -20,7 +20,7 @@ from apt_jax.frontend.builder import DEFAULT_CALIBRATION_S, build_engine
 from apt_jax.frontend.components import EngineComponents
 from serve.cli import options
 from serve.http_api.app import HttpApp
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.observability.prometheus import ServerMetrics
 
 DRAIN_S = 30.0

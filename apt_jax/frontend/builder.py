@@ -13,16 +13,14 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from apt_jax.config import CacheConfig, EngineConfig
-from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.core.tiers import DiskStore
 from apt_jax.cpu import build
 from apt_jax.errors import ConfigError
 from apt_jax.executor import is_out_of_memory
-from apt_jax.frontend.components import EngineComponents, build_components
-from apt_jax.frontend.early_start import Unprepared
+from apt_jax.frontend.components import EngineComponents, Unprepared, build_components, cache_kinds, with_costs
 from apt_jax.frontend.progress import Progress, in_stage, of_stage
 from apt_jax.frontend.start_stages import KERNELS, LAYOUT, LOADING
 from apt_jax.sched import make_policy
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from apt_jax.costs.fit import CostModel
     from apt_jax.distributed.hosts import Hosts, Leader
     from apt_jax.executor.jax_executor import JaxExecutor
     from apt_jax.models import LoadedModel, ModelParams
@@ -141,7 +138,7 @@ def build_engine(
         parts = build_components(
             config,
             executor,
-            kinds=_kinds(executor, cost_model),
+            kinds=cache_kinds(executor, cost_model),
             vocab_size=loaded.config.vocab_size,
             max_model_len=executor.max_model_len,
             tokenizer=tokenizer,
@@ -228,14 +225,6 @@ def recalibrate(
 
     assert isinstance(parts.executor, JaxExecutor)
     return with_costs(parts, calibrate(parts.executor, budget_s, progress))
-
-
-def with_costs(parts: EngineComponents, model: "CostModel") -> EngineComponents:
-    """Use measured step costs in a running engine, between two steps."""
-    executor: Any = parts.executor
-    parts.engine.kinds = tuple(_kinds(executor, model))
-    parts.engine.costs = model.step_costs()
-    return dataclasses.replace(parts, cost_model=model)
 
 
 def freeze_gc_heap() -> None:
@@ -421,14 +410,3 @@ def _end_ids(loaded: "LoadedModel", tokenizer: Tokenizer | None, template: ChatT
         return ids
     end = tokenizer.backend.token_to_id(template.special_tokens.get("eos_token", ""))
     return ids if end is None or end >= loaded.config.vocab_size else tuple(dict.fromkeys([*ids, end]))
-
-
-def _kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:
-    """Describe the cache kinds that the executor offers, with costs if known."""
-    if cost_model is not None:
-        return cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
-    kv, hidden = executor.kinds_offered
-    return (
-        CacheKindSpec(name="kv", blocks_per_group=2, offered=kv),
-        CacheKindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
-    )

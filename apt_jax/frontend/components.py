@@ -25,7 +25,8 @@ from apt_jax.validation import GrammarSource, RequestLimits, build_requests, che
 
 if TYPE_CHECKING:
     from apt_jax.costs.fit import CostModel
-    from apt_jax.frontend.early_start import Unprepared
+    from apt_jax.executor.jax_executor import JaxExecutor
+    from apt_jax.executor.warm_up import Program
 
 
 class FallbackSeeds:
@@ -39,6 +40,16 @@ class FallbackSeeds:
     def next(self) -> int:
         text = f"{self._seed}/{next(self._numbers)}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unprepared:
+    """Programs and step costs that an engine lacks that serves early."""
+
+    programs: "Sequence[Program]"
+    """Programs not compiled yet, most useful first."""
+    calibration_s: float | None
+    """Approximate duration of a calibration, seconds; None: step costs are known, or not wanted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +82,7 @@ class EngineComponents:
     load_s: float = 0.0
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
-    unprepared: "Unprepared | None" = None
+    unprepared: Unprepared | None = None
     """Work left to be done beside serving; None: nothing."""
 
     @property
@@ -271,3 +282,22 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
         hf_config=parts.hf_config,
         stored=parts.stored,
     )
+
+
+def cache_kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:
+    """Describe the cache kinds that the executor offers, with costs if known."""
+    if cost_model is not None:
+        return cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
+    kv, hidden = executor.kinds_offered
+    return (
+        CacheKindSpec(name="kv", blocks_per_group=2, offered=kv),
+        CacheKindSpec(name="hidden", blocks_per_group=1, offered=hidden, reprojected=not executor.absorbs),
+    )
+
+
+def with_costs(parts: EngineComponents, model: "CostModel") -> EngineComponents:
+    """Use measured step costs in a running engine, between two steps."""
+    executor: Any = parts.executor
+    parts.engine.kinds = tuple(cache_kinds(executor, model))
+    parts.engine.costs = model.step_costs()
+    return dataclasses.replace(parts, cost_model=model)

@@ -1,7 +1,7 @@
 """The rest of a start that serves early: programs are compiled and step costs measured beside serving.
 
 `build_engine(..., early=True)` prepares the fewest programs that serve every request and leaves the rest as
-`Unprepared`. `BackgroundPreparation` does it once the engine runs:
+`components.Unprepared`. `BackgroundPreparation` does it once the engine runs:
 
 1. A thread compiles one program after another, on GPUs several at once; between two steps the engine's thread runs each
    once, on padding, and from then on, on GPUs once all are ready, steps take it where it fits them best. No step compiles,
@@ -17,7 +17,6 @@ What else fails here would have failed before serving: it ends the engine, with 
 
 import collections
 import concurrent.futures
-import dataclasses
 import gc
 import itertools
 import logging
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from apt_jax.errors import counted, one_line
 from apt_jax.executor import is_out_of_memory
+from apt_jax.frontend.components import with_costs
 from apt_jax.frontend.served_steps import ServedSteps
 from apt_jax.utils.allocator import use_huge_pages
 
@@ -49,16 +49,6 @@ _SLICE_S = 0.5
 CPU, up to four elsewhere."""
 _POLL_S = 0.1
 _REPORT_EVERY_S = 10.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unprepared:
-    """Programs and step costs that an engine lacks that serves early."""
-
-    programs: "Sequence[Program]"
-    """Programs not compiled yet, most useful first."""
-    calibration_s: float | None
-    """Approximate duration of a calibration, seconds; None: step costs are known, or not wanted."""
 
 
 class _StoppedError(Exception):
@@ -199,7 +189,6 @@ class BackgroundPreparation:
 
     def _use(self, model: "CostModel") -> None:
         """Have the engine and its watchdog go by these costs."""
-        from apt_jax.frontend.builder import with_costs
 
         def use() -> None:
             self._engine.parts = with_costs(self._engine.parts, model)

@@ -8,11 +8,10 @@ which `tests/parity/test_known_fields.py` checks:
 * `IGNORED`: changes no logits of a decoder that is served, by reason.
 
 Other fields are unknown to transformers as well, which ignores them. They are logged once, as `unknown_fields`.
-`python -m apt_jax.models.known_fields` prints the table, which the site has in its reference.
+`python -m apt_jax.models.families` prints the table, which the site has in its reference.
 """
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -195,17 +194,3 @@ def markdown(families: Mapping[str, FamilyFields]) -> str:
     lines += ["", "Ignored everywhere, by reason:", ""]
     lines += [f"- {reason}: {names(found)}" for reason, found in IGNORED.items()]
     return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    """Print the table."""
-    # As a module this file is another one than as a program.
-    from apt_jax.models import known_fields
-    from apt_jax.models.families.registry import FAMILIES
-
-    sys.stdout.write(known_fields.markdown({family.name: family.fields for family in FAMILIES.values()}))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.nnx import from_nnx
+from apt_jax.models.nnx_params import from_nnx
 from apt_jax.models.params import ModelParams
 from apt_jax.models.training import training_logits
 from apt_jax.ops.weights import NormParams

@@ -31,11 +31,11 @@ from serve.dashboard import page
 from serve.dashboard.feed import DashboardFeed
 from serve.generate_call import CallService, require_served_model, run_generate
 from serve.http_api import openapi
+from serve.http_api.app_config import AppConfig
 from serve.http_api.calls import (
     CALLER_KEY,
     CLOSE_HEADERS,
     STREAM_HEADERS,
-    AppConfig,
     DisconnectWatcher,
     HttpCall,
     ResponseWriter,

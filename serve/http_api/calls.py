@@ -6,7 +6,6 @@ What differs between the endpoints is in `serve.http_api.endpoints`.
 """
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,23 +16,19 @@ from starlette.types import Receive, Scope, Send
 from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.outputs import OutputDelta
-from apt_jax.frontend.start_stages import StartStatus
 from apt_jax.frontend.streams import RequestStreamGroup
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService, EngineCall
-from serve.http_api.browsers import BrowserRules
+from serve.http_api.app_config import AppConfig
 from serve.http_api.endpoints import Endpoint, ResponseBuilder, TextCall
 from serve.http_api.errors import BadCallError, HttpError, error_body, to_http_error
-from serve.http_api.extension import Extension
 from serve.http_api.openai_request import Body, parse_json
-from serve.memory_gate import MemoryGate
 from serve.observability.call_record import CallRecord
-from serve.observability.profiler import Profiler
 from serve.preprocessing import BodyLease, Owner
-from serve.security.api_keys import ApiKeys, Caller
+from serve.security.api_keys import Caller
 
 if TYPE_CHECKING:  # it needs the extra `otel`
-    from serve.observability.tracing import Tracer
+    pass
 
 CALLER_KEY = "aptjax.caller"
 """Key of a call's scope: a `serve.security.api_keys.Caller`."""
@@ -45,35 +40,6 @@ STREAM_HEADERS = {
 }
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AppConfig:
-    """Limits of calls, and optional features."""
-
-    max_body_bytes: int = 2 << 20
-    body_timeout_s: float = 30.0
-    """Time limit for the whole body."""
-    max_header_bytes: int = 16 << 10
-    """Limit of the head of one call."""
-    max_headers: int = 100
-    keys: ApiKeys | None = None
-    """None: no call needs one."""
-    tracer: "Tracer | None" = None
-    """None: no traces."""
-    memory: MemoryGate | None = None
-    """None: no limit."""
-    profiler: Profiler | None = None
-    """None: there are no paths for it."""
-    root_path: str = ""
-    """Prefix that paths may have, for proxies that do not strip it."""
-    dashboard: bool = True
-    """Serve the pages at `/dashboard` and `/chat`."""
-    browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
-    batches: Extension | None = None
-    """None: there are no paths for files and batches."""
-    starting: Callable[[], StartStatus | None] = lambda: None
-    """How far the start is."""
 
 
 def require_json(headers: Headers) -> None:

@@ -19,7 +19,7 @@ from apt_jax.request import EngineRequest
 from apt_jax.validation import MAX_INTEGER
 from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
-from serve.http_api.errors import HttpError
+from serve.http_api.errors import HttpError, Renamer
 from serve.http_api.openai_bodies import Addressed, CompletionBody, prompts
 from serve.http_api.openai_request import Body, build_call, with_field
 from serve.http_api.openai_request import is_slow as completion_is_slow
@@ -67,7 +67,7 @@ class EmbeddingsCall:
     deadline_s: float | None
     service_tier: str
     """See `serve.http_api.openai_request.CompletionCall`."""
-    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+    renamed: Renamer
     """Gives the field in an error the name that it has in the body."""
     dimensions: int | None = None
     normalize: bool = True

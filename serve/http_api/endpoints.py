@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
-from apt_jax.errors import InvalidRequestError
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.outputs import OutputDelta
 from apt_jax.request import EngineRequest
 from serve.http_api import embeddings, llama_infill, openai_request, rerank, scores
-from serve.http_api.errors import HttpError
+from serve.http_api.errors import HttpError, Renamer
 from serve.http_api.messages.request import ID_PREFIX as MESSAGES_ID_PREFIX
 from serve.http_api.messages.request import read_call as read_messages
 from serve.http_api.messages.response import MessagesResponse
@@ -47,7 +46,7 @@ class TextCall(Protocol):
     def stream(self) -> bool: ...
 
     @property
-    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
+    def renamed(self) -> Renamer:
         """Gives the field in an error the name that it has in the body."""
         ...
 

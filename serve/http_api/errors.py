@@ -9,7 +9,7 @@ that may succeed later or elsewhere have `retry-after`.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from apt_jax.errors import (
     EngineDeadError,
@@ -29,6 +29,12 @@ from serve.errors import (
 
 DROPPED_REASON_KEYS = ("x-llm-d-request-dropped-reason", "x-request-dropped-reason")
 """Headers of a request that was not served for the server's state: why, in the words of llm-d's router."""
+
+
+class Renamer(Protocol):
+    """Gives the field in an error the name that it has in the body."""
+
+    def __call__(self, error: InvalidRequestError, /) -> InvalidRequestError: ...
 
 
 class BadCallError(Exception):

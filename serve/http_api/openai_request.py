@@ -12,7 +12,7 @@ import re
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ from apt_jax.validation import (
 )
 from serve.generate_call import LONG_PROMPT_CHARS, require_served_model
 from serve.http_api.constraint_fields import OWN_FIELD, Constraint, read_constraint
+from serve.http_api.errors import Renamer
 from serve.http_api.infill import ending_with_middle, prompt_around
 from serve.http_api.openai_bodies import ChatBody, CompletionBody, ConversationBody, Generation, StreamOptions
 from serve.http_api.records import read
@@ -157,7 +158,7 @@ class CompletionCall:
     """Choices hold timings and SLO attainment."""
     service_tier: str
     """The tier that it is served in (`serve.slo_headers.USED_TIERS`)."""
-    renamed: Callable[[InvalidRequestError], InvalidRequestError]
+    renamed: Renamer
     """Gives the field in an error the name that it has in the body."""
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
     """How outputs are read: `output.parser()` makes the parser of one choice."""

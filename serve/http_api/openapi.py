@@ -16,9 +16,9 @@ from apt_jax.core.kinds import KIND_NAMES
 from apt_jax.validation import REQUEST_FIELDS, RequestLimits
 from serve import slo_headers as objectives
 from serve.http_api import llama_infill, rerank
+from serve.http_api.app_config import Description
 from serve.http_api.embeddings import EmbeddingBody
 from serve.http_api.errors import DROPPED_REASON_KEYS
-from serve.http_api.extension import Description
 from serve.http_api.json_schemas import (
     COUNT,
     FLAG,

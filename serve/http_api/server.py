@@ -23,7 +23,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from serve.errors import PortInUseError
 from serve.http_api.acceptor import Acceptor, Connection
 from serve.http_api.app import HttpApp
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.protocol import ConnectionLimits, LimitedHttpProtocol
 from serve.http_api.socket_file import BACKLOG, SocketFile
 from serve.http_api.stalled_clients import StalledClientDetector

@@ -7,7 +7,7 @@ ignored that would change the answer.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from apt_jax.errors import DuplicateRequestError, InvalidRequestError, json_kind
@@ -16,6 +16,7 @@ from apt_jax.request import EngineRequest
 from apt_jax.text.chat import MAX_MESSAGES
 from serve.http_api import openai_request
 from serve.http_api.constraint_fields import RESPONSE_FORMAT
+from serve.http_api.errors import Renamer
 from serve.http_api.openai_bodies import ChatBody, SharedBody
 from serve.http_api.openai_request import Body, CompletionCall, with_field
 from serve.http_api.records import carried, quoted
@@ -37,7 +38,7 @@ class TranslatedCall:
     """Names of fields of chat completions and what that API has for them."""
 
     @property
-    def renamed(self) -> Callable[[InvalidRequestError], InvalidRequestError]:
+    def renamed(self) -> Renamer:
         """Gives the field in an error its name in that API."""
         return field_renamer(self.names, self.chat.renamed)
 
@@ -90,9 +91,7 @@ def constraint_fields(body: Body) -> dict[str, Any]:
     return {name: body[name] for name in body.keys() & SharedBody.also.keys() if name != RESPONSE_FORMAT}
 
 
-def field_renamer(
-    names: Mapping[str, str], inner: Callable[[InvalidRequestError], InvalidRequestError] = lambda error: error
-) -> Callable[[InvalidRequestError], InvalidRequestError]:
+def field_renamer(names: Mapping[str, str], inner: Renamer = lambda error: error) -> Renamer:
     """Make a function that gives the field in an error of a chat completion the name that another API has for it.
 
     Args:

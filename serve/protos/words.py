@@ -4,8 +4,8 @@ from apt_jax.core.kinds import KIND_NAMES
 
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
-_CACHE_KINDS = dict(zip(KIND_NAMES, (pb.CACHE_KIND_KV, pb.CACHE_KIND_HIDDEN), strict=True))
-_FINISH_REASONS = {
+_CACHE_KINDS: dict[str, pb.CacheKind] = dict(zip(KIND_NAMES, (pb.CACHE_KIND_KV, pb.CACHE_KIND_HIDDEN), strict=True))
+_FINISH_REASONS: dict[str, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "abort": pb.FINISH_REASON_ABORT,
@@ -17,9 +17,9 @@ def cache_kind(name: str | None) -> pb.CacheKind:
     return _CACHE_KINDS.get(name or "", pb.CACHE_KIND_UNSPECIFIED)
 
 
-def cache_kind_name(value: pb.CacheKind) -> str | None:
+def cache_kind_name(value: int) -> str | None:
     """Return the name of a cache kind, None for ``CACHE_KIND_UNSPECIFIED``."""
-    return pb.CacheKind.Name(value).removeprefix("CACHE_KIND_").lower() if value else None
+    return pb.CacheKind.Name(pb.CacheKind.ValueType(value)).removeprefix("CACHE_KIND_").lower() if value else None
 
 
 def finish_reason(name: str | None) -> pb.FinishReason:
@@ -27,6 +27,6 @@ def finish_reason(name: str | None) -> pb.FinishReason:
     return _FINISH_REASONS.get(name or "", pb.FINISH_REASON_UNSPECIFIED)
 
 
-def finish_reason_name(value: pb.FinishReason) -> str:
+def finish_reason_name(value: int) -> str:
     """Return the name of a reason, "unspecified" for ``FINISH_REASON_UNSPECIFIED``."""
     return pb.FinishReason.Name(value).removeprefix("FINISH_REASON_").lower()

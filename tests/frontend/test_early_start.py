@@ -13,7 +13,8 @@ import pytest
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.buckets import SAMPLED
 from apt_jax.executor.ready_programs import TRANSFERS, ProgramName
-from apt_jax.frontend.early_start import BackgroundPreparation, Unprepared
+from apt_jax.frontend.components import Unprepared
+from apt_jax.frontend.early_start import BackgroundPreparation
 from apt_jax.request import SamplingParams
 from apt_jax.sched import make_policy
 from tests.executor.test_jax_executor import (
@@ -144,7 +145,7 @@ def test_serving_goes_on_without_a_program_that_memory_is_lacking_for(caplog: py
         _until(lambda: caplog.messages)
     assert engine.added == [(p.name, False) for p in programs[:2]]  # never the last: steps must not run the third
     (line,) = caplog.messages
-    assert "serving goes on without 1 programs" in line
+    assert "serving goes on without 1 program" in line
     assert preparation.stop()
     assert engine.failed == []
 
@@ -191,7 +192,7 @@ def test_costs_are_measured_in_slices_while_nobody_waits(monkeypatch: pytest.Mon
     monkeypatch.setattr("apt_jax.executor.calibrate.calibration_path", lambda executor: "where")
     monkeypatch.setattr("apt_jax.executor.calibrate.keep_calibration", lambda model, path: kept.append((model, path)))
     monkeypatch.setattr(
-        "apt_jax.frontend.builder.with_costs", lambda parts, model: SimpleNamespace(costs=model, cost_model=model)
+        "apt_jax.frontend.early_start.with_costs", lambda parts, model: SimpleNamespace(costs=model, cost_model=model)
     )
     seen: list[Any] = []
     preparation = BackgroundPreparation(engine, seen.append)

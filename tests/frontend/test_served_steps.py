@@ -140,7 +140,7 @@ def test_a_step_that_no_program_of_these_holds_is_left_out():
 def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An engine that is never idle and reports some steps to whoever listens."""
     monkeypatch.setattr("apt_jax.executor.calibrate.program_shapes", lambda executor: SHAPES)
-    monkeypatch.setattr("apt_jax.frontend.builder.with_costs", _with)
+    monkeypatch.setattr("apt_jax.frontend.early_start.with_costs", _with)
     engine: Any = FakeEngine([])
     engine.num_open = 3
     engine.parts.unprepared = dataclasses.replace(engine.parts.unprepared, calibration_s=1.0)

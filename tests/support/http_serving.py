@@ -13,7 +13,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from serve.batches.http import Batches
 from serve.client import AsyncAptClient
 from serve.grpc_api.server import GrpcServer, ServerConfig
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability.prometheus import ServerMetrics

@@ -12,6 +12,7 @@ import sys
 if __name__ == "__main__":
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["JAX_NUMPY_DTYPE_PROMOTION"], os.environ["JAX_NUMPY_RANK_PROMOTION"] = "standard", "allow"  # for Optax
 
 import jax
 import numpy as np

@@ -9,7 +9,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from serve.batches.config import BatchConfig
 from serve.batches.http import Batches
 from serve.batches.store import BatchStore
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.server import HttpConfig, HttpServer
 from tests.support.toy_server import server_parts
 

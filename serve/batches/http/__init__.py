@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: paths that are given to the application (`serve.http_api.extension`)."""
+"""Files and batches over HTTP: paths that are given to the application (`serve.http_api.app_config`)."""
 
 import logging
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from serve.batches.http.routes import BatchEndpoints, Endpoint
 from serve.batches.runner import BatchRunner
 from serve.batches.store import BatchStore
 from serve.generate_call import CallService
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.observability.prometheus import ServerMetrics
 
 
 class Batches:
-    """Paths of a store, and the runner of its batches; a `serve.http_api.extension.Extension`.
+    """Paths of a store, and the runner of its batches; a `serve.http_api.app_config.Extension`.
 
     Args:
         store: files and batches; closed by `stop`.

@@ -28,7 +28,8 @@ from serve.batches.runner import BatchRunner, BatchStateError
 from serve.batches.store import DiskFullError, InUseError, NotFoundError, disk_errors
 from serve.compact_json import json_bytes
 from serve.generate_call import LONG_PROMPT_CHARS, CallService
-from serve.http_api.calls import CALLER_KEY, AppConfig, owner_of, read_body
+from serve.http_api.app_config import AppConfig
+from serve.http_api.calls import CALLER_KEY, owner_of, read_body
 from serve.http_api.errors import BadCallError
 from serve.http_api.openai_request import Body, parse_json
 from serve.security.api_keys import Caller

@@ -30,8 +30,8 @@ from serve.batches.store import BatchStore
 from serve.cli import flags, options
 from serve.errors import CommandError
 from serve.grpc_api.server import ServerConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.browsers import HOSTS_FLAG, ORIGIN_FLAG, BrowserRules, browser_rules, is_loopback
-from serve.http_api.calls import AppConfig
 from serve.http_api.protocol import ConnectionLimits
 from serve.http_api.server import HttpConfig
 from serve.http_api.socket_file import FLAG as UDS_FLAG

@@ -16,7 +16,7 @@ from typing import Any, cast
 import openai
 import pytest
 
-from apt_jax.frontend.early_start import Unprepared
+from apt_jax.frontend.components import Unprepared
 from apt_jax.sched import StepCosts
 from serve.batches.calls import BatchCall
 from serve.batches.config import BatchConfig
@@ -26,7 +26,7 @@ from serve.batches.input_file import read_input
 from serve.batches.runner import BatchRunner
 from serve.batches.store import BatchStore
 from serve.batches.window import short_step_rows
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.embeddings import EmbeddingsResponse
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.security.api_keys import ApiKeys

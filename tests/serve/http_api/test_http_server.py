@@ -492,7 +492,7 @@ def test_tokenize_and_back():
 @pytest.mark.parametrize(("left_s", "retry_after"), [(41.2, "42"), (0.2, "1"), (600.0, "60"), (None, "5")])
 def test_a_request_before_the_start_is_over_learns_how_far_it_is(left_s, retry_after):
     from apt_jax.frontend.start_stages import StartStatus
-    from serve.http_api.calls import AppConfig
+    from serve.http_api.app_config import AppConfig
     from serve.http_api.server import HttpConfig, HttpServer
 
     status = StartStatus(stage="compiling the CPU kernels", number=2, total=4, spent_s=3.0, left_s=left_s)

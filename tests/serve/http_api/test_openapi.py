@@ -18,7 +18,7 @@ from serve.errors import UnknownModelError
 from serve.http_api import openai_request as openai_api
 from serve.http_api import openapi
 from serve.http_api.app import HttpApp
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.constraint_fields import OTHER_NAMES
 from serve.http_api.endpoints import ENDPOINTS, Endpoint
 from serve.observability.profiler import Profiler

@@ -12,7 +12,7 @@ from apt_jax.text.chat import ChatTemplate
 from apt_jax.version import __version__
 from serve.cli.commands.serve import _check_root_path
 from serve.http_api.app import HttpApp
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.http_api.errors import DROPPED_REASON_KEYS, to_http_error
 from serve.http_api.other_paths import ELSEWHERE, hint
 from serve.security.api_keys import ApiKeys

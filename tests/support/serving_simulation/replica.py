@@ -13,7 +13,7 @@ from apt_jax.engine.request_states import WAITING
 from apt_jax.frontend.components import EngineComponents, build_components
 from apt_jax.sched import make_policy
 from serve.http_api.app import HttpApp
-from serve.http_api.calls import AppConfig
+from serve.http_api.app_config import AppConfig
 from serve.observability.prometheus import ServerMetrics
 from serve.preprocessing import Preprocessing, PreprocessingLimits
 from serve.security.api_keys import ApiKeys

@@ -1,5 +1,7 @@
-"""Paths that are given to the HTTP application from above: files and batches (`serve.batches.http`)."""
+"""Settings of the HTTP application, and the contract of paths that are added to it: files and batches
+(`serve.batches.http`)."""
 
+import dataclasses
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -8,12 +10,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from apt_jax.frontend.async_engine import AsyncEngine
+from apt_jax.frontend.start_stages import StartStatus
 from serve.generate_call import CallService
+from serve.http_api.browsers import BrowserRules
 from serve.http_api.json_schemas import Schema
+from serve.memory_gate import MemoryGate
+from serve.observability.profiler import Profiler
+from serve.security.api_keys import ApiKeys
 
 if TYPE_CHECKING:
-    from serve.http_api.calls import AppConfig
     from serve.observability.prometheus import ServerMetrics
+    from serve.observability.tracing import Tracer  # it needs the extra `otel`
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -65,3 +72,32 @@ class Extension(Protocol):
     async def stop(self) -> None:
         """Stop what runs, before the engine stops."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AppConfig:
+    """Limits of calls, and optional features."""
+
+    max_body_bytes: int = 2 << 20
+    body_timeout_s: float = 30.0
+    """Time limit for the whole body."""
+    max_header_bytes: int = 16 << 10
+    """Limit of the head of one call."""
+    max_headers: int = 100
+    keys: ApiKeys | None = None
+    """None: no call needs one."""
+    tracer: "Tracer | None" = None
+    """None: no traces."""
+    memory: MemoryGate | None = None
+    """None: no limit."""
+    profiler: Profiler | None = None
+    """None: there are no paths for it."""
+    root_path: str = ""
+    """Prefix that paths may have, for proxies that do not strip it."""
+    dashboard: bool = True
+    """Serve the pages at `/dashboard` and `/chat`."""
+    browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
+    batches: Extension | None = None
+    """None: there are no paths for files and batches."""
+    starting: Callable[[], StartStatus | None] = lambda: None
+    """How far the start is."""
