@@ -70,7 +70,7 @@ class Extension(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop what runs, before the engine stops."""
+        """Stop running work, before the engine stops."""
         ...
 
 

@@ -27,7 +27,7 @@ from serve.http_api.responses.response import ResponsesResponse
 
 
 class TextCall(Protocol):
-    """The engine requests of one body, and what its answer needs to know."""
+    """The engine requests of one body, and the parameters of its answer."""
 
     @property
     def call_id(self) -> str:

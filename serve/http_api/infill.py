@@ -1,4 +1,4 @@
-"""Prompts for what belongs between two texts, from fields of requests: `suffix` of completions, llama.cpp's ``/infill``."""
+"""Prompts to fill in between two texts, from fields of requests: `suffix` of completions, llama.cpp's ``/infill``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def prompt_around(
 
 
 def ending_with_middle(parts: EngineComponents, request: EngineRequest) -> EngineRequest:
-    """The request with the tokens that end what was filled in, unless it has `ignore_eos`."""
+    """The request with the tokens that end the filled-in text, unless it has `ignore_eos`."""
     params = request.params
     if params.ignore_eos:
         return request

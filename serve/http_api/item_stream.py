@@ -49,7 +49,7 @@ class ItemStream:
         self, call: CompletionCall, make: Callable[[OutputEvent, int], Item], *, numbered: bool = False
     ) -> None:
         self.items: list[Json] = []
-        """Those that have ended."""
+        """Items that have ended."""
         self.num_tokens = self.num_cached = 0
         self.last: OutputDelta | None = None
         """The newest output; None: there is none."""

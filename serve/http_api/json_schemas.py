@@ -40,7 +40,7 @@ def object_of(fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), c
 
 
 def closed(fields: Mapping[str, Schema], *, optional: tuple[str, ...] = ()) -> Schema:
-    """A closed object that has all of the fields, but for those that are optional."""
+    """A closed object that requires all fields except the optional ones."""
     required = tuple(name for name in fields if name not in optional)
     return object_of(fields, required=required, closed=True)
 

@@ -34,18 +34,18 @@ Json = dict[str, Any]
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 NAMES = {"repetition_penalty": "repeat_penalty", "prompt": "input_prefix", "max_tokens": "n_predict"}
-"""Names of fields of completions, and those that the body has for them."""
+"""Names of fields of completions, and their names in the body."""
 _SAME = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("ignore_eos", "logit_bias", "stream"),
 )
-"""Fields that are those of a completion."""
+"""Fields shared with completions."""
 _CONSTRAINTS = ("grammar", "json_schema")
 _PREFIX, _SUFFIX, _EXTRA, _SHOWN = "input_prefix", "input_suffix", "input_extra", "response_fields"
 _MAX_FILES = 256
 _MAX_SHOWN = 64
 _UNNAMED = "tmp"
-"""Name of a file that has none, as in llama.cpp."""
+"""Name of a file without a name, as in llama.cpp."""
 
 
 class FileBody(Record):

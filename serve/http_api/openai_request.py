@@ -132,7 +132,7 @@ class CompletionCall:
     created_s: int
     model: str
     requests: Sequence[EngineRequest]
-    """Those of the first prompt, then of the second, and so on."""
+    """Requests of the first prompt, then of the second, and so on."""
     n: int
     """Completions of each prompt."""
     deadline_s: float | None
@@ -145,11 +145,11 @@ class CompletionCall:
     echoes: Sequence[str] | None
     """Text before the completion, by prompt."""
     echo_logprobs: bool = False
-    """Log probabilities begin with those of the prompt."""
+    """Log probabilities begin with the prompt's."""
     prompt_logprobs: bool = False
     """Choices hold the log probabilities of the prompt."""
     without_output: bool = False
-    """The response is about the prompt alone: the one token that was generated is left out."""
+    """The response is only about the prompt: the one token that was generated is left out."""
     token_ids: bool
     """Choices hold token ids."""
     tokens_as_ids: bool
@@ -281,7 +281,7 @@ def build_call(
 
 
 def check_model(parts: EngineComponents, model: object) -> None:
-    """Check that a body names this model, or none.
+    """Check that a body names this model or omits the name.
 
     Raises:
         UnknownModelError, InvalidRequestError: it names another one, or no name.
@@ -351,7 +351,7 @@ def _nested_slo(body: Generation, part: str) -> object:
 
 
 def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
-    """Names under which objectives were sent, by those that they may have in errors."""
+    """Names under which objectives were sent, by their names in errors."""
     names: dict[str, str] = {}
     for part, flat in _SLO_PARTS.items():
         sent = [flat] if getattr(body, flat) is not None else []

@@ -114,7 +114,7 @@ class CompletionResponseBuilder:
         return chunk
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The chunk after those of all choices, if the call asks for usage."""
+        """The chunk after the chunks of all choices, if the call asks for usage."""
         if not self._call.include_usage:
             return None
         chunk = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
@@ -204,7 +204,7 @@ class CompletionResponseBuilder:
     # --- log probabilities
 
     def _logprobs(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """Log probabilities of new tokens, after those of the prompt where it is echoed."""
+        """Log probabilities of new tokens, after the prompt's if it is echoed."""
         if delta.logprobs is None:
             return None
         if self._is_chat:

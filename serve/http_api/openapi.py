@@ -260,7 +260,7 @@ def _good(name: str) -> Schema:
 
 
 def _generated(name: str, link: Schema, event: str | None = None) -> Schema:
-    """The answer of a completion, whole or in events, of this schema if they are no chunks."""
+    """The answer of a completion, whole or in events; of this schema if the events are not chunks."""
     good = _good(name)
     good["content"]["text/event-stream"] = (
         {"x-event-schema": ref(event)}

@@ -40,7 +40,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     refused: ClassVar[Mapping[str, Refused]] = {}
     needed: ClassVar[Mapping[str, str]] = {}
-    """Fields that must be given, and what to say otherwise."""
+    """Required fields, and the messages if they are missing."""
     also: ClassVar[Mapping[str, Schema]] = {}
     """Schemas of further fields, which are read from the body itself."""
 
@@ -79,7 +79,7 @@ def read(record: type[R], body: Mapping[str, Any]) -> R:
 
 
 def reject(refused: Mapping[str, Refused], body: Mapping[str, Any], prefix: str = "") -> None:
-    """Check that a body asks for nothing of what is refused.
+    """Check that a body asks for no refused feature.
 
     Raises:
         InvalidRequestError: it does; the field is named, and one that does the same if there is one.

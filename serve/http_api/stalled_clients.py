@@ -36,7 +36,7 @@ class StalledClientDetector:
         self._looking: asyncio.Task[None] | None = None
 
     def watch(self, key: object, connection: socket.socket, stopped: Callable[[], None]) -> None:
-        """Call `stopped` once if the other end of the connection has unread bytes and reads none."""
+        """Call `stopped` once if the other end of the connection stops reading unread bytes."""
         reader = None if key in self._watched else _Reader.of(connection, stopped)
         if reader is not None:
             self._watched[key] = reader
@@ -97,7 +97,7 @@ class _Reader:
         return _ACKNOWLEDGED.unpack_from(data)[0] if len(data) >= _ACKNOWLEDGED.size else None
 
     def has_stopped(self, acknowledged: int | None, unread: int | None, now_s: float, limit_s: float) -> bool:
-        """Return whether bytes have been unread, and none read, for `limit_s`."""
+        """Return whether bytes have stayed unread for `limit_s`."""
         # More may be unread than was acknowledged a moment ago; the first measurement starts the clock all the same.
         read = max((acknowledged or 0) - (unread or 0), 0)
         if not acknowledged or not unread or read > self._read:

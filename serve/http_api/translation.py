@@ -1,4 +1,4 @@
-"""Parts of the readers of other APIs, whose bodies become those of chat completions.
+"""Parts of the readers of other APIs, whose bodies become chat completions.
 
 Fields that an API does not have, but chat completions do under the same name, mean the same there: objectives, sampling
 parameters of vLLM, constraints. A name that its API has another word for is refused with that word, so that nothing is
@@ -30,12 +30,12 @@ _left_out: set[str] = set()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatedCall:
-    """The engine request of a body of another API, and what the answer needs to know."""
+    """The engine request of a body of another API, and the parameters of its answer."""
 
     chat: CompletionCall
     """The same call as a chat completion."""
     names: Mapping[str, str]
-    """Names of fields of chat completions and what that API has for them."""
+    """Names of fields of chat completions and their names in that API."""
 
     @property
     def renamed(self) -> Renamer:

@@ -1,4 +1,4 @@
-"""Messages of Anthropic's API, made of content blocks, to those of a chat completion.
+"""Messages of Anthropic's API, made of content blocks, to messages of a chat completion.
 
 A user's message may hold results of tools beside text: they become messages of their own, in the order of the blocks.
 Consecutive messages of one role are one turn, as Anthropic says. Thinking blocks become `reasoning_content`, which chat
@@ -124,7 +124,7 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
 
 
 def _without_billing(content: Any) -> Any:
-    """The system's content without what Claude Code puts before it for its own server; what follows on the line stays."""
+    """The system's content without the prefix that Claude Code adds for its own server; what follows on the line stays."""
     if isinstance(content, str):
         if not content.startswith(_BILLING):
             return content

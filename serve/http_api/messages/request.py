@@ -229,7 +229,7 @@ def count_tokens(parts: EngineComponents, body: Body) -> bytes:
 
 
 def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a chat completion, less what only generation needs, and its constraint."""
+    """The fields of a chat completion, without fields of generation, and its constraint."""
     chat = chat_fields(asked)
     for name in ("temperature", "service_tier"):
         chat.pop(name)

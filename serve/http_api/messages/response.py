@@ -85,7 +85,7 @@ class MessagesResponse:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> Json:
-        """Anthropic counts what came from the cache apart from the input."""
+        """Anthropic counts cached tokens apart from the input."""
         prompt = int(self._call.requests[0].prompt_token_ids.size)
         return {
             "input_tokens": prompt - self._stream.num_cached,

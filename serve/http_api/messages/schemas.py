@@ -8,7 +8,7 @@ ERROR = "MessagesError"
 PREFIX = "Messages"
 """Begins the names of responses that are errors."""
 OPERATIONS = ("Messages", "CountTokens")
-"""Those whose errors have Anthropic's form."""
+"""Paths whose errors have Anthropic's form."""
 _HELLO = [{"role": "user", "content": "Hello"}]
 EXAMPLES: Schema = {
     "text": {"value": {"messages": _HELLO, "max_tokens": 8}},

@@ -1,4 +1,4 @@
-"""Tools of Anthropic's API to those of a chat completion: those of the client, none that the server would have to run."""
+"""Tools of Anthropic's API to tools of a chat completion: those of the client, none that the server would have to run."""
 
 import re
 from collections.abc import Mapping

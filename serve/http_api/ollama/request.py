@@ -44,7 +44,7 @@ Json = dict[str, Any]
 B = TypeVar("B", bound="_AnswerBody")
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""Options that Ollama has where none are given."""
+"""Ollama's default options."""
 EFFORTS = ("low", "medium", "high", "max")
 _LATEST = ":latest"
 _OPTIONS = "options."
@@ -355,7 +355,7 @@ def _call(
 
 
 def _room(parts: EngineComponents, prompt: str, suffix: str) -> int:
-    """An upper bound on what is left for the output of a text, so that it may fill the context."""
+    """An upper bound on the output of a text, so that it may fill the context."""
     tokenizer, most = parts.tokenizer, parts.limits.max_model_len
     if tokenizer is None:
         return 1

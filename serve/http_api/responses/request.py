@@ -230,7 +230,7 @@ def read_call(
 
 
 def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the answer shows of a body, and the fields of the chat completion that it asks for. Adds `text.format` to
+    """Return the part of a body that the answer shows, and the fields of the requested chat completion. Adds `text.format` to
     its constraint."""
     chat = chat_fields(asked) | {
         "messages": messages_of(asked.instructions, asked.input),

@@ -1,4 +1,4 @@
-"""Tools of the Responses API to those of a chat completion: functions and custom tools, and nothing that the server would
+"""Tools of the Responses API to tools of a chat completion: functions and custom tools, and nothing that the server would
 have to run."""
 
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ class ToolSet:
     definitions: Sequence[Mapping[str, Any]] | None = None
     """For the chat template, in OpenAI's form; None: the prompt shall not tell of tools."""
     functions: Sequence[Function] = ()
-    """Those that may be called."""
+    """Tools that may be called."""
     mode: Mode = "none"
     max_calls: int = MAX_CALLS
 
@@ -47,7 +47,7 @@ NO_TOOLS = ToolSet()
 
 
 def read_tools(tools: object, choice: object = None, parallel: object = None) -> ToolSet:
-    """Check what a client says about tools.
+    """Check a client's tools.
 
     Args:
         tools: a list of ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}`` and of

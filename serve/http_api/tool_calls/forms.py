@@ -8,7 +8,7 @@ from serve.http_api.tool_calls import hermes, llama3_json, mistral, plain_json
 from serve.http_api.tool_calls.events import OutputParser
 
 PARSERS = ("hermes", "llama3_json", "mistral", "json")
-"""Names for `--tool-call-parser`, besides auto and none."""
+"""Names for `--tool-call-parser`, besides the words for automatic choice and off."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

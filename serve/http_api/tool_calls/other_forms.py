@@ -25,7 +25,7 @@ def uses_functions(body: Mapping[str, Any]) -> bool:
 
 
 def with_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a chat completion with `functions` as `tools`, and with the calls in its messages as those of functions.
+    """The body of a chat completion with `functions` as `tools`, and with the calls in its messages as function calls.
 
     Raises:
         InvalidRequestError: the fields are malformed, or both forms are given.

@@ -4,7 +4,7 @@ from serve.http_api.tool_calls.events import OutputEvent, OutputParser, Reasonin
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len
 
 PARSERS = ("think", "deepseek_r1")
-"""Names for `--reasoning-parser`, besides auto and none."""
+"""Names for `--reasoning-parser`, besides the words for automatic choice and off."""
 OPENING = "<think>"
 CLOSING = "</think>"
 
