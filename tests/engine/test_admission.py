@@ -138,7 +138,7 @@ class TestTenants:
         for num in range(waiting + 1):
             check({}, tenant="a", num_waiting=num, num_of_tenant=num)
         waiting += 2
-        with pytest.raises(QueueFullError, match="its share of the queue"):
+        with pytest.raises(QueueFullError, match="the queue has 911 requests of this API key, its share"):
             check({}, tenant="a", num_waiting=waiting, num_of_tenant=waiting)
         check({}, tenant="b", num_waiting=waiting, num_of_tenant=0)
 
