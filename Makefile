@@ -15,7 +15,7 @@
 #   make audit       ask for known faults of the locked packages, or say that nobody could be asked
 #   make check       test, reference, gate, gate-tpu, docs, lint, types and audit
 #   make lock        resolve the dependencies again
-#   make release     a wheel and a source archive in dist/: built, checked, installed into an empty environment, one chat
+#   make release     a wheel and a source archive in dist/: built, checked, installed into an empty environment, one answer
 #   make clean       remove the environments
 #
 # PYTHON=... and PYTHON_REFERENCE=... choose the interpreters, WORKERS=... how many processes run the tests (some tests

@@ -1,9 +1,9 @@
-"""Check the wheel and the source archive of a release: names, contents, and a first chat from an empty environment.
+"""Check the wheel and the source archive of a release: names, contents, and a first answer from an empty environment.
 
     python -m tools.check_release dist
 
 `make release` calls it. The environment is made in a temporary folder by pip, whose configuration holds, and gets the
-wheel with the extra `serve` and nothing else; the server there answers one chat of the bundled model.
+wheel with the extra `serve` and nothing else; the server there completes one prompt with the bundled model.
 """
 
 import argparse
@@ -84,8 +84,8 @@ def check_changelog(text: str) -> list[str]:
     return [f"CHANGELOG.md: the first version is {first!r}, not '## {__version__} - YYYY-MM-DD'"]
 
 
-def first_chat(wheel: Path) -> list[str]:
-    """Install a wheel into an empty environment, serve the bundled model and ask it for one chat."""
+def first_answer(wheel: Path) -> list[str]:
+    """Install a wheel into an empty environment, serve the bundled model and have it complete one prompt."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         subprocess.run([sys.executable, "-m", "venv", place / "env"], check=True)
@@ -102,19 +102,19 @@ def first_chat(wheel: Path) -> list[str]:
         with (place / "log").open("w") as log:
             server = subprocess.Popen(command, cwd=place, env=environment, stdout=log, stderr=log)
             try:
-                text = _ask(f"http://127.0.0.1:{port}/v1/chat/completions", server)
+                text = _ask(f"http://127.0.0.1:{port}/v1/completions", server)
             except (OSError, RuntimeError) as error:
-                return [f"first chat: {error}", *(place / "log").read_text().splitlines()[-5:]]
+                return [f"first answer: {error}", *(place / "log").read_text().splitlines()[-5:]]
             finally:
                 server.terminate()
                 server.wait(60)
-        print(f"first chat from an empty environment: {text!r}")
-        return [] if text else ["first chat: the answer is empty"]
+        print(f"first answer from an empty environment: {text!r}")
+        return [] if text else ["first answer: it is empty"]
 
 
 def _ask(url: str, server: "subprocess.Popen[bytes]") -> str:
-    """The answer to one chat, as soon as the server gives it."""
-    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+    """The completion of one prompt, as soon as the server gives it."""
+    body = {"prompt": "Once upon a time", "max_tokens": 8}
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     until = time.monotonic() + _FIRST_ANSWER_S
     while time.monotonic() < until:
@@ -122,7 +122,7 @@ def _ask(url: str, server: "subprocess.Popen[bytes]") -> str:
             raise RuntimeError(f"the server ended with {server.returncode}")
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)["choices"][0]["message"]["content"]
+                return json.load(answer)["choices"][0]["text"]
         except urllib.error.HTTPError as error:
             if error.code != 503:
                 raise RuntimeError(f"HTTP {error.code}: {error.read().decode()}") from None
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the errors of a release; the exit status is 1 if it has any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds one wheel and one source archive")
-    parser.add_argument("--no-chat", action="store_true", help="do not install the wheel")
+    parser.add_argument("--no-install", action="store_true", help="do not install the wheel")
     args = parser.parse_args(argv)
     wheels, sources = list(args.folder.glob("*.whl")), list(args.folder.glob("*.tar.gz"))
     if len(wheels) != 1 or len(sources) != 1:
@@ -144,8 +144,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     changelog = Path(__file__).parent.parent / "CHANGELOG.md"
     wrong = [*check_wheel(wheels[0]), *check_source(sources[0]), *check_changelog(changelog.read_text())]
-    if not wrong and not args.no_chat:
-        wrong = first_chat(wheels[0])
+    if not wrong and not args.no_install:
+        wrong = first_answer(wheels[0])
     for line in wrong:
         print(line)
     if not wrong:

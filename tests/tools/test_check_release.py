@@ -85,7 +85,7 @@ def test_the_changelog_begins_with_the_version(text: str, is_right: bool) -> Non
 def test_a_folder_without_one_archive_of_each_kind_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_release.main([str(tmp_path), "--no-chat"]) == 1
+    assert check_release.main([str(tmp_path), "--no-install"]) == 1
     assert "holds 0 wheels and 0 source archives" in capsys.readouterr().out
 
 
