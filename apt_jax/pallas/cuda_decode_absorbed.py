@@ -11,7 +11,7 @@ layer inputs one after another from the L2 cache. The visible tiles of all rows 
 as clusters run side by side (`ranges_of`), and `triton_work_list.join_pieces` joins rows that lie in several.
 
 Nothing but decode attention needs to know: key and value of a group of heads are one tensor, whose first lanes are the
-value (`one_pass(..., value_width=512)` for latents of 576 lanes).
+value (`decode_absorbed(..., value_width=512)` for latents of 576 lanes).
 """
 
 import dataclasses

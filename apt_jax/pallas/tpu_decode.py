@@ -136,8 +136,8 @@ def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, 
 
 
 def _vmem_bytes(q: Any, pool: Any, num_blocks: int, out_dtype: Any) -> int | None:
-    """VMEM that a kernel may need where that is more than XLA's default of 16 MiB: what comes and goes is there twice,
-    and tiles are put together and masked."""
+    """VMEM limit in bytes if above XLA's default of 16 MiB: inputs and outputs are double-buffered, plus the joined and
+    masked tiles."""
     _, num_heads, width = q.shape
     tile = num_blocks * math.prod(pool.shape[1:]) * pool.dtype.itemsize
     rows = num_heads * width * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize)

@@ -511,7 +511,7 @@ class GrammarCompiler:
         entry = self._find(key)
         if entry is None:
             if not self._busy.acquire(timeout=_WAIT_LIMIT_S):
-                raise QueueFullError("many new grammars are being tried (structured_outputs)", 2.0)
+                raise QueueFullError("too many new grammars are being compiled; retry later (structured_outputs)", 2.0)
             try:
                 entry = self._find(key) or self._store(key, self._try(text))
             finally:
@@ -732,10 +732,10 @@ class _Worker:
         try:
             answer = self._child.ask(setup, _START_LIMIT_S)
         except (ChildTimeoutError, ChildDiedError):
-            raise RuntimeError("the process that tries grammars does not start") from None
+            raise RuntimeError("the grammar compiler process does not start") from None
         if answer["error"] is not None:
             self.kill()
-            raise RuntimeError(f"the process that tries grammars: {answer['error']}")
+            raise RuntimeError(f"grammar compiler process: {answer['error']}")
 
     @property
     def is_alive(self) -> bool:

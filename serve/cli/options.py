@@ -38,7 +38,7 @@ POLICY_HELP = (
 
 
 def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
-    """MODEL in its place or as a flag; `engine_config` puts the bundled one in the place of None."""
+    """Add MODEL as a positional argument and as `--model`; default: the bundled model."""
     parser.set_defaults(model=None)
     group = parser.add_mutually_exclusive_group()
     # SUPPRESS: the place does not undo the flag.

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         default=20.0,
-        help="about how long requests arrive, seconds a run (default: 20)",
+        help="duration of the load in seconds per run (default: 20)",
     )
     parser.add_argument(
         "--seed",

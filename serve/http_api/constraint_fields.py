@@ -59,7 +59,7 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
             given.append(Constraint(name, {ours: value}))
     if not given:
         if body.get(_WHITESPACE) is not None:
-            raise InvalidRequestError(_WHITESPACE, "goes with guided_json alone")
+            raise InvalidRequestError(_WHITESPACE, "requires guided_json")
         return None
     first = given[0]
     for other in given[1:]:
@@ -69,7 +69,7 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
             )
     if body.get(_WHITESPACE) is not None:
         if first.field != "guided_json":
-            raise InvalidRequestError(_WHITESPACE, "goes with guided_json alone")
+            raise InvalidRequestError(_WHITESPACE, "requires guided_json")
         return Constraint(first.field, {**first.value, "whitespace_pattern": body[_WHITESPACE]})
     return first
 

@@ -331,7 +331,7 @@ def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[st
 
 
 def _logit_bias(value: object) -> object:
-    """Convert the keys, token ids that JSON holds as strings, to numbers; validation rejects what is none."""
+    """Convert the keys, token ids that JSON holds as strings, to numbers; validation rejects keys that are not token ids."""
     if not isinstance(value, Mapping):
         return value
     changed = {int(k) if _TOKEN_ID.fullmatch(k) else k: v for k, v in value.items()}
@@ -429,7 +429,7 @@ def conversation_ids(
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and begins:
         raise InvalidRequestError(
-            "continue_final_message", "goes with add_generation_prompt=false alone: the answer is no new message"
+            "continue_final_message", "requires add_generation_prompt=false: the answer continues the last message"
         )
     variables, effort = body.chat_template_kwargs, body.reasoning_effort
     if isinstance(effort, str) and len(effort) <= _MAX_EFFORT_CHARS and isinstance(variables, Mapping | None):

@@ -566,6 +566,8 @@ def test_R11_the_next_constraint_does_not_wait_for_the_child_that_a_slow_one_has
             if "slow" not in grammar:
                 return super().attempt(grammar, 60)
             assert begun.wait(20)  # as long as this trial takes
+            while made._standby is None:  # its thread may have begun before it is kept
+                time.sleep(0.001)
             begun.clear()
             raise grammar_module._WorkerLostError("slow")
 

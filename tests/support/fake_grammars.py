@@ -103,6 +103,6 @@ class FakeGrammars(GrammarCompiler):
 
     def _compile(self, field: str, text: str, key: bytes, ends_at_eos: bool) -> Any:
         if "busy" in text:
-            raise QueueFullError("planted: many new grammars are being tried", 2.0)
+            raise QueueFullError("planted: too many new grammars are being compiled", 2.0)
         self._known_texts.add(text)
         return self._known(field, key, ends_at_eos)

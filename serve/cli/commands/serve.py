@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
     group.add_argument(
         "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto",
-        help="how the calls that a model writes are read: auto: by its chat template; none: they stay text",
+        help="parser for tool calls; auto: by the model's chat template; none: calls stay text",
     )  # fmt: skip
     group.add_argument(
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         HOSTS_FLAG, type=lambda text: text.split(","), action="extend", metavar="NAME[,NAME]", default=[],
-        help="names besides localhost by which HTTP clients may call; *: any (default: any, unless --http-host is loopback)",
+        help="additional Host names to accept; *: any (default: any, unless --http-host is loopback)",
     )  # fmt: skip
     group.add_argument(
         ORIGIN_FLAG, action="append", metavar="ORIGIN", default=[],
@@ -152,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     settings.add_argument(
         "--body-memory", type=options.positive(int), metavar="MIB", default=PreprocessingLimits().body_memory_bytes >> 20,
-        help="MiB of memory for request bodies that are being read or prepared; more are told to retry (429)",
+        help="memory budget for request bodies in MiB; requests beyond it get 429",
     )  # fmt: skip
     settings.add_argument(
         "--grpc-max-connection-age", type=options.positive(float), metavar="S",
