@@ -29,9 +29,12 @@ ALLOWED = {
     ("serve/cli/main.py", "importlib.import_module"): "commands of the package's own table",
     ("apt_jax/sched/registry.py", "importlib.import_module"): "a policy that the operator names by a flag",
     ("apt_jax/sched/__init__.py", "importlib.import_module"): "a name of its own: the laboratory's policies",
-    ("apt_jax/executor/quick_lowering.py", "importlib.import_module"): "a name of its own: Triton's operations",
     (
-        "apt_jax/executor/executables.py",
+        "apt_jax/executor/compiling/quick_lowering.py",
+        "importlib.import_module",
+    ): "a name of its own: Triton's operations",
+    (
+        "apt_jax/executor/compiling/executables.py",
         "jax.experimental.serialize_executable",
     ): "entries of the user's own cache directory, by a list of what they may name",
     ("apt_jax/models/loading/loader.py", "allow_pickle"): "--load-format pt, for tensors alone (weights_only)",

@@ -4,8 +4,8 @@ import numpy as np
 
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.step import Conversions, StepBatch
-from apt_jax.executor.buckets import GREEDY, Buckets, SamplerVariant
-from apt_jax.executor.packing import StepFormat, pack_conversions, pack_forward, pack_masks
+from apt_jax.executor.compiling.buckets import GREEDY, Buckets, SamplerVariant
+from apt_jax.executor.programs.packing import StepFormat, pack_conversions, pack_forward, pack_masks
 from apt_jax.request import SamplingParams
 
 DROPPED = 44

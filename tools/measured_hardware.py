@@ -28,8 +28,8 @@ import numpy as np
 from apt_jax.costs.fit import CostModel, StepPoint, fit_cost_model
 from apt_jax.costs.hardware import Hardware
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
-from apt_jax.executor.buckets import PREFIX_STEP, Buckets
 from apt_jax.executor.calibration_steps import CalibrationSteps
+from apt_jax.executor.compiling.buckets import PREFIX_STEP, Buckets
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.sim.hardware import load_hardware, save_hardware
 

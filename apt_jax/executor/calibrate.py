@@ -23,10 +23,10 @@ from apt_jax.costs.fit import CostModel, FitQuality, StepPoint, fit_cost_model
 from apt_jax.costs.hardware import Hardware
 from apt_jax.costs.model import StepCosts
 from apt_jax.costs.programs import ProgramCosts, ProgramShapes
-from apt_jax.executor.buckets import PREFIX_STEP
 from apt_jax.executor.calibration_steps import CalibrationSteps, Episode
-from apt_jax.executor.host_memory import HostPool
+from apt_jax.executor.compiling.buckets import PREFIX_STEP
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.executor.transfers.host_memory import HostPool
 from apt_jax.ops.xla_decode import TOKENS_PER_TILE
 from apt_jax.ops.xla_prefill import PREFILL_KEY_TILE, PREFILL_QUERY_TILE
 from apt_jax.request import SamplingParams

@@ -35,26 +35,10 @@ from apt_jax.distributed.messages import Plan
 from apt_jax.errors import ConfigError, one_line
 from apt_jax.executor.attention_choice import chip_of
 from apt_jax.executor.base import MaskedStepHandle, StepHandle, is_out_of_memory
-from apt_jax.executor.buckets import SamplerVariant, bucket_for
-from apt_jax.executor.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
-from apt_jax.executor.host_memory import HostPool
-from apt_jax.executor.host_saver import stages_in_pinned_memory
-from apt_jax.executor.packing import (
-    Ints,
-    pack_conversions,
-    pack_forward,
-    pack_masks,
-    pack_penalties,
-    pack_sampling,
-    rows_that_count,
-)
-from apt_jax.executor.plan import plan_executor
-from apt_jax.executor.pool_memory import PoolMemory
-from apt_jax.executor.prompt_logprobs import PromptPrograms
-from apt_jax.executor.ready_programs import ReadyPrograms
-from apt_jax.executor.runner import ProgramRunner
-from apt_jax.executor.tuning_results import prepare_tuning_dir
-from apt_jax.executor.warm_up import (
+from apt_jax.executor.compiling.buckets import SamplerVariant, bucket_for
+from apt_jax.executor.compiling.ready_programs import ReadyPrograms
+from apt_jax.executor.compiling.tuning_results import prepare_tuning_dir
+from apt_jax.executor.compiling.warm_up import (
     MAX_COMPILERS,
     MAX_COMPILERS_FOR_GPU,
     Program,
@@ -63,6 +47,22 @@ from apt_jax.executor.warm_up import (
     largest_programs,
     warm_up,
 )
+from apt_jax.executor.plan import plan_executor
+from apt_jax.executor.pool_memory import PoolMemory
+from apt_jax.executor.programs.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
+from apt_jax.executor.programs.packing import (
+    Ints,
+    pack_conversions,
+    pack_forward,
+    pack_masks,
+    pack_penalties,
+    pack_sampling,
+    rows_that_count,
+)
+from apt_jax.executor.programs.prompt_logprobs import PromptPrograms
+from apt_jax.executor.programs.runner import ProgramRunner
+from apt_jax.executor.transfers.host_memory import HostPool
+from apt_jax.executor.transfers.host_saver import stages_in_pinned_memory
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.lora import LoraAdapter, adapt_keys, with_adapters

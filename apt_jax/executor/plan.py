@@ -13,9 +13,9 @@ from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import KindSet
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import choose_attention, needed_extras
-from apt_jax.executor.buckets import Buckets
-from apt_jax.executor.packing import StepFormat
-from apt_jax.executor.programs import Programs
+from apt_jax.executor.compiling.buckets import Buckets
+from apt_jax.executor.programs.packing import StepFormat
+from apt_jax.executor.programs.programs import Programs
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import HiddenMode, ModelConfig
 from apt_jax.ops import sampling

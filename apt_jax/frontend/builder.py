@@ -184,9 +184,9 @@ def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | 
     """
     if cache.prefix_cache_dir is None or executor.host is None:
         return None
-    from apt_jax.executor.disk_store import FileStore
-    from apt_jax.executor.model_identity import model_identity
-    from apt_jax.executor.prefix_files import PrefixFiles
+    from apt_jax.executor.transfers.disk_store import FileStore
+    from apt_jax.executor.transfers.model_identity import model_identity
+    from apt_jax.executor.transfers.prefix_files import PrefixFiles
 
     with activity("reading the weights for --prefix-cache-dir"):
         identity = model_identity(executor)

@@ -25,8 +25,8 @@ from apt_jax.validation import GrammarSource, RequestLimits, build_requests, che
 
 if TYPE_CHECKING:
     from apt_jax.costs.fit import CostModel
+    from apt_jax.executor.compiling.warm_up import Program
     from apt_jax.executor.jax_executor import JaxExecutor
-    from apt_jax.executor.warm_up import Program
 
 
 class FallbackSeeds:

@@ -33,8 +33,8 @@ from apt_jax.utils.allocator import use_huge_pages
 
 if TYPE_CHECKING:
     from apt_jax.costs.fit import CostModel
+    from apt_jax.executor.compiling.warm_up import Program
     from apt_jax.executor.jax_executor import JaxExecutor
-    from apt_jax.executor.warm_up import Program
     from apt_jax.frontend.async_engine import AsyncEngine
     from apt_jax.frontend.components import EngineComponents
 

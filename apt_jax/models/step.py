@@ -108,7 +108,7 @@ class StepOptions:
     """With `cuts_by_feature`: positions of all hidden decode rows together, each row's rounded up to a multiple of
     `xla_common.ROOM_STEP`, at most; None: as many as block tables hold. The size of the sum of scores over devices."""
     prefix_room: int | None = None
-    """Positions of the hidden prefixes of all prompts, as of `executor.buckets.PromptSize`; 0: there are none, and
+    """Positions of the hidden prefixes of all prompts, as of `executor.compiling.buckets.PromptSize`; 0: there are none, and
     nothing is launched for them; None: as many as block tables hold."""
 
     @property

@@ -23,7 +23,7 @@ from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import KV
 from apt_jax.executor.calibrate import synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.executor.packing import pack_forward
+from apt_jax.executor.programs.packing import pack_forward
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.models.decoder import logits
 from apt_jax.text.tokenizer import load_tokenizer

@@ -25,10 +25,10 @@ from jax.sharding import Mesh
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig
 from apt_jax.executor.attention_choice import chip_of
+from apt_jax.executor.compiling.tuning_results import card_name, jaxlib_version, prepare_tuning_dir, write_results
+from apt_jax.executor.compiling.warm_up import MAX_COMPILERS_FOR_GPU, Program, all_programs
 from apt_jax.executor.plan import plan_executor
-from apt_jax.executor.runner import ProgramRunner
-from apt_jax.executor.tuning_results import card_name, jaxlib_version, prepare_tuning_dir, write_results
-from apt_jax.executor.warm_up import MAX_COMPILERS_FOR_GPU, Program, all_programs
+from apt_jax.executor.programs.runner import ProgramRunner
 from apt_jax.models.sharding import AXIS
 from apt_jax.ops.backend import KernelBackend
 from benchmarks.gpu.bounds import DEFAULTS

@@ -28,8 +28,8 @@ from tqdm import tqdm
 from apt_jax.backends import attention_ops
 from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
-from apt_jax.executor.quick_lowering import quick_lowering
-from apt_jax.executor.warm_up import Program, all_programs
+from apt_jax.executor.compiling.quick_lowering import quick_lowering
+from apt_jax.executor.compiling.warm_up import Program, all_programs
 from apt_jax.models import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.memory_plan import memory_plan

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.executor.buckets import power_of_two_buckets, prompt_buckets
+from apt_jax.executor.compiling.buckets import power_of_two_buckets, prompt_buckets
 from apt_jax.sim.trace import load_trace
 
 KNEES = {"H100": 240, "A100": 150}

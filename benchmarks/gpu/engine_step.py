@@ -14,10 +14,10 @@ from jax.sharding import SingleDeviceSharding
 
 from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import KindSet
-from apt_jax.executor.buckets import GREEDY, SAMPLED
+from apt_jax.executor.compiling.buckets import GREEDY, SAMPLED
 from apt_jax.executor.plan import ExecutorPlan, plan_executor
 from apt_jax.executor.pool_memory import PoolMemory
-from apt_jax.executor.runner import ProgramCall, ProgramRunner
+from apt_jax.executor.programs.runner import ProgramCall, ProgramRunner
 from apt_jax.models import PRESETS
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from apt_jax.executor.buckets import PromptSize, padded_prefix
+from apt_jax.executor.compiling.buckets import PromptSize, padded_prefix
 from apt_jax.models import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.ops.backend import KernelBackend

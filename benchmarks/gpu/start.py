@@ -98,7 +98,7 @@ class _Report:
 def reported_programs(report: Callable[..., None]) -> Iterator[None]:
     """Report every program that is compiled or loaded within: seconds of its lowering, of the thread and by the clock,
     and of the rest, which is compiling or loading. Programs that are prepared side by side share the processors."""
-    from apt_jax.executor.runner import ProgramCall
+    from apt_jax.executor.programs.runner import ProgramCall
 
     compile_, lower = ProgramCall.compile, ProgramCall.lower
     lowering = threading.local()

@@ -32,7 +32,7 @@ import numpy as np
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.step import StepBatch
 from apt_jax.executor import calibrate
-from apt_jax.executor.buckets import GREEDY, PromptSize, bucket_for, padded_prefix
+from apt_jax.executor.compiling.buckets import GREEDY, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
 from benchmarks.gpu import whole_model
 from benchmarks.gpu.harness import Stage, Table, ceilings
@@ -247,7 +247,7 @@ def _traced(executor: JaxExecutor, case: _Case) -> dict[str, Any]:
 @contextlib.contextmanager
 def _captured(found: list[Any]) -> Iterator[None]:
     """Keep the programs, lowered, that steps within run."""
-    from apt_jax.executor.runner import ProgramCall
+    from apt_jax.executor.programs.runner import ProgramCall
 
     run = ProgramCall.run
 

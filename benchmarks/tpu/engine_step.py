@@ -1,7 +1,7 @@
 """The engine's programs for the TPU gate: a step of decode rows with its sampler, or one of prompt chunks, on one TPU
 or cut over several.
 
-They are the jitted functions of `apt_jax.executor.programs.Programs`, with the attention backend that the engine
+They are the jitted functions of `apt_jax.executor.programs.programs.Programs`, with the attention backend that the engine
 chooses on TPUs or one by name. Weights and pools are shapes.
 """
 
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from apt_jax.config import CacheConfig, CacheMode
-from apt_jax.executor.buckets import GREEDY
+from apt_jax.executor.compiling.buckets import GREEDY
 from apt_jax.executor.plan import plan_executor
-from apt_jax.executor.runner import ProgramRunner
+from apt_jax.executor.programs.runner import ProgramRunner
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import abstract_params, param_names

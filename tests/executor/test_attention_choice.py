@@ -15,7 +15,7 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import attention_choice
 from apt_jax.executor.attention_choice import check_attention, chip_of, choose_attention, needed_extras
-from apt_jax.executor.compiler_options import compiler_options
+from apt_jax.executor.compiling.compiler_options import compiler_options
 from apt_jax.frontend.builder import load_weights
 from apt_jax.models import PRESETS, read_model_config
 from apt_jax.models.config import ModelConfig

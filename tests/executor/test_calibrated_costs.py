@@ -11,7 +11,6 @@ from apt_jax.config import SLO, CacheMode
 from apt_jax.core.kinds import HIDDEN
 from apt_jax.costs.fit import CostModel, StepPoint, fit_cost_model
 from apt_jax.costs.programs import ProgramShapes
-from apt_jax.executor.buckets import prefix_sizes, prompt_buckets
 from apt_jax.executor.calibrate import (
     calibrate,
     describe,
@@ -20,6 +19,7 @@ from apt_jax.executor.calibrate import (
     store_calibration,
 )
 from apt_jax.executor.calibration_steps import CalibrationSteps
+from apt_jax.executor.compiling.buckets import prefix_sizes, prompt_buckets
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware, save_hardware
 from apt_jax.sim.simulator import simulate

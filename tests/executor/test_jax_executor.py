@@ -16,11 +16,11 @@ from apt_jax.config import CacheConfig, CacheMode, HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.step import NO_TOKEN
 from apt_jax.errors import ConfigError
-from apt_jax.executor import buckets as buckets_module
-from apt_jax.executor.buckets import power_of_two_buckets
 from apt_jax.executor.calibrate import synthetic_batch
-from apt_jax.executor.handles import DeviceStepHandle
+from apt_jax.executor.compiling import buckets as buckets_module
+from apt_jax.executor.compiling.buckets import power_of_two_buckets
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.executor.programs.handles import DeviceStepHandle
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, dummy_params
 from apt_jax.models.reference import forward

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor import pool_memory
-from apt_jax.executor.compiler_options import compiler_options
+from apt_jax.executor.compiling.compiler_options import compiler_options
+from apt_jax.executor.compiling.warm_up import all_programs, largest_programs
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.pool_memory import PoolMemory, rounded_down
-from apt_jax.executor.warm_up import all_programs, largest_programs
 from tests.support.generation import greedy
 from tests.support.paged_driver import CONFIG, PARAMS
 

@@ -10,8 +10,8 @@ import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.step import StepBatch
-from apt_jax.executor.host_saver import HostSaver
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.executor.transfers.host_saver import HostSaver
 from apt_jax.sched import Policy, make_policy
 from tests.support.cases import num_cases
 from tests.support.host_executor import make_host_executor

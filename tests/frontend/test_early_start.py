@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor.buckets import SAMPLED
-from apt_jax.executor.ready_programs import TRANSFERS, ProgramName
+from apt_jax.executor.compiling.buckets import SAMPLED
+from apt_jax.executor.compiling.ready_programs import TRANSFERS, ProgramName
 from apt_jax.frontend.components import Unprepared
 from apt_jax.frontend.early_start import BackgroundPreparation
 from apt_jax.request import SamplingParams

@@ -9,7 +9,7 @@ import pytest
 
 from apt_jax.backends import attention_ops
 from apt_jax.core.kinds import KindSet
-from apt_jax.executor.buckets import GREEDY
+from apt_jax.executor.compiling.buckets import GREEDY
 from apt_jax.models import params as weights
 from apt_jax.models.params import abstract_params, dummy_params, param_names
 from tests.support.paged_driver import CONFIG, make_executor

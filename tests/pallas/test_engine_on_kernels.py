@@ -7,7 +7,7 @@ import pytest
 
 from apt_jax.config import HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.executor import buckets
+from apt_jax.executor.compiling import buckets
 from apt_jax.models.params import dummy_params
 from apt_jax.models.reference import forward
 from tests.support.cases import cover

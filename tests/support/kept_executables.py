@@ -16,8 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from apt_jax.config import CacheConfig
 from apt_jax.core.kinds import KV
+from apt_jax.executor.compiling.warm_up import Program, warm_up
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.executor.warm_up import Program, warm_up
 from apt_jax.frontend.builder import use_compile_cache
 from apt_jax.models import sharding as parallel
 from tests.support.paged_driver import BLOCK, CONFIG, PARAMS, Driver, few_programs

@@ -26,8 +26,8 @@ import jax
 import numpy as np
 
 from apt_jax.config import CacheConfig, Quantization
-from apt_jax.executor import programs
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.executor.programs import programs
 from apt_jax.models import sharding as parallel
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.params import ModelParams, dummy_params, param_names

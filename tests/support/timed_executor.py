@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from apt_jax.core.kinds import HIDDEN, KV, KindSet
 from apt_jax.core.step import StepBatch
-from apt_jax.executor.buckets import Buckets, PromptSize, bucket_for, padded_prefix
+from apt_jax.executor.compiling.buckets import Buckets, PromptSize, bucket_for, padded_prefix
 from apt_jax.executor.jax_executor import JaxExecutor
 
 LAYERS, WIDTH, PIECE = 40, 5120, 8192

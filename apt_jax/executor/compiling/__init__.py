@@ -1,0 +1,1 @@
+"""Compiling: the sizes that programs are compiled for, their options and order, and the executables on disk."""

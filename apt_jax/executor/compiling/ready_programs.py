@@ -1,0 +1,139 @@
+"""Which programs a step may run: all of them or, while a server that has started early compiles the rest, those that
+are ready. Needs no JAX.
+
+A step takes the smallest program that is ready and holds it. The largest of each kind are ready first, and so is the
+sampler that serves all rows, so that there is always one: a step never waits for the compiler.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from apt_jax.executor.compiling.buckets import (
+    CHANGES_PER_CALL,
+    EVERYTHING,
+    GREEDY,
+    Buckets,
+    PromptSize,
+    SamplerVariant,
+    bucket_for,
+)
+
+Kind = Literal[
+    "decode", "prefill", "mixed", "sample", "fused", "copy", "convert", "save", "load", "tables", "counts",
+    "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
+]  # fmt: skip
+TRANSFERS: tuple[Kind, ...] = (
+    "save", "load", "save kv slots", "load kv slots", "save hidden slots", "load hidden slots",
+)  # fmt: skip
+"""Kinds that move blocks or slots between the device and host memory."""
+_SIZES: dict[Kind, str] = {"decode": "decode", "copy": "copies", "convert": "conversions"}
+"""The field of `Buckets` that has the sizes of programs of a kind. Those of prompts have two (`Buckets.prompts`)."""
+_SIZES_OF_GRAPHS: dict[Kind, str] = {**_SIZES, "decode": "masked", "fused": "decode"}
+"""The same where a decode step is one program with its sampler."""
+
+
+class ProgramName(NamedTuple):
+    """A program: what it does, its padded size and, of one that samples, what it offers."""
+
+    kind: Kind
+    size: int
+    variant: SamplerVariant | None = None
+    prefix_room: int | None = None
+    """Room of a program for prompts, as of `PromptSize`."""
+
+
+class ReadyPrograms:
+    """The programs that steps may run.
+
+    Attributes:
+        sizes: of the programs that neither sample nor move blocks to or from host memory, as `Buckets`.
+
+    Args:
+        branches: as of `Programs`. Without, programs are compiled for the cache kinds of a step too. Those of `first` take
+            any kinds, and run until all are ready.
+    """
+
+    def __init__(self, buckets: Buckets, *, branches: bool = True) -> None:
+        self._all = self.sizes = buckets
+        self._branches, self._size_fields = branches, _SIZES if branches else _SIZES_OF_GRAPHS
+        self._samplers: dict[SamplerVariant, list[int]] | None = None
+        self._transfers: dict[Kind, list[int]] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        """True: there is nothing that a step may not run."""
+        return self._samplers is None
+
+    def first(self) -> set[ProgramName]:
+        """The smallest set of programs that serves every step, without `TRANSFERS`."""
+        fields: dict[Kind, str] = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
+        names = {ProgramName(kind, getattr(self._all, fields[kind])[-1]) for kind in fields}
+        prompts = {max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))}
+        if self._all.prefixed:
+            prompts.add(PromptSize(self._all.prefill[-1], 0))
+        of_prompts: tuple[Kind, ...] = ("prefill",) if self._branches else ("prefill", "mixed")
+        for kind, size in itertools.product(of_prompts, prompts):
+            names.add(ProgramName(kind, size.tokens, prefix_room=size.prefix_room))
+        names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
+        if not self._branches:
+            # All numbers of rows: the compiler tries their products on the device, which serving would disturb.
+            names |= {ProgramName("fused", rows, GREEDY) for rows in self._all.decode}
+        return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
+
+    def runs_in_one(self, variant: SamplerVariant) -> bool:
+        """True: decode rows with such a sampler may run in one program with it, where such programs are compiled."""
+        return self.is_complete or variant == GREEDY
+
+    def forget(self) -> None:
+        """Restrict steps to the programs that `add` names."""
+        self.sizes = Buckets(decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[])
+        self._samplers, self._transfers = {}, {}
+
+    def add(self, name: ProgramName) -> None:
+        """A program is ready."""
+        if self._samplers is None:
+            return
+        if not self._branches and name.kind in ("decode", "fused", "prefill", "mixed") and name not in self.first():
+            return
+        if name.kind == "sample":
+            assert name.variant is not None
+            self._samplers[name.variant] = sorted({*self._samplers.get(name.variant, ()), name.size})
+            return
+        if name.kind in TRANSFERS:
+            self._transfers[name.kind] = sorted({*self._transfers.get(name.kind, ()), name.size})
+            return
+        if name.kind in ("prefill", "mixed"):
+            self._add_prompts(PromptSize(name.size, name.prefix_room))
+            return
+        field = self._size_fields.get(name.kind)
+        if field is None:  # has one size
+            return
+        sizes = sorted({*getattr(self.sizes, field), name.size})
+        self.sizes = dataclasses.replace(self.sizes, **{field: sizes})
+
+    def _add_prompts(self, size: PromptSize) -> None:
+        if size in self._all.prefixed:
+            prefixed = sorted({*self.sizes.prefixed, size}, key=lambda size: size.cost)
+            self.sizes = dataclasses.replace(self.sizes, prefixed=prefixed)
+        else:
+            self.sizes = dataclasses.replace(self.sizes, prefill=sorted({*self.sizes.prefill, size.tokens}))
+
+    def finish(self) -> None:
+        """All programs are ready."""
+        self.sizes, self._samplers = self._all, None
+
+    def transfers(self, kind: Kind, sizes: Sequence[int]) -> Sequence[int]:
+        """Ascending sizes of ready programs of a kind of transfer, among all sizes."""
+        return sizes if self._samplers is None else self._transfers[kind]
+
+    def sampler(self, num_rows: int, variant: SamplerVariant) -> tuple[int, SamplerVariant]:
+        """Size and variant of the sampler for a number of rows that need at least `variant`."""
+        if self._samplers is None:
+            return bucket_for(self._all.masked if variant.masked else self._all.decode, num_rows), variant
+        for candidate in (variant, *variant.broader()):
+            for size in self._samplers.get(candidate, ()):
+                if size >= num_rows:
+                    return size, candidate
+        raise LookupError(f"no sampler for {num_rows} rows")

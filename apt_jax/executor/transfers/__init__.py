@@ -1,0 +1,1 @@
+"""Transfers: cached blocks and per-request states between the device, host memory and disk."""

@@ -1,0 +1,48 @@
+"""The identity of a model, its settings and weights, as far as cached groups depend on them: files of another identity are never read."""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.executor.transfers.prefix_files import FORMAT
+from apt_jax.version import __version__
+
+
+def model_identity(executor: JaxExecutor) -> bytes:
+    """Return 32 bytes that differ where a group of blocks computed by one executor is of no use to another one.
+
+    All weights are read, as they are on the device: those of LoRA adapters, and those that came from no file, among them.
+    """
+    host = executor.host
+    assert host is not None
+    facts = {
+        "format": FORMAT,
+        "version": __version__,
+        "model": dataclasses.asdict(executor.config),
+        "quantization": executor.quantization,
+        "attention": [executor.attention_name, executor.hidden_mode],
+        "devices": executor.num_devices,
+        "adapters": executor.adapters,
+        "block": [executor.block_size, executor.hidden_block_size, host.blocks.shape, str(np.dtype(host.blocks.dtype))],
+        "shares blocks": executor.step_format.shares_blocks,
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
+    leaves = jax.tree_util.tree_leaves_with_path(executor.params)
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        for (path, _), of_leaf in zip(leaves, threads.map(_digest_of, [leaf for _, leaf in leaves]), strict=True):
+            digest.update(jax.tree_util.keystr(path).encode() + of_leaf)
+    return digest.digest()
+
+
+def _digest_of(leaf: Any) -> bytes:
+    array = np.ascontiguousarray(leaf)
+    digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+    digest.update(array.reshape(-1).view(np.uint8))
+    return digest.digest()
