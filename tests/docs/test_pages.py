@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from serve.cli import other_servers
 from serve.cli.flags import Parser
@@ -41,10 +42,42 @@ def _where(page: Path, what: str) -> str:
     return f"{page.relative_to(ROOT)}: {what}"
 
 
+class _Facts(NamedTuple):
+    """What pages may name of a file."""
+
+    defined: set[str]
+    """Functions and classes."""
+    names: set[str]
+    """These, variables, attributes and imports."""
+    texts: list[str]
+    """String constants; those with values have a mark in place of each."""
+
+
 @functools.cache
-def _source(*roots: str) -> tuple[ast.Module, ...]:
+def _facts(path: Path) -> _Facts:
+    facts = _Facts(set(), set(), [])
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                facts.defined.add(node.name)
+            case ast.alias():
+                facts.names.add(node.name.rpartition(".")[2])
+            case ast.Name():
+                facts.names.add(node.id)
+            case ast.Attribute():
+                facts.names.add(node.attr)
+            case ast.JoinedStr():
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                facts.texts.append("".join(map(str, parts)))
+            case ast.Constant(value=str(text)):
+                facts.texts.append(text)
+    facts.names.update(facts.defined)
+    return facts
+
+
+def _source(*roots: str) -> Iterator[_Facts]:
     paths = [path for root in roots for path in sorted((ROOT / root).rglob("*.py")) if "_pb2" not in path.name]
-    return tuple(ast.parse(path.read_text()) for path in paths)
+    return map(_facts, paths)
 
 
 def test_paths_that_pages_name_exist() -> None:
@@ -60,12 +93,8 @@ def test_paths_that_pages_name_exist() -> None:
 
 
 def test_functions_that_pages_name_exist() -> None:
-    defined = {
-        node.name
-        for tree in _source("apt_jax", "serve", "tests", "benchmarks", "tools", "docs/_ext")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
+    roots = ("apt_jax", "serve", "tests", "benchmarks", "tools", "docs/_ext")
+    defined = set().union(*(facts.defined for facts in _source(*roots)))
     missing = [
         _where(page, code)
         for page in PAGES
@@ -78,17 +107,9 @@ def test_functions_that_pages_name_exist() -> None:
 def test_classes_and_constants_that_pages_name_exist() -> None:
     """`Class`, `Class.attribute` and `CONSTANT_NAME`."""
     known: set[str] = set()
-    for tree in _source("apt_jax", "serve", "tests", "benchmarks", "tools"):
-        for node in ast.walk(tree):
-            match node:
-                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.alias():
-                    known.add(node.name.rpartition(".")[2])
-                case ast.Name():
-                    known.add(node.id)
-                case ast.Attribute():
-                    known.add(node.attr)
-                case ast.Constant(value=str(text)):
-                    known.update(re.findall(r"\w+", text))
+    for facts in _source("apt_jax", "serve", "tests", "benchmarks", "tools"):
+        known |= facts.names
+        known.update(re.findall(r"\w+", "\n".join(facts.texts)))
     names = r"[A-Z][a-z]+[A-Z]\w*(?:\.\w+)?|[A-Z]+_[A-Z_]+"
     missing = [
         _where(page, code)
@@ -115,12 +136,8 @@ def _flags() -> frozenset[str]:
         parser = Parser()
         importlib.import_module(module).add_arguments(parser)
         commands |= {option for action in parser._actions for option in action.option_strings}
-    literals = {
-        node.value
-        for tree in _source("benchmarks", "tests", "tools", "serve/launcher", "apt_jax/models")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("-")
-    }
+    sources = _source("benchmarks", "tests", "tools", "serve/launcher", "apt_jax/models")
+    literals = {text for facts in sources for text in facts.texts if text.startswith("-")}
     return frozenset(commands | literals | set(OTHERS))
 
 
@@ -172,19 +189,9 @@ def test_flags_of_other_servers_are_on_the_page() -> None:
 # --- docs/troubleshooting.md -----------------------------------------------------------------------------------------
 
 
-def _messages() -> Iterator[str]:
-    """Texts of the source, with a mark in place of each value."""
-    for tree in _source("apt_jax", "serve"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)  # pyright: ignore[reportArgumentType, reportCallIssue] - literal parts are texts
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
 def _unprinted(messages: list[str]) -> list[str]:
     """The messages that no text of the source has; `...` stands for values."""
-    texts = [text for text in _messages() if len(text) > 8]
+    texts = [text for facts in _source("apt_jax", "serve") for text in facts.texts if len(text) > 8]
     patterns = {m: re.compile(".*?".join(re.escape(part) for part in m.split("...")), re.DOTALL) for m in messages}
     return [message for message, pattern in patterns.items() if not any(pattern.search(text) for text in texts)]
 
