@@ -84,7 +84,7 @@ def test_results_of_other_objectives_are_not_put_together(tmp_path: Path, capsys
     assert "b: slo_ttft_ms is another one than in" in capsys.readouterr().err
 
 
-@pytest.mark.in_turn(2, group="runs against servers")
+@pytest.mark.in_turn(4, group="whole commands")
 def test_two_servers_get_the_same_arrivals(tmp_path: Path) -> None:
     model, file = write_small_model(tmp_path), tmp_path / "goodput.json"
     serve = shlex.join([sys.executable, "-m", "serve.cli", "serve", str(model), *SMALL_ENGINE, "--grpc-port", "0"])

@@ -59,7 +59,7 @@ def run(tmp_path: Path, model: Path, name: str, *arguments: str, expected: int =
     return found
 
 
-@pytest.mark.in_turn(2, group="runs against servers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.usefixtures("shared")
 def test_soak(tmp_path, model, capsys):
     plot = tmp_path / "memory.svg"
@@ -102,7 +102,7 @@ def test_growth_of_memory_is_told_from_noise():
     assert soak._growth([drain(0, 1.0), drain(3000, 1.0)], 2000)["upper_mib_per_10k"] == float("inf")  # too few
 
 
-@pytest.mark.in_turn(2, group="runs against servers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.usefixtures("shared")
 def test_overload(tmp_path, model):
     # How fast a busy machine is, and so what it attains, is not this test's business.
@@ -115,7 +115,7 @@ def test_overload(tmp_path, model):
     assert found["health_failures"] == 0
 
 
-@pytest.mark.in_turn(2, group="runs against servers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize(
     "codes",
     [
@@ -132,7 +132,7 @@ def test_stop(tmp_path, model, codes):
     assert {end["end"]: end["exit_code"] for end in found["ends"]} == codes
 
 
-@pytest.mark.in_turn(2, group="runs against servers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.usefixtures("shared")
 def test_overhead(tmp_path, model):
     found = run(tmp_path, model, "overhead", "--streams", "2", "--batches", "2", "--repeats", "1", "--prompt-len", "8",

@@ -91,7 +91,7 @@ def _step(
     return [np.asarray(p, np.float32) for p in after], np.asarray(hidden[: len(LENS)], np.float32), len(calls)
 
 
-@pytest.mark.in_turn(24)
+@pytest.mark.in_turn(8)
 @needs_one_call
 @pytest.mark.parametrize("weights", [None, "int8 widened", "int8", "Q4_0", "Q4_1", "Q8_0"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

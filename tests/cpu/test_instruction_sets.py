@@ -48,7 +48,7 @@ def _library_of(compiler: list[str], name: str) -> Path | None:
     return path if path.is_absolute() else None
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
 @pytest.mark.parametrize("cpu", ["bdver2", "x86-64-v3", "x86-64-v4", "sapphirerapids"])
 def test_kernels_compile_for_other_cpus(cpu: str) -> None:
@@ -73,7 +73,7 @@ def test_kernels_compile_for_other_cpus(cpu: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("target", ["aarch64-linux-gnu", "x86_64-linux-gnu"])
 def test_kernels_compile_with_another_compiler_and_for_arm(target: str, tmp_path: Path) -> None:
     """By clang, and with NEON, which has registers of four floats."""

@@ -84,6 +84,7 @@ def _rounded(x: jax.Array) -> np.ndarray:
     return (integers * (top / np.float32(127))).reshape(x32.shape[0], -1)[:, : x32.shape[1]]
 
 
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,6 +197,7 @@ def test_rows_of_any_size_are_rounded() -> None:
     assert (out[2] != 0).all()
 
 
+@pytest.mark.in_turn(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 @pytest.mark.parametrize("outputs", [32, 160, 192])

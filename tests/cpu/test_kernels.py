@@ -143,6 +143,7 @@ def test_gated_of_int8_scales_both_halves() -> None:
     np.testing.assert_allclose(actual, expected, rtol=2**-7, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 @pytest.mark.parametrize("shape", SHAPES[:-1])

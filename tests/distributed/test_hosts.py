@@ -640,6 +640,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_D5_a_process_that_stops_or_dies_is_noticed(start_ranks, monkeypatch, how):
     """A stopped one by gRPC's keepalive: its kernel still acknowledges what it is sent.

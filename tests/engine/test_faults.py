@@ -98,6 +98,7 @@ def reference(model) -> dict[str, tuple[list[int], str | None]]:
     return {r.request_id: run_all(fresh(model), [r])[r.request_id] for r in requests}
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -208,6 +208,7 @@ def test_tokens_do_not_depend_on_it(overlap):
     assert (totals > 0).all(), totals
 
 
+@pytest.mark.in_turn(7)
 @pytest.mark.parametrize("policy", cover(sorted(all_policies()), LEADING))
 def test_every_policy_keeps_its_promises_with_it(policy):
     rng = np.random.default_rng(1)

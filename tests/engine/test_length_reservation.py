@@ -101,6 +101,7 @@ def test_requests_that_begin_alike_have_their_own_estimate():
     assert not any(served.engine.table.lengths._num_users[1:])  # all were given back
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.seeds
 @pytest.mark.parametrize("policy", ["vllm-v1", "fcfs"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in step", "overlap"])

@@ -57,6 +57,7 @@ ALWAYS = ("raises", "row twice", "writes to the table", "nothing is run")
 """Faults that `make test` also plants in every call: then `fcfs` alone schedules, whatever the fault."""
 
 
+@pytest.mark.in_turn(14)
 @pytest.mark.seeds
 @pytest.mark.parametrize(
     ("promise", "every"),

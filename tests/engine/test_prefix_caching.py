@@ -204,6 +204,7 @@ class TestHits:
         assert not found[0] & found[1]
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.parametrize("policy", all_policies())
 def test_every_policy_reckons_with_what_is_shared(policy):
     """80 blocks hold two of these requests on their own, and all four where they share; a step computes what is new."""
@@ -485,6 +486,7 @@ def converse(served: Served, num: int, seed: int, p_preempt: float) -> int:
     return len(served.requests)
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.seeds
 @pytest.mark.parametrize("policy", all_policies())
 def test_many_conversations_say_what_they_say_without_cache(policy):

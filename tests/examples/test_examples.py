@@ -124,6 +124,7 @@ def test_custom_policy(capsys, num_requests):
     assert re.findall(r"^[\w-]+", capsys.readouterr().out, re.MULTILINE) == ["fcfs", "shortest-first"]
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("num_requests", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_what_if(capsys, num_requests):
     run("what_if.py", num_requests)

@@ -292,7 +292,7 @@ def bounded_executor(
     )
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(10, group="executors with models")
 @MODES
 def test_measured_steps_are_ones_that_serving_can_have(mode: CacheMode, mixed: bool) -> None:
     rng = np.random.default_rng(0)

@@ -190,6 +190,7 @@ def test_steps_that_take_too_long_are_told_from_others(monkeypatch, caplog) -> N
     assert 1 / 3 < model.programs.step_s(*rows) / true_s(machine, *rows) < 3  # little is known of it
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("name", ["accelerator with programs for prefixes"])
 def test_attainment_is_simulated_as_with_the_true_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, executor, _ = calibrated(MACHINES[name], monkeypatch)

@@ -84,7 +84,7 @@ def cached(executor: JaxExecutor, table: np.ndarray, num: int) -> np.ndarray:
     return blocks.reshape(*blocks.shape[:2], -1, executor.config.lane)[:, :, :num]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -125,6 +125,7 @@ def test_converted_rows_hold_what_kv_rows_hold(name, dtype):
             assert tokens[0] == tokens[1]
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("ops", ["xla"])
 def test_other_attention_reads_what_was_converted(ops):
     name = "llama"
@@ -202,6 +203,7 @@ def expected(name: str) -> list[list[int]]:
     return said
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("name", "attention"),
     [

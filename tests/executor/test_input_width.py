@@ -206,7 +206,7 @@ def assert_most_likely(name: str, prompt: list[int], said: list[int]) -> None:
 BLOCK_SIZES = dict(zip(MODELS, (16, 7, 14, 16), strict=True))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("name", "attention"),
     cover(
@@ -308,7 +308,7 @@ def converse(served: Served, name: str) -> None:
     assert len(different) > 12  # the model says something
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("name", "block_size"), [("narrow", 16), pytest.param("narrow", 6, marks=pytest.mark.slow), ("wide", 7)]
 )
@@ -341,6 +341,7 @@ def test_engine_says_the_same_with_every_kind_in_tight_pools(name, block_size):
             assert sum(stats.kind_switches.values()) > 0
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("name", "block_size", "exact"),
     [

@@ -70,7 +70,7 @@ def only(*ids: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     ("mixed", "ops", "attention"),
     [
@@ -120,7 +120,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("layout", "attention"),
     [
@@ -154,6 +154,7 @@ def test_log_probabilities_of_every_layout_are_those_of_the_plain_pass(layout: s
             np.testing.assert_allclose(result.top_logprobs[0], expected[result.top_ids[0]], atol=1e-4)
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("mode", ["kv", "hidden"])
 def test_executors_of_one_kind(mode: CacheMode) -> None:
     driver = Driver(few_programs(make_executor(mode)))
@@ -167,6 +168,7 @@ def test_executors_of_one_kind(mode: CacheMode) -> None:
         assert driver.tokens[slot] == reference_greedy(prompt, 6)
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
     """One prefill and one decode step of each kind: log probabilities within 0.05 (bfloat16) of the float32 model."""
@@ -185,7 +187,7 @@ def test_16_bit_log_probabilities_stay_near_float32(dtype: str) -> None:
         np.testing.assert_allclose(result.top_logprobs[row], expected[result.top_ids[row]], atol=0.05)
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("mode", "ops", "mixed", "slots", "all_sizes"),
     [
@@ -239,6 +241,7 @@ def test_Q8_serving_after_warm_up_compiles_nothing(
     assert executor.compilations == 0
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_prompts_with_hidden_prefixes_compile_nothing_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each room for prefixes is taken, beside decode rows and without; tokens are those of a plain forward pass."""
     draw_greedily(monkeypatch)
@@ -342,6 +345,7 @@ def _made_executor_of_four(ops: KernelBackend | None, mixed: bool, attention: Hi
     return few_programs(make_executor(attention=attention, mixed=mixed, ops=ops, max_num_seqs=4))
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_sampled_tokens_do_not_depend_on_how_steps_are_cut_into_programs() -> None:
     seeded = SamplingParams(seed=7, temperature=0.9, top_k=20, top_p=0.95)
     tokens = []
@@ -373,6 +377,7 @@ def four_slots(request: pytest.FixtureRequest) -> JaxExecutor:
     return executor_of_four(request.param)
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("name", settings())
 def test_R25_a_mask_goes_with_every_setting(name: str, four_slots: JaxExecutor) -> None:
     """Masked rows take allowed tokens only, and rows without a mask the same as in a step without masks."""

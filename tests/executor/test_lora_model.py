@@ -133,7 +133,7 @@ def test_adapters_change_what_the_model_says():
     assert all(len(answers) == 3 for answers in by_prompt.values())
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
@@ -157,6 +157,7 @@ def test_a_batch_says_what_merged_weights_say(name, attention):
     assert stats.prefix_cache_hits > 0
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("mode", ["kv", "hidden"])
 def test_one_kind_alone(mode):
     name = "llama grouped" if mode == "kv" else "opt"
@@ -165,6 +166,7 @@ def test_one_kind_alone(mode):
     assert said == expected(name)
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_without_our_kernels():
     executor = executor_of("llama grouped", mode="kv", ops="xla")
     assert serve(executor, "llama grouped", make_policy("fcfs"), (True, False))[0] == expected("llama grouped")

@@ -67,6 +67,7 @@ def test_nothing_is_allocated_before_all_programs_are_compiled_and_none_is_compi
     assert tokens == greedy(executor(num_blocks_override=64), PROMPTS, 6, "kv", "batched")
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_what_is_not_warmed_up_allocates_at_its_first_step(device_of):
     device_of(1 << 40)
     made = executor(num_blocks_override=64)
@@ -74,7 +75,7 @@ def test_what_is_not_warmed_up_allocates_at_its_first_step(device_of):
     assert made.runner.is_allocated
 
 
-@pytest.mark.in_turn(1, group="pools of real models")
+@pytest.mark.in_turn(10, group="executors with models")
 def test_the_pool_leaves_room_for_two_steps(device_of):
     device_of(1 << 26)
     temporaries = step_bytes(executor(num_blocks_override=64))

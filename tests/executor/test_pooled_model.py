@@ -86,6 +86,7 @@ def texts(*lengths: int) -> list[np.ndarray]:
     return [rng.integers(3, 97, n).astype(np.int32) for n in lengths]
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("offered", [(True, False), (False, True)], ids=["kv", "hidden"])
 @pytest.mark.parametrize("budget", [7, 160])
 def test_chunks_and_kinds_give_those_of_a_forward_pass(offered, budget):

@@ -118,6 +118,7 @@ def test_a_second_identical_prompt_computes_its_last_block_only(kind, num):
     assert [(int(b.start[0]), int(b.num_tokens[0])) for b in prefills] == [(0, num), (num - 8, 8)]
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])
 def test_turns_of_conversations_are_answered_alike(kind):
     answers = []

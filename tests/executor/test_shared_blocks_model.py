@@ -32,7 +32,7 @@ class SharingDriver(Driver):
             self.table[slot] = -self.table[slot]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("ops", ["cpu", "xla"])
 @pytest.mark.parametrize("attention", ["auto", "reproject"])
 def test_tokens_are_those_of_blocks_of_their_own(ops, attention):
@@ -80,7 +80,7 @@ def sharing_executor() -> JaxExecutor:
     return make_host_executor(num_blocks=30, max_num_seqs=6, host_sizes=(16,), shares_blocks=True)
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.seeds
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])

@@ -245,6 +245,7 @@ def test_steps_have_the_same_tokens_and_compile_nothing_whatever_is_ready(params
     assert np.isin(executor.ready.sizes.decode, executor.buckets.decode).all()
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_without_branches_general_programs_serve_until_all_others_are_ready() -> None:
     """As on a GPU, whose programs are compiled for the cache kinds of a step too."""
     executor = make_executor("hybrid", mixed=True, ops=GRAPHS, attention="absorb", max_num_seqs=4)
@@ -284,6 +285,7 @@ def test_without_branches_general_programs_serve_until_all_others_are_ready() ->
     assert executor.compilations == 0
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_transfers_begin_with_the_largest_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_greedily(monkeypatch)
     executor = make_host_executor(

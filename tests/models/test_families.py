@@ -31,6 +31,7 @@ def _of(architecture: str, **fields: Any) -> dict[str, Any]:
     return LLAMA | {"architectures": [architecture]} | fields
 
 
+@pytest.mark.in_turn(16)
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_as_many_parameters_as_they_say_and_name_each_once(name):
     family, config = read_model_config(PRESETS[name])

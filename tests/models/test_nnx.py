@@ -48,6 +48,7 @@ def bits(array: Any) -> np.ndarray:
 # --- there and back
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("family", sorted({family.name for family in FAMILIES.values() if family.presets}))
 def test_every_family_comes_back_as_the_arrays_that_went_in(family):
     configs = [config for config in (read_model_config(f)[1] for f in PRESETS.values()) if config.family == family]
@@ -178,7 +179,7 @@ def _caches(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("apt_jax.frontend.builder.use_compile_cache", lambda: False)
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(1, group="NNX and training")
 @pytest.mark.parametrize(
     "architecture",
     [pytest.param(name, marks=pytest.mark.slow) if name.startswith("Llama") else name for name in SERVED],
@@ -208,6 +209,7 @@ def test_the_engine_has_the_scores_of_the_module(architecture, tmp_path):
     assert spread > 1.0
 
 
+@pytest.mark.in_turn(1, group="NNX and training")
 def test_what_was_trained_is_served(tmp_path):
     config = write(tmp_path, "OPTForCausalLM")
     before = dummy_params(config, "float32", 0)

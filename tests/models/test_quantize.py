@@ -62,6 +62,7 @@ def test_every_matrix_is_quantised_and_nothing_else(model: str) -> None:
         assert quantized.dtype == params.dtype
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_engine_equals_a_plain_pass_over_the_rounded_weights(model: str, cache: CacheMode) -> None:
     params, config = _params(model)

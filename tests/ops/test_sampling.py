@@ -96,6 +96,7 @@ def rows_at_the_edges(rng: np.random.Generator) -> np.ndarray:
     return scores.astype(np.float32)
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.seeds
 @pytest.mark.parametrize("vocab", [VOCAB, 512])  # in one part and in 32
 @pytest.mark.parametrize("branches", [True, False])

@@ -206,6 +206,7 @@ def test_the_references_compute_what_numpy_does(op: str, shape: str, shared: boo
     check_decode("reference", op, SMALL[shape], "float32", SHORT_LENGTHS, shared=shared)
 
 
+@pytest.mark.in_turn(13)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", DECODE_OPS)
 @pytest.mark.parametrize(
@@ -218,6 +219,7 @@ def test_decode_over_head_layouts(name: str, op: str, layout: str) -> None:
     check_decode(name, op, SMALL[layout], "float32", SHORT_LENGTHS)
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", DECODE_OPS)
 @pytest.mark.parametrize(
@@ -232,6 +234,7 @@ def test_decode_over_dtypes_and_long_rows(name: str, op: str, dtype: str, shared
     check_decode(name, op, shape, dtype, RAGGED_LENGTHS, shared=shared, bias=not shared, seed=1)
 
 
+@pytest.mark.in_turn(10)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("op", DECODE_OPS)
 @pytest.mark.parametrize("layout", ["width-80", "grouped", "rotary", "partial-rotary"])

@@ -129,14 +129,15 @@ def _case(
     )
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @needs_compiler
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("variant", [SMALL, *OTHERS], ids=lambda variant: variant.name)
 def test_ragged_lengths_match_the_reference(variant: Variant, dtype: str) -> None:
     _case(LENGTHS, variant=variant, heads=variant.heads - 3, dtype=dtype).check(seed=len(dtype))
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @needs_compiler
 @pytest.mark.seeds
 def test_any_order_of_warps_gives_the_same_bits() -> None:
@@ -212,8 +213,8 @@ def test_large_scores_do_not_overflow() -> None:
     _case([100, 33], scale=300.0, dtype="float16").check()
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @needs_compiler
-@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_what_is_compiled_is_right_at_its_own_size(variant: Variant) -> None:
     heads = {7168: 56, 9216: 72}.get(variant.width, variant.heads)
@@ -241,8 +242,8 @@ FAULTS = {
 }
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @needs_compiler
-@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(fault: str) -> None:
     case = _case([200, 0, 33, 129, 1])
@@ -264,7 +265,7 @@ def _differs(case: Case, want: np.ndarray, fault: str, seed: int) -> bool:
 @pytest.mark.seeds
 def test_ranges_have_every_tile_once() -> None:
     rng = np.random.default_rng(5)
-    for _ in range(num_cases(30, 300)):
+    for _ in range(num_cases(10, 300)):
         batch, count = int(rng.integers(1, 9)), int(rng.integers(1, 12))
         lens = rng.integers(0, 700, batch) * (rng.random(batch) < 0.7)
         slack, window = int(rng.integers(0, 8)), [None, 100][int(rng.integers(2))]

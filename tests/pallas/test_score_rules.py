@@ -95,6 +95,7 @@ def _of_both(every: Iterable[Any], quick: Collection[Any], of_reference: Collect
             *cover([("reference", *case) for case in cases], [("reference", *case) for case in of_reference])]  # fmt: skip
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("ops", "name"),
     _of_both(((name,) for name in RULES), [(name,) for name in RULES], [("softcap and window",), ("alibi",)]),
@@ -110,6 +111,7 @@ def test_decode_over_keys_and_values(ops: str, name: str) -> None:
     assert np.abs(plain - ruled).max() > 1e-2  # the rule does something here
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("ops", "name"),
     _of_both(((name,) for name in (None, *RULES)), [(None,), *((name,) for name in RULES)], [("softcap and window",)]),
@@ -142,6 +144,7 @@ def test_decode_over_reprojected_layer_inputs(ops: str, name: str | None, norm: 
     )  # fmt: skip
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("ops", "name", "norm", "rotary"),
     _of_both(
@@ -167,7 +170,7 @@ def test_decode_with_absorbed_values(ops: str, name: str | None, norm: str | Non
     )  # fmt: skip
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("ops", "name", "norm"),
     _of_both(

@@ -97,12 +97,13 @@ def _check(name: str, op: str, dtype: str, ranged: bool, interpret, rows=None, r
     np.testing.assert_array_equal(np.asarray(actual), np.asarray(decode(q, pool, tables, lens)))
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(("name", "dtype", "ranged"), _pairs(KV_SHAPES))
 def test_kv_decode_matches_the_reference(name: str, dtype: str, ranged: bool) -> None:
     _check(name, "decode_kv", dtype, ranged, True)
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 def test_kv_decode_of_many_heads_matches_the_reference() -> None:
     _check("seventy-two-heads", "decode_kv", "bfloat16", True, True)
 
@@ -113,6 +114,7 @@ def test_absorbed_decode_matches_the_reference(name: str, dtype: str, ranged: bo
     _check(name, "decode_absorbed", dtype, ranged, True)
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
 def test_the_same_on_simulated_tpu_memories(op: str) -> None:
     """Scratch starts as NaN there, and reads outside of an array are errors."""
@@ -124,6 +126,7 @@ def test_rows_outside_the_range_give_zeros(op: str) -> None:
     _check("three-heads", op, "float32", False, True, rows=(jnp.int32(1), jnp.int32(3)))
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
 @pytest.mark.parametrize("ranged", [False, True])
 def test_window_soft_cap_and_slopes(op: str, ranged: bool) -> None:
@@ -224,6 +227,7 @@ CASES = [
 ]
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize(
     ("name", "op", "dtype", "ranged"),
     cover(
@@ -254,6 +258,7 @@ def _batch_arrays(num_decode: int, num_prefill: int, entries: int) -> dict[str, 
     return arrays
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("absorb", [False, True], ids=["reproject", "absorb"])
 @pytest.mark.parametrize("decode", ["xla", "kernels"])
 def test_the_decoder_lowers_for_a_tpu(decode: str, absorb: bool) -> None:

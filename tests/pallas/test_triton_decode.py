@@ -157,6 +157,7 @@ def _case(
 
 
 # Tests below run every op in the dtypes that are left out here.
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("op", "shape", "dtype"),
     cover(
@@ -177,7 +178,7 @@ def test_ops_match_their_references_in_every_dtype(op: str, shape: str, dtype: s
     _case(op, shape, dtype, LENGTHS).check()
 
 
-@pytest.mark.in_turn(4)
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("op", "shape"),
     cover(
@@ -199,6 +200,7 @@ def test_heads_and_widths_that_are_no_powers_of_two(op: str, shape: str) -> None
     _case(op, shape, "float16", [0, 33, 129], block_size=8, biases=False).check()
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", OPS)
 def test_ragged_lengths_twice_with_the_same_bits(op: str) -> None:
     case = _case(op, "rotary", "bfloat16", list(RAGGED_LENGTHS), shared=True)
@@ -213,6 +215,7 @@ def _facing(op: str, lens: list[int]) -> tuple[Case, dict[str, Any]]:
     return _case(op, "rotary", "float32", lens, block_size=4, facing=True), {"rows": (jnp.int32(0), jnp.int32(8))}
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", OPS)
 def test_two_requests_in_one_block(op: str) -> None:
     case, every_row = _facing(op, FACING)
@@ -263,6 +266,7 @@ def test_a_long_row_is_cut_in_pieces_of_several_tiles(op: str, monkeypatch: pyte
     np.testing.assert_array_equal(actual, np.asarray(kernel(*case.args, **case.options)))
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 def test_pieces_of_more_heads_than_a_program_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(triton_tiles.NUM_PROCESSORS, "sm_80", 1)
     attend = functools.partial(flat(triton_decode_absorbed.absorbed_attention), interpret=True, block_size=16)
@@ -278,6 +282,7 @@ def test_pieces_of_more_heads_than_a_program_joins(monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(l[row], np.exp(scores - top[:, None]).sum(axis=1), rtol=1e-5)
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", cover(["decode_absorbed", "decode_v_absorbed"], ["decode_absorbed"]))
 def test_scores_of_more_rows_than_memory_come_in_waves(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, tokens = 4, tile_for("scores" if op == "decode_absorbed" else "rotary_scores", None, 4, 128, 4).tokens
@@ -289,6 +294,7 @@ def test_scores_of_more_rows_than_memory_come_in_waves(op: str, monkeypatch: pyt
     _close(kernel(*case.args, **case.options), case.expected(), "float32")
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("op", ["decode_kv", "decode_absorbed"])
 def test_query_rows_can_share_a_table(op: str) -> None:
     case = _case(op, "rotary", "float32", [40, 0, 90])

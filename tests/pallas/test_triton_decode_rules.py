@@ -104,6 +104,7 @@ def test_rules_over_reprojected_layer_inputs(name: str, normed: bool, half: int)
     _close("decode_reprojected", args, block_size=INPUTS, angles=angles, rules=RULES[name], **_norm(rng, normed))
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("name", "normed", "rotary", "half"),
     cover(

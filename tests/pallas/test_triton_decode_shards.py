@@ -81,6 +81,7 @@ def _check(args: tuple[Any, ...], actual: np.ndarray, dtype: str, **more: Any) -
     assert np.abs(actual - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("size", "dtype"), cover([(n, dtype) for n in (2, 4) for dtype in TOLERANCE], [(2, "float32")])
 )
@@ -103,6 +104,7 @@ RULES = {
 }
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("name", cover(RULES, ["all"]))
 def test_rules_apply_to_the_sums_and_rows_outside_the_range_give_zeros(name: str) -> None:
     args = _case("float32")

@@ -112,7 +112,7 @@ def check(arguments: list[Any], named: dict[str, Any], dtype: str) -> np.ndarray
 
 
 # The layouts that are left out here are those of the tests below, or of the same class as others.
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     "layout",
     cover(
@@ -126,7 +126,7 @@ def test_head_layouts(layout: str) -> None:
     assert not actual[int(arguments[5][5]) :].any()
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [("width-80", "bfloat16"), ("partial-rotary", "float16"), ("grouped", "float32")],
@@ -138,6 +138,7 @@ def test_dtypes_in_shared_blocks(layout: str, dtype: str) -> None:
     np.testing.assert_array_equal(actual, again)
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("dtype", "shared"),
     cover(
@@ -162,6 +163,7 @@ def test_few_tokens_absorb_the_projections(dtype: str, shared: bool) -> None:
         )
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("chip", cover(["sm_80", "sm_90"], ["sm_90"]))  # other tests take the tiles of sm_80
 def test_one_long_chunk_spans_several_programs(chip: str) -> None:
     arguments, named = case(SMALL["one-head"], "bfloat16", chunks=(3, 620), prefixes=(0, 300), hidden=(False, True))
@@ -172,6 +174,7 @@ def test_one_long_chunk_spans_several_programs(chip: str) -> None:
     assert np.abs(actual - wanted).max() <= TOLERANCE["bfloat16"] * np.abs(wanted).max()
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize("window", [None, 1, 200])
 def test_tiles_that_every_query_sees_lie_between_those_with_a_mask(window: int | None) -> None:
     """Tiles of 64 keys in the cache and in the chunk: before the window, cut by it, whole, and cut by the diagonal or the
@@ -209,6 +212,7 @@ def test_pieces_of_prefixes_begin_at_whole_tiles_of_keys(head_dim: int, itemsize
             assert tile_for(kernel, chip, 8, 4096, itemsize, head_dim).tokens % keys == 0
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 def test_prefixes_are_taken_in_pieces() -> None:
     """Pieces of two tiles of 128 positions: the first row lies in the first, the second in both."""
     arguments, named = case(SMALL["one-head"], "float32", chunks=(30, 40), prefixes=(100, 200), hidden=(True, True))
@@ -233,6 +237,7 @@ class OneDevice:
         return x
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 def test_prefixes_over_devices_are_taken_as_far_as_they_reach() -> None:
     """Pieces of a tile of 128 positions in a loop; rows share blocks."""
     rows = {"chunks": (3, 30, 5), "prefixes": (20, 200, 12), "hidden": (True, True, True)}
@@ -259,6 +264,7 @@ def test_windows_leave_out_what_no_query_sees() -> None:
     assert not windowed.tiles[len(tiles) :, 2].any()
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("rows", "room", "tiles", "per_piece"),
     [
@@ -300,7 +306,7 @@ def test_kernels_are_launched_for_the_room(monkeypatch: pytest.MonkeyPatch, room
     assert names[-1] == "prefill_chunk"
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 @pytest.mark.parametrize(
     ("prefixes", "room"),
     [((256, 100), 512), ((256, 257), 768), ((100, 0), 256), ((300, 520), 1280), ((700, 830), None)],
@@ -319,6 +325,7 @@ def test_prefixes_fill_the_room_or_less_of_it(
     assert np.abs(actual - wanted).max() <= TOLERANCE["float32"] * np.abs(wanted).max()
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 def test_many_short_chunks_share_programs() -> None:
     """More tiles of query tokens than programs: each takes several."""
     arguments, named = case(
@@ -344,6 +351,7 @@ def test_nothing_hidden() -> None:
     check(arguments, named, "float32")
 
 
+@pytest.mark.in_turn(14, group="kernels in interpreters")
 def test_no_rows_give_zeros() -> None:
     arguments, named = case(SMALL["grouped-rotary"], "float32", num_rows=0)
     assert not np.asarray(run(*arguments, **named, interpret=True)).any()

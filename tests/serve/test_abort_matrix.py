@@ -238,7 +238,7 @@ async def give_up(way: str, served: HttpServed, victim: Any, clock: JumpingClock
         await served.until(lambda: served.engine._inbox)  # the engine's thread will hear of it
 
 
-@pytest.mark.in_turn(16)
+@pytest.mark.in_turn(8)
 @pytest.mark.parametrize(("state", "way"), CASES)
 def test_nothing_is_left(state, way):
     fields = {

@@ -160,6 +160,7 @@ def faulty_server(plan: str) -> Iterator[FaultyServer]:
         server.process.communicate(timeout=30)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("plan", "says"),
     [

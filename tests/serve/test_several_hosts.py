@@ -146,6 +146,7 @@ def replica(model: Path, log: Path, *flags: str, devices: int = 1, **started: st
         made.kill()
 
 
+@pytest.mark.in_turn(2, group="several hosts")
 @pytest.mark.parametrize("warm", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_O8_two_processes_serve_what_one_serves_and_listen_on_no_open_interface(model, tmp_path, warm):
     """2 devices each. Then a rank is asked to end: open requests end as they should, and so do both."""
@@ -204,7 +205,7 @@ def test_O8_two_processes_serve_what_one_serves_and_listen_on_no_open_interface(
             assert "Traceback" not in rank.said
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(2, group="several hosts")
 @pytest.mark.parametrize("victim", [1, 0])
 def test_D5_a_rank_that_is_killed_ends_the_other(model, tmp_path, victim):
     with replica(model, tmp_path, "--max-num-seqs=1", "--cache=kv", module=COLD) as served:
@@ -249,6 +250,7 @@ def test_launchers_start_all_ranks_again_when_one_dies(model, tmp_path):
     assert not any(launcher.is_running() for launcher in launchers)
 
 
+@pytest.mark.in_turn(2, group="several hosts")
 @pytest.mark.parametrize(
     ("flags", "devices", "says"),
     [
@@ -275,6 +277,7 @@ def test_ranks_that_do_not_fit(model, tmp_path, flags, devices, says):
         assert "Traceback" not in rank.said
 
 
+@pytest.mark.in_turn(2, group="several hosts")
 def test_a_model_that_one_rank_cannot_load(model, tmp_path):
     """A failure after the ranks have joined is reported to the other rank."""
     port = free_ports(4)

@@ -74,7 +74,7 @@ def config_of(policy: str, cache: CacheMode) -> SimulationConfig:
     return SimulationConfig(policy=policy, cache=cache, seed=5, max_num_seqs=8, max_num_batched_tokens=64)
 
 
-@pytest.mark.in_turn(14)
+@pytest.mark.in_turn(5)
 @pytest.mark.seeds
 @pytest.mark.parametrize(
     ("policy", "cache"),

@@ -96,6 +96,7 @@ def served_alone(config: SimulationConfig, workload: Workload) -> list[RequestMe
     return found
 
 
+@pytest.mark.in_turn(12)
 @pytest.mark.seeds
 @pytest.mark.parametrize("policy", sorted(all_policies()))
 def test_one_replica_is_the_engine_alone(policy):
@@ -109,6 +110,7 @@ def test_one_replica_is_the_engine_alone(policy):
         assert not result.routed_to.any()
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("routing", sorted(ROUTING_POLICIES))
 @pytest.mark.parametrize("policy", ["fcfs", "apt", "apt-plus"])
 def test_each_replica_does_what_it_would_do_alone(policy, routing):

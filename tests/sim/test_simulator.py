@@ -217,7 +217,7 @@ def test_narrow_layer_inputs_take_fewer_blocks():
     assert most == {None: 1, 21: 2}
 
 
-@pytest.mark.in_turn(12)
+@pytest.mark.in_turn(6)
 @pytest.mark.seeds
 @pytest.mark.parametrize("policy", sorted(all_policies()))
 def test_every_policy_serves_all_and_a_seed_fixes_the_run(policy):

@@ -88,6 +88,7 @@ def texts(compiler: GrammarCompiler, wanted: StructuredOutputsParams) -> list[st
     return found
 
 
+@pytest.mark.in_turn(20)
 @pytest.mark.parametrize("choice", CHOICES, ids=[c[0][:12] for c in CHOICES])
 def test_a_choice_is_one_of_the_texts(compiler, choice):
     found = texts(compiler, StructuredOutputsParams(choice=choice))

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.engine import long_context
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize(
     ("ropes", "kind"),
     [

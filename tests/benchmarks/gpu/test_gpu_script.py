@@ -60,7 +60,7 @@ def processes_of(out: Path) -> list[int]:
     return found
 
 
-@pytest.mark.in_turn(1, group="stages of the GPU script")
+@pytest.mark.in_turn(4, group="whole commands")
 def test_kernel_stages(tmp_path: Path) -> None:
     out = tmp_path / "out"
     stages = ["bandwidth", "correctness", "kernels", "peers", "tune", "autotune", "sanitizer"]
@@ -77,7 +77,7 @@ def test_kernel_stages(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} <= FILES
 
 
-@pytest.mark.in_turn(1, group="stages of the GPU script")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.timeout(900)  # seconds of a processor, but minutes on a machine with much other work
 def test_a_start_is_told_program_by_program(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -92,7 +92,7 @@ def test_a_start_is_told_program_by_program(tmp_path: Path) -> None:
     assert all(row["lowered"] == (" first: " in name) for name, row in programs.items())
 
 
-@pytest.mark.in_turn(1, group="stages of the GPU script")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.timeout(900)
 def test_whole_model_stages(tmp_path: Path) -> None:
     from apt_jax.sim.hardware import load_hardware

@@ -138,6 +138,7 @@ def test_crossings_do_not_depend_on_the_start(start: float, monkeypatch: Any) ->
     assert found["rates"] == pytest.approx([3.333, 5.0], rel=0.02)
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 def test_commands_run_and_keep_their_runs(tmp_path: Path, capsys: Any) -> None:
     common_flags = ["--quick", "--workers", "1", "--out", str(tmp_path), "--store", str(tmp_path / "runs")]
     assert apt_serve.main(["table6", *common_flags]) == 0

@@ -23,6 +23,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("script", ["infermax"], indirect=True)
 def test_infermax_compares_eviction_with_waiting_and_goes_on_from_its_store(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -43,7 +44,7 @@ def test_infermax_compares_eviction_with_waiting_and_goes_on_from_its_store(
     assert "/20 " not in capsys.readouterr().err
 
 
-@pytest.mark.in_turn(2, group="figures of papers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
 def test_bros_beats_first_come_first_served_beside_best_effort_batches(script: ModuleType, tmp_path: Path) -> None:
     common = ["--quick", "--out", str(tmp_path), "--store", str(tmp_path / "runs.jsonl")]
@@ -85,7 +86,7 @@ def test_the_next_best_effort_batch_comes_when_the_one_before_has_ended(
     assert not any(Sizes.waiting)
 
 
-@pytest.mark.in_turn(2, group="figures of papers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("script", ["bros"], indirect=True)
 def test_bros_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None:
     common = ["--quick", "--out", str(tmp_path), "--store", str(tmp_path / "runs.jsonl")]
@@ -100,7 +101,7 @@ def test_bros_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None
         assert (tmp_path / f"bros_{name}.png").stat().st_size > 0
 
 
-@pytest.mark.in_turn(2, group="figures of papers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("script", ["bros_runs"], indirect=True)
 def test_memory_of_bros_is_on_off_or_in_between(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     load_hardware = script.load_hardware
@@ -178,7 +179,7 @@ def test_who_has_waited_longest_goes_first_and_may_preempt(script: ModuleType, m
     assert state.schedule(policy).rows.tolist() == held
 
 
-@pytest.mark.in_turn(2, group="figures of papers")
+@pytest.mark.in_turn(4, group="whole commands")
 @pytest.mark.parametrize("script", ["infermax"], indirect=True)
 def test_infermax_commands_run_and_judge(script: ModuleType, tmp_path: Path) -> None:
     common = ["--quick", "--out", str(tmp_path), "--store", str(tmp_path / "runs.jsonl")]

@@ -15,6 +15,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
     schedulers.main()
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 def test_one_command_one_table_one_picture(tmp_path, monkeypatch, capsys):
     options = ("--policies", "vllm-v1,apt", "--datasets", "ShareGPT", "--rates", "2,40", "--seeds", 2,
                "--requests", 4, "--workers", 1, "--out", tmp_path, "--store", tmp_path / "runs.jsonl")  # fmt: skip

@@ -63,6 +63,7 @@ def storm(kinds: Sequence[str], seed: int) -> None:
     assert sum(entry.outcome is Outcome.OK for entry in shown.entries) >= len(kinds)
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 @needs_gateway
 def test_a_short_storm_with_another_seed_every_day():
     seed = int(os.environ["APT_JAX_FUZZ_SEED"])  # the date

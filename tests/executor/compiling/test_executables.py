@@ -83,6 +83,7 @@ def test_a_later_start_traces_and_lowers_nothing_and_has_the_same_tokens(directo
     assert later["compilations"] == 0
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_in_other_processes_and_over_several_devices_too(directory):
     first, later = (result_of(begin_process()) for _ in range(2))
     for size in ("1", "2"):

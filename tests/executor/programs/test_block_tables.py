@@ -166,6 +166,7 @@ class Watched:
         patch.setattr(executor.runner, "tables_call", counted)
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])
 def test_tokens_are_the_same_where_slots_change_hands(kind, monkeypatch):
     """More requests than slots, preempted, begun again and converted at random, each step dispatched ahead."""

@@ -113,7 +113,7 @@ def assert_close(executor: JaxExecutor, prompts: list[np.ndarray], found: dict[s
         assert ((low <= scores.rank) & (scores.rank <= high)).all()
 
 
-@pytest.mark.in_turn(1)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("offered", [(True, False), (False, True)], ids=["kv", "hidden"])
 @pytest.mark.parametrize("budget", [7, 160])
 def test_chunks_and_kinds_give_those_of_a_forward_pass(offered, budget):
@@ -135,6 +135,7 @@ def test_preempted_switched_and_converted_requests_lose_nothing(name):
     assert stats.num_preemptions > 0
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 def test_steps_with_masks_and_mixed_steps():
     executor, prompts = executor_of("llama", mixed=True), texts(9, 40, 3, 55)
     found, _ = serve(executor, make_policy("fcfs"), prompts, budget=24, grammar=FakeGrammar("any", 97))

@@ -120,6 +120,7 @@ def stored(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*/*") if path.is_file())
 
 
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("kind", ["kv", "hidden"])
 def test_tokens_are_the_same_after_a_restart(tmp_path, kind):
     home = tmp_path / "prefixes"

@@ -104,7 +104,7 @@ def expected(seed: int) -> list[list[int]]:
     return said
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(10, group="executors with models")
 @pytest.mark.parametrize("kind", ["kv", "hidden", "hybrid"])
 def test_tokens_do_not_depend_on_it(kind):
     for seed in range(num_cases(2, 10)):

@@ -453,6 +453,7 @@ def test_a_policy_that_breaks_a_rule_is_refused():
         policy_schedule(problem, UnifiedPolicy("pieces", prefill_tokens=12))
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.seeds
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_better_schedule_is_found_exactly_where_there_is_one(objective):

@@ -75,6 +75,7 @@ def worlds(draw: st.DrawFn) -> World:
     return world
 
 
+@pytest.mark.in_turn(10)
 @pytest.mark.seeds
 @pytest.mark.parametrize(
     ("name", "decay"),
@@ -133,6 +134,7 @@ QUICK |= {
 """Every pair of room, mode and policy, and with leading policies the least room for both kinds."""
 
 
+@pytest.mark.in_turn(40)
 @pytest.mark.seeds
 @pytest.mark.parametrize(("room", "mode", "name"), cover(EVERY, QUICK))
 def test_Q5_every_request_ends_in_a_bounded_number_of_steps(room, mode, name):

@@ -504,6 +504,7 @@ def test_a_full_disk_stops_the_batch_and_not_the_server(tmp_path):
     run(scenario, app={"batches": store_at(tmp_path, max_disk_bytes=12_000)})
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 @pytest.mark.parametrize(
     "place", ["tempfile.mkstemp", "serve.batches.http.uploads._Parser.flush", "os.fsync", "os.replace", "os.fchmod"]

@@ -650,6 +650,7 @@ def slo_counts(port: int) -> float:
     return sum(map(float, found))
 
 
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_measures_a_real_model(real, tmp_path, backend):
     port = real.grpc_server.port if backend.endswith("grpc") else real.server.port

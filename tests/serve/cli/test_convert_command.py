@@ -111,6 +111,7 @@ def test_wrong_usage_is_one_line(argv, says):
     assert err.count("\n") == 1
 
 
+@pytest.mark.in_turn(4, group="whole commands")
 def test_a_conversion_that_is_told_to_end_leaves_nothing(tmp_path):
     code = (
         "import sys, time; from apt_jax.models.loading import convert; from serve import cli\n"

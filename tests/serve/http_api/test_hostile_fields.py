@@ -199,6 +199,7 @@ def parts() -> EngineComponents:
     return toy_parts(tokenizer=ascii_tokenizer(), max_model_len=1 << 20, num_blocks=1 << 16, debug=False, chat_template=template)  # fmt: skip
 
 
+@pytest.mark.in_turn(15)
 @pytest.mark.parametrize("field", FIELDS)
 def test_texts_in_fields_take_linear_time(parts, field) -> None:
     def read(size: int) -> None:

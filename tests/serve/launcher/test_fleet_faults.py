@@ -108,6 +108,7 @@ def start(pool: concurrent.futures.Executor, fleet: Fleet, count: int, max_token
 # --- links ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N4_delay_and_loss_make_answers_only_slower(fleet):
     for condition, number in ((Condition(delay_s=0.5), 2), (Condition(loss=0.3), 6)):
         for proxy in (*fleet.links, fleet.front):
@@ -117,6 +118,7 @@ def test_N4_delay_and_loss_make_answers_only_slower(fleet):
         assert [(e.outcome, e.text) for e in entries] == [(Outcome.OK, answer(12))] * number
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N3_no_request_is_sent_to_a_replica_behind_a_half_open_link(fleet):
     """Streams on it free their blocks at once; their clients are told when the gateway's own keepalive has failed."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -153,6 +155,7 @@ def test_N3_streams_on_a_half_open_link_end_with_an_error(fleet):
     assert answer(900).startswith(lost.text)
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N2_a_stream_that_has_begun_is_not_sent_again(fleet):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         streams = start(pool, fleet, 4)
@@ -170,6 +173,7 @@ def test_N2_a_stream_that_has_begun_is_not_sent_again(fleet):
         assert sum(x.startswith(f"{entry.request_id}-") for x in ids) == 1
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N6_without_a_replica_requests_are_refused_at_once(fleet):
     for link in fleet.links:
         link.set(Condition(refuses=True))
@@ -185,6 +189,7 @@ def test_N6_without_a_replica_requests_are_refused_at_once(fleet):
     assert "no_available_workers" in entries[-1].error
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N11_a_replica_that_only_fails_is_left_out(fleet, liars):
     liars.write_text(str(fleet.ports[0]))
     failed = '"message": "vllm.grpc.engine.VllmEngine/Generate: internal'
@@ -199,6 +204,7 @@ def test_N11_a_replica_that_only_fails_is_left_out(fleet, liars):
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N7_a_gateway_that_is_killed_frees_everything_on_all_replicas(fleet):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         streams = start(pool, fleet, 4, 900)
@@ -215,6 +221,7 @@ def test_N7_a_gateway_that_is_killed_frees_everything_on_all_replicas(fleet):
     assert ("gateway", "SIGKILL") in fleet.ends()
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_H3_a_replica_that_is_killed_ends_its_streams_at_once_and_comes_back(fleet):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         streams = start(pool, fleet, 4, 900)
@@ -227,6 +234,7 @@ def test_H3_a_replica_that_is_killed_ends_its_streams_at_once_and_comes_back(fle
     assert ("replica 1", "SIGKILL") in fleet.ends()
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_a_reload_does_not_kill_a_replica_that_is_starting(fleet):
     """Nothing handles SIGHUP there yet."""
     ends = len(fleet.ends()) + 1
@@ -239,6 +247,7 @@ def test_a_reload_does_not_kill_a_replica_that_is_starting(fleet):
     assert len(fleet.ends()) == ends
 
 
+@pytest.mark.in_turn(3, group="faults of a fleet")
 def test_N5_a_request_kills_at_most_two_replicas():
     with Fleet([], script=TOY, num_replicas=3) as three:
         entry = complete(three, 200, prompt=f"hello{POISON}", stream=False)

@@ -216,6 +216,7 @@ def lasting(tmp_path_factory) -> Generator[Launch]:
 # --- a running fleet -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 @needs_gateway
 def test_H3_N2_requests_are_spread_and_a_killed_replica_loses_only_its_own(lasting):
     for _ in range(4):
@@ -263,6 +264,7 @@ def test_H3_N2_requests_are_spread_and_a_killed_replica_loses_only_its_own(lasti
     assert all(lasting.tokens())
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 @needs_gateway
 @pytest.mark.parametrize("to_group", [False, True])
 def test_a_first_signal_lets_open_requests_end(two, to_group):
@@ -283,6 +285,7 @@ def test_a_first_signal_lets_open_requests_end(two, to_group):
     assert "replica 1 | stopped" in lines
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 @needs_gateway
 def test_a_second_signal_ends_all_at_once(two):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -297,6 +300,7 @@ def test_a_second_signal_ends_all_at_once(two):
     assert two.orphans() == []
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 @needs_gateway
 def test_H4_nothing_outlives_a_launcher_that_is_killed(two):
     family = two.family()
@@ -306,6 +310,7 @@ def test_H4_nothing_outlives_a_launcher_that_is_killed(two):
     until(lambda: two.orphans() == [], 10)
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 @needs_gateway
 def test_a_gateway_that_is_killed_comes_back(lasting):
     lasting.gateway.kill()
@@ -321,6 +326,7 @@ def test_nobody_can_tell_the_gateway_which_servers_to_use(lasting):
         assert connection.getresponse().status == 401
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 @needs_gateway
 def test_lines_of_json_stay_json(tmp_path):
     with Launch(tmp_path, TOY, *TWO, "--log-format=json") as fleet:
@@ -357,6 +363,7 @@ def test_a_real_model_behind_the_gateway(tmp_path):
 # --- one replica ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 def test_a_single_replica_has_no_gateway_and_comes_back_too(tmp_path):
     with Launch(tmp_path, TOY, *ANY_PORT, "--no-http") as alone:
         alone.wait_ready()
@@ -370,6 +377,7 @@ def test_a_single_replica_has_no_gateway_and_comes_back_too(tmp_path):
         assert alone.wait() == 0
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 def test_a_single_replica_of_a_real_model(tmp_path):
     with Launch(tmp_path, REAL, str(write_small_model(tmp_path)), *SMALL_ENGINE, *ANY_PORT) as alone:
         alone.wait_ready(280)
@@ -380,6 +388,7 @@ def test_a_single_replica_of_a_real_model(tmp_path):
         assert alone.orphans() == []
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 def test_a_replica_that_refuses_its_flags_ends_all(tmp_path):
     with Launch(tmp_path, TOY, *TWO, TOY_FAILS="2 toy: no such thing (--thing)") as fleet:
         assert fleet.wait() == 2
@@ -390,6 +399,7 @@ def test_a_replica_that_refuses_its_flags_ends_all(tmp_path):
         assert fleet.orphans() == []
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 def test_a_replica_that_ends_too_often_ends_all(tmp_path):
     with Launch(tmp_path, TOY, *ANY_PORT, "--max-restarts=2", TOY_FAILS="3 out of luck") as fleet:
         assert fleet.wait() == 1
@@ -400,6 +410,7 @@ def test_a_replica_that_ends_too_often_ends_all(tmp_path):
         )
 
 
+@pytest.mark.in_turn(4, group="launched servers")
 def test_a_signal_while_a_replica_is_away_ends_all_cleanly(tmp_path):
     with Launch(tmp_path, TOY, *ANY_PORT, "--max-restarts=9", TOY_FAILS="3 out of luck") as fleet:
         until(lambda: "started again in 2 s" in fleet.err)
