@@ -79,7 +79,7 @@ class CacheConfig:
     """Share the cache of common prompt prefixes between requests (default: on)."""
     share_prefixes: bool = option(False, is_setting=True)
     """Share cached prefixes between API keys too. The time to a first token then tells a key whether another has sent the
-    same beginning of a prompt (docs/design/prefix_caching.md; default: off)."""
+    same beginning of a prompt (docs/design/prefix_caching.md)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB: preempted requests and prefixes come back by copying
     (docs/design/host_tier.md; default: 0, none)."""
@@ -89,8 +89,7 @@ class CacheConfig:
     prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20, is_setting=True)
     """Bound of all files in --prefix-cache-dir, in GiB: those used least recently are removed first (default: 16)."""
     share_blocks: bool = option(True, is_setting=True)
-    """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space
-    (default: on)."""
+    """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space."""
 
     @property
     def shares_blocks(self) -> bool:
@@ -234,8 +233,7 @@ class EngineConfig:
     """How reasoning is told apart in chat completions: ``auto`` (by the chat template), ``none``, or a name of
     `serve.http_api.tool_calls.reasoning.PARSERS`."""
     load_executables: bool = option(True, is_setting=True)
-    """Load programs that an earlier start has compiled, on one host, without tracing and lowering them again (default:
-    on)."""
+    """Load programs that an earlier start has compiled, on one host, without tracing and lowering them again."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")
     """Random seed of dummy weights and of sampled requests without a seed."""
     cache: CacheConfig = CacheConfig()

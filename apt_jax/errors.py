@@ -42,6 +42,10 @@ class InvalidRequestError(AptJaxError, ValueError):
         self.field = field
         self.code = code
 
+    def renamed(self, field: str) -> "InvalidRequestError":
+        """The same error under another name of its field."""
+        return InvalidRequestError(field, str(self).removeprefix(f"{self.field}: "), code=self.code)
+
 
 class DuplicateRequestError(InvalidRequestError):
     """A request with the same id is alive."""

@@ -7,6 +7,7 @@ field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
 import argparse
 import dataclasses
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from apt_jax.errors import nearest
 from apt_jax.options import SET_FLAG, field_docs, option_type, options_of
 from apt_jax.validation import REQUEST_FIELDS
-from serve.cli.other_servers import advice
+from serve.cli.other_servers import advice, value_of
 
 Group = argparse._ActionsContainer
 """A parser or a group of it."""
@@ -26,7 +27,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
-        if action.default is None or isinstance(action.default, bool) or "default" in text:
+        if action.default is None or isinstance(action.default, bool) or "default: " in text:
             return text
         return super()._get_help_string(action)
 
@@ -116,12 +117,12 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             if word.startswith("-") and word != "-":
-                if self.settings is not None and (setting := self.settings.find(word)) is not None:
-                    self.error(f"unknown flag {word!r:.60}; it is a setting: {SET_FLAG} {setting.dest}=VALUE")
-                flags = [f for f in self._option_string_actions if f.startswith("--")]
-                self.error(
-                    f"unknown flag {word!r:.60}{advice(word, self._option_string_actions) or nearest(word, flags)}"
-                )
+                value = value_of(word, given)
+                if self.settings is not None and (setting := self.settings.given_by(word, value)) is not None:
+                    self.error(f"unknown flag {word!r:.60}; it is a setting: {setting}")
+                known = self._option_string_actions
+                flags = [flag for flag in known if flag.startswith("--")]
+                self.error(f"unknown flag {word!r:.60}{advice(word, value, known) or nearest(word, flags)}")
             self.error(f"unexpected argument {word!r:.60}")
         return parsed
 
@@ -195,18 +196,28 @@ class Settings(Parser):
     def add_argument(self, *flags: str, **given: Any) -> argparse.Action:
         action = super().add_argument(*flags, **given)
         self._of.set_defaults(**{action.dest: action.default})
-        value = "true|false" if action.nargs == 0 else action.metavar or "VALUE"
+        value = "true|false" if action.nargs == 0 else action.metavar or "|".join(action.choices or ("VALUE",))
         text = action.help or ""
-        if action.default is not None and "default" not in text:
+        if action.default is not None and "default: " not in text:
             text += f" (default: {str(action.default).lower()})"
         shown = argparse.Action([], action.dest, metavar=f"{action.dest}={value}", help=text)
         self._help._group_actions.append(shown)  # for the help alone: a member of the parser would be an argument
         return action
 
     def find(self, name: str) -> argparse.Action | None:
-        """The setting of this name, or of the name of its flag."""
-        name = name.lstrip("-").replace("-", "_")
-        return {action.dest: action for action in self._actions}.get(name.removeprefix("no_"))
+        """The setting of this name; dashes are underscores."""
+        return next((action for action in self._actions if action.dest == name.replace("-", "_")), None)
+
+    def given_by(self, flag: str, value: str | None) -> str | None:
+        """The argument that replaces a flag and its value; None: no setting has its name."""
+        name = flag.lstrip("-")
+        switched_off = name.startswith("no-")
+        action = self.find(name.removeprefix("no-"))
+        if action is None or (switched_off and action.nargs != 0):
+            return None
+        if action.nargs == 0:
+            value = "false" if switched_off else "true"
+        return f"{SET_FLAG} {shlex.quote(f'{action.dest}={value}') if value else f'{action.dest}=VALUE'}"
 
     def read(self, text: str) -> tuple[str, Any]:
         """Name and value of ``NAME=VALUE``.

@@ -1,6 +1,9 @@
-"""Flags of vLLM, SGLang and llama.cpp that have another name here, or nothing to do: what to say to who gives one."""
+"""Messages on flags of vLLM, SGLang, llama.cpp and earlier versions that are unknown here."""
 
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Sequence
+
+_SHARE = "the share of the memory that the weights leave"
 
 _NAMES = {
     "--model-path": "--model",
@@ -29,9 +32,19 @@ _NAMES = {
     "--chat-template-file": "--chat-template",
     "--max-queued-requests": "--max-num-queued-reqs",
     "--lora-paths": "--lora-modules",
-    "--kv-cache-dtype": "--dtype",
+    "--http-port": "--port",
 }
-"""Flags of the same meaning."""
+"""Flags with another name here."""
+
+_DIFFERENT = {
+    "--mem-fraction-static": _SHARE,
+    "--gpu-memory-utilization": _SHARE,
+    "--ctx-size": "the bound of each request, not of all slots together",
+    "--num-gpu-blocks-override": "twice as many, as a block holds keys or values",
+    "--schedule-policy": "with names of its own (apt-jax policies)",
+    "--allowed-origins": "one origin each time that it is given",
+}
+"""Meaning of values here, where it differs."""
 
 _NOTHING = {
     **dict.fromkeys(
@@ -42,15 +55,20 @@ _NOTHING = {
     ),
     **dict.fromkeys(("--enforce-eager", "--disable-cuda-graph"), "programs are compiled at the start; leave it out"),
     **dict.fromkeys(
-        ("--disable-log-requests", "--no-enable-log-requests", "--enable-log-requests", "--disable-log-stats"),
+        ("--disable-log-requests", "--no-enable-log-requests", "--enable-log-requests"),
         "the log has one line per request and never its text (--log-level); leave it out",
     ),
+    "--disable-log-stats": "the log has no statistics, which are metrics (/metrics); leave it out",
     **dict.fromkeys(("--enable-chunked-prefill", "--cont-batching"), "it is always on; leave it out"),
     **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), "replicas are apt-jax launch --replicas N"),
     **dict.fromkeys(
-        ("--pipeline-parallel-size", "-pp", "--pp-size"), "models are sharded by tensors alone (-tp DEVICES)"
+        ("--pipeline-parallel-size", "-pp", "--pp-size"), "only tensor parallelism is supported (-tp DEVICES)"
     ),
     "--cpu-offload-gb": "weights stay on the device; host memory for the cache is --swap-space GIB",
+    "--kv-cache-dtype": (
+        "the cache has the data type of --dtype; leave it out. --cache hybrid, the default, stores layer inputs at half the "
+        "memory where the model allows it; --swap-space GIB adds host memory"
+    ),
     **dict.fromkeys(
         ("--guided-decoding-backend", "--structured-outputs-config", "--grammar-backend"),
         "llguidance serves every constraint; leave it out",
@@ -59,29 +77,44 @@ _NOTHING = {
         ("--speculative-config", "--speculative-model", "--speculative-algorithm"),
         "speculative decoding is not supported; leave it out",
     ),
-    **dict.fromkeys(("--runner", "--task", "--is-embedding"), "the model decides what is served; leave it out"),
+    **dict.fromkeys(("--runner", "--task", "--is-embedding"), "every model generates and embeds; leave it out"),
     **dict.fromkeys(
         ("--n-gpu-layers", "-ngl", "--gpu-layers"), "the whole model is on the device that JAX finds; leave it out"
     ),
-    "--generation-config": "requests say what they want, generation_config.json sets the end tokens alone; leave it out",
+    "--generation-config": "generation_config.json only sets end tokens, and requests set the rest; leave it out",
     "--tokenizer-mode": "the tokenizer is the model's tokenizer.json; leave it out",
 }
-"""Flags that have nothing to do, and why."""
+"""Flags without a counterpart, and why."""
 
 
-def advice(word: str, flags: Collection[str]) -> str:
-    """End of a message on an unknown flag that another server has; empty: none has it.
+def advice(word: str, value: str | None, flags: Collection[str]) -> str:
+    """End of a message on an unknown flag that another server or version has; empty: it is not known.
 
     Args:
         word: the flag.
+        value: what was given for it, if anything.
         flags: those of the command.
     """
     name = _NAMES.get(word)
     if name is not None and name in flags:
-        return f"; it is {name} here"
+        return f"; it is {name} here{f', {_DIFFERENT[word]}' if word in _DIFFERENT else ''}"
+    if word == "--violation-decay" and "--scheduling-policy" in flags:
+        policy = shlex.quote(f"apt?violation_decay={value or 'VALUE'}")
+        return f"; it is an option of the policies apt and apt-plus: --scheduling-policy {policy}"
     if word == "--enable-lora":
-        needs = "; adapters are named by --lora-modules alone; leave it out"
+        needs = "; --lora-modules names the adapters; leave it out"
         return needs if "--lora-modules" in flags else "; LoRA adapters are not supported"
     if word in _NOTHING and "--max-num-seqs" in flags:
         return f"; {_NOTHING[word]}"
     return ""
+
+
+def value_of(word: str, words: Sequence[str]) -> str | None:
+    """The value of a flag in a command line: behind ``=``, or the next word if that is not a flag."""
+    at = next(number for number, given in enumerate(words) if given.partition("=")[0] == word)
+    _, equals, value = words[at].partition("=")
+    if equals:
+        return value
+    after = words[at + 1] if at + 1 < len(words) else ""
+    is_flag = after.startswith("-") and not after[1:].replace(".", "", 1).isdecimal()
+    return None if not after or is_flag else after

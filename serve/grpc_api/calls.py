@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import grpc
@@ -55,6 +55,10 @@ class GenerateCodec(Protocol):
         Raises:
             InvalidRequestError, UnknownModelError: the message cannot be decoded, or names another model.
         """
+        ...
+
+    def objective_names(self) -> Mapping[str, str]:
+        """Names under which objectives were sent, by their names in errors of `build_requests`."""
         ...
 
     def deadline_s(self) -> float | None:
@@ -278,7 +282,7 @@ class _GrpcCall:
         fields["arrival_s"] = parts.clock.now_s()
         fields["grammars"] = parts.pending_grammars
         fields["max_queue_s"] = max_queue_s(dict(self._context.invocation_metadata() or ()))
-        build = functools.partial(parts.build_requests, **fields)
+        build = functools.partial(self._checked, parts, fields)
         num_chars = len(fields.get("prompt") or "")
         with work.bodies.lease(owner) as lease:
             lease.grow(num_chars + 4 * len(fields.get("prompt_token_ids") or ()))
@@ -287,6 +291,13 @@ class _GrpcCall:
             else:
                 requests = await work.run(build, owner, num_bytes=num_chars)
             return tuple(await work.compile_grammars(requests, owner))
+
+    def _checked(self, parts: EngineComponents, fields: dict[str, Any]) -> list[EngineRequest]:
+        try:
+            return parts.build_requests(**fields)
+        except InvalidRequestError as error:
+            name = self._codec.objective_names().get(error.field)
+            raise (error if name is None else error.renamed(name)) from None
 
     def _owner(self) -> Owner:
         """The owner of the call's place in queues, as for HTTP (`serve.http_api.calls.owner_of`)."""

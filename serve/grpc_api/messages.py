@@ -65,6 +65,19 @@ def slo_fields(
     }
 
 
+def objective_names(metadata: Metadata, slo: pb.Slo | None = None) -> dict[str, str]:
+    """Names under which a request's objectives were sent, by their names in errors of `apt_jax.validation`."""
+    sent = {key for key, _ in metadata}
+    names = {}
+    for part, keys in (("ttft_ms", TTFT_KEYS), ("tbt_ms", TBT_KEYS)):
+        header = next((key for key in keys if key in sent), None)
+        if slo is not None and slo.HasField(part):
+            names[f"slo_{part}"] = f"slo.{part}"
+        elif header is not None:
+            names[f"slo_{part}"] = header
+    return names
+
+
 def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_SCALARS if params.HasField(name)}
     if params.logit_bias:

@@ -1,6 +1,6 @@
 """The gRPC service `aptjax.v1.AptServe`."""
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -40,6 +40,9 @@ class AptGenerateCodec:
         self._tokenizer = parts.tokenizer
         fields = messages.request_fields(request, self._metadata)
         return fields | {"adapter": parts.adapter_named(request.model)}
+
+    def objective_names(self) -> Mapping[str, str]:
+        return messages.objective_names(self._metadata, None if self._request is None else self._request.slo)
 
     def deadline_s(self) -> float | None:
         if self._request is None or not self._request.HasField("deadline_ms"):

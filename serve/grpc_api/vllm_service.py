@@ -41,7 +41,7 @@ from apt_jax.validation import unsupported
 from serve.errors import NoTokenizerError
 from serve.grpc_api.calls import GrpcCalls, decoder, metadata_of, require_decoded
 from serve.grpc_api.gateway_calls import bounded_calls
-from serve.grpc_api.messages import Metadata, slo_fields
+from serve.grpc_api.messages import Metadata, objective_names, slo_fields
 from serve.grpc_api.tokenizer_bundle import tokenizer_bundle
 from serve.observability.profiler import Profiler
 
@@ -111,6 +111,9 @@ class VllmGenerateCodec:
             case "tokenized":
                 fields["prompt_token_ids"] = list(request.tokenized.input_ids)
         return fields | slo_fields(self._metadata)
+
+    def objective_names(self) -> Mapping[str, str]:
+        return objective_names(self._metadata)
 
     def deadline_s(self) -> float | None:
         return None

@@ -21,7 +21,7 @@ from serve.compact_json import json_bytes
 from serve.errors import RequestFailedError
 from serve.http_api.errors import HttpError, Renamer
 from serve.http_api.openai_bodies import Addressed, CompletionBody, prompts
-from serve.http_api.openai_request import Body, build_call, with_field
+from serve.http_api.openai_request import Body, build_call
 from serve.http_api.openai_request import is_slow as completion_is_slow
 from serve.http_api.records import HIDDEN, EngineField, Flag, Refused, carried, read, shaped
 
@@ -139,7 +139,7 @@ def embed(
 
     def renamed(error: InvalidRequestError) -> InvalidRequestError:
         field, bracket, rest = error.field.partition("[")
-        return with_field(error, name(bracket + rest)) if field == "prompt" else error
+        return error.renamed(name(bracket + rest)) if field == "prompt" else error
 
     try:
         call = build_call(parts, asked, headers, arrival_s, tenant)

@@ -466,7 +466,7 @@ def _requests(
             name, bracket, rest = error.field.partition("[")
             if len(prompts) == 1 or name not in prompt:
                 raise
-            raise with_field(error, f"{name}[{number}]{bracket}{rest}") from None
+            raise error.renamed(f"{name}[{number}]{bracket}{rest}") from None
     return requests
 
 
@@ -505,10 +505,4 @@ def _renamed(
             names[name] = "tools"
     if kind == "chat" and uses_functions(body):
         names |= {**OLD_NAMES, **{key: OLD_NAMES.get(value, value) for key, value in names.items()}}
-    return error if name not in names else with_field(error, names[name] + bracket + rest)
-
-
-def with_field(error: InvalidRequestError, field: str) -> InvalidRequestError:
-    """The same error under another name of its field."""
-    message = str(error).removeprefix(f"{error.field}: ")
-    return InvalidRequestError(field, message, code=error.code)
+    return error if name not in names else error.renamed(names[name] + bracket + rest)

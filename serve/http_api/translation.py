@@ -18,7 +18,7 @@ from serve.http_api import openai_request
 from serve.http_api.constraint_fields import RESPONSE_FORMAT
 from serve.http_api.errors import Renamer
 from serve.http_api.openai_bodies import ChatBody, SharedBody
-from serve.http_api.openai_request import Body, CompletionCall, with_field
+from serve.http_api.openai_request import Body, CompletionCall
 from serve.http_api.records import carried, quoted
 from serve.http_api.tool_calls.other_forms import with_tools
 
@@ -105,7 +105,7 @@ def field_renamer(names: Mapping[str, str], inner: Renamer = lambda error: error
             return error
         end = min((at for at in map(error.field.find, ".[") if at >= 0), default=len(error.field))
         name = names.get(error.field[:end])
-        return error if name is None else with_field(error, name)
+        return error if name is None else error.renamed(name)
 
     return rename
 

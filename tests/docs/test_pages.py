@@ -179,8 +179,11 @@ def test_flags_of_other_servers_are_on_the_page() -> None:
     """The two tables of docs/coming_from_vllm.md say what serve/cli/other_servers.py says."""
     text = (ROOT / "docs" / "coming_from_vllm.md").read_text()
     renamed, left_out = text.split("Flags of vLLM, SGLang")[1].split("Flags to leave out")
-    rows = re.findall(r"^\| (`-.*?`) \| `(-.*?)` \|$", renamed, re.MULTILINE)
-    assert {flag: here for flags, here in rows for flag in re.findall("`(.*?)`", flags)} == other_servers._NAMES
+    rows = re.findall(r"^\| (`-.*?`) \| `(-.*?)`(:?).* \|$", renamed, re.MULTILINE)
+    named = {flag: (here, mark) for flags, here, mark in rows for flag in re.findall("`(.*?)`", flags)}
+    elsewhere = {flag: here for flag, here in other_servers._NAMES.items() if flag != "--http-port"}
+    assert {flag: here for flag, (here, _) in named.items()} == elsewhere
+    assert {flag for flag, (_, mark) in named.items() if mark} == set(other_servers._DIFFERENT)
     rows = re.findall(r"^\| (`-.*?`) \| (.*) \|$", left_out.split("\n## ")[0], re.MULTILINE)
     named = {flag for flags, _ in rows for flag in re.findall("`(.*?)`", flags)}
     assert named == {*other_servers._NOTHING, "--enable-lora"}

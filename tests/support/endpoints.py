@@ -33,9 +33,21 @@ _OBJECTIVES = ("slo_ttft_ms", "slo_tbt_ms", "slo_class")
 _TIERS = {"rt": "priority", "be": "flex"}
 
 
+_NAMES = {
+    "prompt_token_ids": "prompt",
+    "slo.ttft_ms": "slo_ttft_ms",
+    "slo.tbt_ms": "slo_tbt_ms",
+    "x-slo-ttft-ms": "slo_ttft_ms",
+    "x-slo-tpot-ms": "slo_tbt_ms",
+}
+"""Names of the same field as it was sent: HTTP has one for a prompt of either kind, and an objective may be a field of a
+message or metadata."""
+
+
 def _named(message: str) -> str:
-    """HTTP has one name for a prompt of either kind."""
-    return re.sub(r"^prompt_token_ids", "prompt", message)
+    field, _, rest = message.partition(":")
+    name, bracket, place = field.partition("[")
+    return f"{_NAMES.get(name, name)}{bracket}{place}:{rest}"
 
 
 def ask_python(llm: LLM, case: Request) -> Verdict:

@@ -244,7 +244,18 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--served-model-name", "a", "b"), "which of a, b is the model? Give it first or by --model"),
         (("serve", "--enable-lora"), "'--enable-lora'; "),
         (("serve", "--enable-auto-tool-choice"), "tools need no flag"),
-        (("serve", "--mem-fraction-static", "0.8"), "; it is --device-memory-utilization here"),
+        (
+            ("serve", "--mem-fraction-static", "0.8"),
+            "; it is --device-memory-utilization here, the share of the memory that the weights leave",
+        ),
+        (
+            ("serve", "--kv-cache-dtype", "fp8"),
+            "; the cache has the data type of --dtype; leave it out. --cache hybrid",
+        ),
+        (("serve", "--http-port", "80"), "; it is --port here"),
+        (("serve", "--violation-decay", "0.4"), ": --scheduling-policy 'apt?violation_decay=0.4'"),
+        (("simulate", "--violation-decay=0"), ": --scheduling-policy 'apt?violation_decay=0'"),
+        (("serve", "--violation-decay"), ": --scheduling-policy 'apt?violation_decay=VALUE'"),
         (("launch", "--trust-remote-code"), "code from model directories is never run"),
         (("info", "--enforce-eager"), "programs are compiled at the start"),
         (("serve", "--set", "max_sequences_per_call=0"), "(--set max_sequences_per_call)"),
@@ -255,8 +266,12 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--set", "decision_log=-1"), "decision_log: '-1' is not an integer of at least 0"),
         (("serve", "--set", "early_start=no"), "early_start='no' must be true or false"),
         (("serve", "--set"), "--set: expected one argument"),
-        (("serve", "--decision-log", "5"), "unknown flag '--decision-log'; it is a setting: --set decision_log=VALUE"),
-        (("launch", "--no-early-start"), "unknown flag '--no-early-start'; it is a setting: --set early_start=VALUE"),
+        (("serve", "--decision-log", "5"), "unknown flag '--decision-log'; it is a setting: --set decision_log=5\n"),
+        (("serve", "--decision-log", "--no-http"), "it is a setting: --set decision_log=VALUE\n"),
+        (("serve", "--memory-soft-limit", "-1.5"), "it is a setting: --set memory_soft_limit=-1.5\n"),
+        (("serve", "--profiler-dir", "a b"), "it is a setting: --set 'profiler_dir=a b'\n"),
+        (("serve", "--no-max-loras"), "unknown flag '--no-max-loras'; did you mean --max-lora-rank?"),
+        (("launch", "--no-early-start"), "unknown flag '--no-early-start'; it is a setting: --set early_start=false\n"),
         (("serve", "--api-key", "short"), "(--api-key, APT_JAX_API_KEY)"),
         (("serve", "--max-num-batched-tokens", "3"), "(--max-num-batched-tokens)"),
         (("calibrate", "tiny-opt", "--describe", "here.txt"), "--describe: 'here.txt' must end in .json"),
@@ -281,6 +296,40 @@ def test_O2_wrong_usage_is_one_line_and_exit_code_2(argv, says):
     assert err.startswith("apt-jax")
     assert err.count("\n") == 1
     assert "compiling" not in err  # before a model is loaded
+
+
+def test_the_flag_of_every_setting_is_answered_by_what_to_write_in_its_place():
+    parser = options.Parser()
+    serve_command.add_arguments(parser)
+    assert parser.settings is not None
+    settings = parser.settings._actions
+    assert len(settings) > 25
+    for action in settings:
+        flag = action.dest.replace("_", "-")
+        if action.nargs == 0:
+            cases = [((f"--{flag}",), "true", True), ((f"--no-{flag}",), "false", False)]
+        else:
+            value = action.choices[0] if action.choices else "7"  # pyright: ignore[reportIndexIssue] - tuples
+            read = action.type(value) if callable(action.type) else value
+            cases = [((f"--{flag}", value), value, read), ((f"--{flag}={value}",), value, read)]
+        for given, text, read in cases:
+            code, _, err = run("serve", *given)
+            told = f"--set {action.dest}={text}"
+            name = given[0].partition("=")[0]
+            assert (code, err) == (2, f"apt-jax serve: unknown flag '{name}'; it is a setting: {told}\n")
+            assert getattr(parser.parse_args(told.split()), action.dest) == read
+
+
+def test_help_shows_choices_and_true_or_false_of_settings():
+    code, out, err = run("serve", "--help=settings")
+    assert (code, err) == (0, "")
+    assert "VALUE" not in out.replace("NAME=VALUE", "")
+    text = " ".join(out.split())
+    for choices, default in (("slo_admission=off|warn|on", "off"), ("default_slo_class=rt|be", "rt")):
+        assert f"(default: {default})" in text.partition(f" {choices} ")[2].partition("=")[0]
+    for name in ("dashboard", "share_prefixes", "share_blocks", "load_executables", "best_effort_last"):
+        said = text.partition(f" {name}=true|false ")[2].partition("=")[0]
+        assert re.search(r"\(default: (true|false|only with --batch-dir)", said), name
 
 
 def test_settings_are_given_by_name():

@@ -199,8 +199,8 @@ BAD_REQUESTS: list[tuple[str, dict]] = [
     ("request_id", {"request_id": "../etc"}),
     ("request_id", {"request_id": "x" * 129}),
     *(
-        (field, {field: value})
-        for field in ("slo_ttft_ms", "slo_tbt_ms")
+        (name, {field: value})
+        for field, name in (("slo_ttft_ms", "slo.ttft_ms: "), ("slo_tbt_ms", "slo.tbt_ms: "))
         for value in (0.0, -1.0, math.nan, math.inf, 1e18)
     ),
     *(("deadline_ms", {"deadline_ms": value}) for value in (0.0, -5.0, math.nan, math.inf, 1e18)),
@@ -209,8 +209,9 @@ BAD_REQUESTS: list[tuple[str, dict]] = [
         for key in ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
         for value in ("abc", "", "nan", "inf", "-5", "1e3", "1_000")
     ),
-    ("slo_ttft_ms", {"metadata": {"x-slo-ttft-ms": "0"}}),
-    ("slo_tbt_ms", {"metadata": {"x-llm-d-slo-tpot-ms": "999999999999"}}),
+    ("x-slo-ttft-ms: ", {"metadata": {"x-slo-ttft-ms": "0"}}),
+    ("x-llm-d-slo-tpot-ms: ", {"metadata": {"x-llm-d-slo-tpot-ms": "999999999999", "x-slo-tpot-ms": "5"}}),
+    ("slo.tbt_ms: ", {"slo_tbt_ms": 0.0, "metadata": {"x-slo-tpot-ms": "5"}}),
     ("service_tier", {"metadata": {"service_tier": "gold"}}),
 ]
 

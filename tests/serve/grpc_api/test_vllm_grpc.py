@@ -341,6 +341,8 @@ def test_objectives_come_from_the_metadata(serve_toy):
         assert (seen[0].slo.ttft_s, seen[0].slo_class) == (0.3, "be")
         error = await rpc_error_of(stub(served).Generate(request, metadata=[("x-slo-ttft-ms", "a")]))
         assert error.code() is Code.INVALID_ARGUMENT
+        error = await rpc_error_of(stub(served).Generate(request, metadata=[("x-slo-ttft-ms", "0")]))
+        assert (error.details() or "").startswith("x-slo-ttft-ms: an objective of 0 s must lie in")
 
     serve_toy(scenario)
 
