@@ -16,7 +16,7 @@ from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestS
 from apt_jax.engine.request_states import WAITING, RequestStates
 from apt_jax.errors import EXCLUDED
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, SamplingParams, TokenConstraint
-from apt_jax.structured.compiler import GrammarError, NoTokenLeftError
+from apt_jax.structured.constraint import GrammarError, NoTokenLeftError
 from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
@@ -293,7 +293,7 @@ def _logprobs(k: int, result: StepResult, i: int) -> list[TokenLogprobs] | None:
 
 
 FillMasks = Callable[[Sequence[TokenConstraint], NDArray[np.int32], Sequence[int]], list[bool | Exception]]
-"""Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.structured.compiler.fill_one_by_one`."""
+"""Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.structured.constraint.fill_one_by_one`."""
 
 
 class MaskFiller:

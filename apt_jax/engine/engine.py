@@ -90,7 +90,7 @@ from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import Plan, Policy, SchedulerView
-from apt_jax.structured.compiler import fill_one_by_one
+from apt_jax.structured.constraint import fill_one_by_one
 from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")

@@ -17,7 +17,8 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
 from apt_jax.sched import Policy, StepCosts, make_policy
 from apt_jax.sched.view import shares_blocks
-from apt_jax.structured.compiler import GrammarCompiler, MaskFiller, PendingGrammars
+from apt_jax.structured.compiler import GrammarCompiler, PendingGrammars
+from apt_jax.structured.constraint import MaskFiller
 from apt_jax.text.chat import ChatTemplate, Message, Tool, text_of
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.clock import Clock, WallClock

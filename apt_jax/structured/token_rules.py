@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.request import EngineRequest, TokenConstraint
-from apt_jax.structured.compiler import NoTokenLeftError
+from apt_jax.structured.constraint import NoTokenLeftError
 
 
 def start_constraint(request: EngineRequest) -> TokenConstraint | None:

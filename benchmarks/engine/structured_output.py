@@ -30,7 +30,8 @@ import numpy as np
 from apt_jax import LLM, SamplingParams, StructuredOutputsParams
 from apt_jax.request import RequestOutput
 from apt_jax.structured.compile_worker import first_allowed
-from apt_jax.structured.compiler import GrammarCompiler, MaskFiller, fill_one_by_one
+from apt_jax.structured.compiler import GrammarCompiler
+from apt_jax.structured.constraint import MaskFiller, fill_one_by_one
 from apt_jax.validation import build_request
 from benchmarks.engine.random_schemas import SchemaMaker
 

@@ -24,7 +24,7 @@ from apt_jax.errors import (
 from apt_jax.request import EngineRequest, Grammar, SamplingParams
 from apt_jax.sched import make_policy
 from apt_jax.sched.view import Plan, Policy, SchedulerView
-from apt_jax.structured.compiler import GrammarError
+from apt_jax.structured.constraint import GrammarError
 from apt_jax.utils.clock import VirtualClock
 from tests.support.cases import num_cases
 from tests.support.fake_executor import FakeExecutor, Fault, FaultKind, reference_tokens

@@ -19,15 +19,10 @@ import pytest
 from apt_jax.errors import InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.structured import compiler as grammar_module
-from apt_jax.structured.compiler import (
-    GrammarCompiler,
-    GrammarError,
-    LLConstraint,
-    MaskFiller,
-    PendingGrammar,
-    fill_one_by_one,
-    from_response_format,
-)
+from apt_jax.structured import constraint as constraint_module
+from apt_jax.structured.compiler import GrammarCompiler, PendingGrammar
+from apt_jax.structured.constraint import GrammarError, LLConstraint, MaskFiller, fill_one_by_one
+from apt_jax.structured.forms import from_response_format
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.validation import RequestLimits, build_request
 from tests.support.toy_serving import byte_tokenizer
@@ -130,6 +125,59 @@ def test_a_constraint_allows_its_outputs_and_no_others(compiler, tokenizer, give
         ids = tokenizer.encode(text, add_special_tokens=False)
         constraint = grammar.start()
         assert not (follows(constraint, ids) and text not in good), text
+
+
+def digits_after(compiler: GrammarCompiler, tokenizer: Tokenizer, prefix: str, most: int, **given: Any) -> int:
+    """Number of digits that can follow a text under a constraint, up to `most`; then the output can go on otherwise."""
+    constraint = compiler.compile(checked(**given)).start()
+    assert follows(constraint, tokenizer.encode(prefix, add_special_tokens=False))
+    (digit,) = tokenizer.encode("7", add_special_tokens=False)
+    for count in range(most):
+        tokens = allowed(constraint)
+        assert tokens  # it can always go on, or end
+        if digit not in tokens:
+            return count
+        constraint.accept(digit)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("prefix", "given"),
+    [
+        ("", {"json": True}),
+        ("", {"json": {"type": "number"}}),
+        ("-", {"json": {"type": "integer"}}),
+        ("2.", {"json": {"type": "number", "minimum": 0}}),
+        ("1e-", {"json": {}}),
+        ('["12345678901234567890123456789", ', {"json": {}}),
+        ('{"a": ', {"json_object": True}),
+        ('say {"a":0.', {"grammar": 'start: "say " %json {"type": "object"}'}),
+    ],
+)
+def test_numbers_of_json_end(compiler, tokenizer, prefix, given):
+    assert digits_after(compiler, tokenizer, prefix, 60, **given) == constraint_module.MAX_DIGITS
+
+
+@pytest.mark.parametrize(
+    ("prefix", "given"),
+    [
+        ('"', {"json": {}}),
+        ('{"', {"json_object": True}),
+        ('"', {"json": {"type": "string", "pattern": "^[0-9]{60}$"}}),
+        ('"', {"json": {"type": "string", "pattern": "^[0-9]+$"}}),
+        ("", {"regex": "[0-9]+"}),
+        ("", {"grammar": "start: /[0-9]+/"}),
+    ],
+)
+def test_other_digits_are_not_bounded(compiler, tokenizer, prefix, given):
+    assert digits_after(compiler, tokenizer, prefix, 60, **given) == 60
+
+
+def test_the_digits_of_a_number_are_counted_anew_after_a_point_and_in_the_next_number(compiler, tokenizer):
+    for text in ("1" * 20 + "." + "2" * 20 + "e" + "3" * 20, "[" + ", ".join(["1" * 20] * 4) + "]"):
+        constraint = compiler.compile(checked(json={})).start()
+        assert follows(constraint, tokenizer.encode(text, add_special_tokens=False))
+        assert over(constraint)
 
 
 def test_requests_do_not_share_their_state(compiler, tokenizer):
@@ -411,8 +459,9 @@ def draw(constraint: LLConstraint, tokenizer: Tokenizer, rng: np.random.Generato
 
 @pytest.fixture
 def few_states(monkeypatch) -> None:
-    limits = {**grammar_module.LIMITS, "max_lexer_states": 600}
-    monkeypatch.setattr(grammar_module, "LIMITS", limits)
+    limits = {**constraint_module.LIMITS, "max_lexer_states": 600}
+    for module in (grammar_module, constraint_module):  # the child's and this process's
+        monkeypatch.setattr(module, "LIMITS", limits)
 
 
 def test_outputs_of_one_constraint_do_not_use_up_its_lexer(tokenizer, few_states):
@@ -446,7 +495,7 @@ def test_an_output_that_goes_on_with_another_lexer_is_where_it_was(tokenizer, fe
 
 @pytest.mark.parametrize("limit_s", [0.0, 1.0])
 def test_R11_an_output_that_needs_too_much_alone_is_an_error(tokenizer, few_states, monkeypatch, limit_s):
-    monkeypatch.setattr(grammar_module, "_OWN_LEXER_LIMIT_S", limit_s)
+    monkeypatch.setattr(constraint_module, "_OWN_LEXER_LIMIT_S", limit_s)
     made = compiler_of(tokenizer)
     grammar = made.compile(checked(regex=MANY_STATES))
     rng = np.random.default_rng(2)
@@ -459,7 +508,7 @@ def test_R11_an_output_that_needs_too_much_alone_is_an_error(tokenizer, few_stat
 
 
 def test_R11_lexer_states_of_a_constraint_are_dropped_at_times(tokenizer, monkeypatch):
-    monkeypatch.setattr(grammar_module, "_WORN_MASKS", 100)
+    monkeypatch.setattr(constraint_module, "_WORN_MASKS", 100)
     made = compiler_of(tokenizer)
     rng, roots = np.random.default_rng(3), []
     for _ in range(20):
@@ -555,7 +604,7 @@ def test_R11_the_next_constraint_does_not_wait_for_the_child_that_a_slow_one_has
     here, started_in = threading.current_thread().name, []
     begun = threading.Event()
 
-    class Recorded(grammar_module._Worker):
+    class Recorded(grammar_module.TrialWorker):
         def __init__(self, setup) -> None:
             started_in.append(threading.current_thread().name)
             if started_in[-1] != here:
@@ -569,9 +618,9 @@ def test_R11_the_next_constraint_does_not_wait_for_the_child_that_a_slow_one_has
             while made._standby is None:  # its thread may have begun before it is kept
                 time.sleep(0.001)
             begun.clear()
-            raise grammar_module._WorkerLostError("slow")
+            raise grammar_module.TrialLostError("slow")
 
-    monkeypatch.setattr(grammar_module, "_Worker", Recorded)
+    monkeypatch.setattr(grammar_module, "TrialWorker", Recorded)
     made = compiler_of(tokenizer, limit_s=0.2)
     for number in range(2):
         refused(made, choice=[f"slow {number}"])

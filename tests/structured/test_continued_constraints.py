@@ -11,7 +11,8 @@ import pytest
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.structured.compile_worker import TokenTable
-from apt_jax.structured.compiler import GrammarCompiler, LLConstraint, MaskFiller, NoTokenLeftError
+from apt_jax.structured.compiler import GrammarCompiler
+from apt_jax.structured.constraint import LLConstraint, MaskFiller, NoTokenLeftError
 from apt_jax.text.detokenizer import OutputText
 from apt_jax.text.tokenizer import Tokenizer
 from tests.support.small_tokenizers import TOKENIZERS

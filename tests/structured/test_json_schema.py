@@ -14,9 +14,11 @@ import jsonschema
 import pytest
 
 from apt_jax.errors import InvalidRequestError
-from apt_jax.structured import expressions
+from apt_jax.structured import expressions, schema_branches
 from apt_jax.structured.expressions import are_apart
-from apt_jax.structured.json_schema import _FORMAT_SHAPES, Names, closed, exact_schema
+from apt_jax.structured.json_schema import closed, exact_schema
+from apt_jax.structured.schema_branches import _FORMAT_SHAPES
+from apt_jax.structured.schema_names import Names
 from tests.support.cases import num_cases
 from tests.support.output_sampler import OutputSampler
 from tests.support.suite_schemas import OTHER_FORMATS, suite_schema
@@ -142,6 +144,21 @@ def test_closed_schemas_allow_less_and_never_more() -> None:
         LISTED | {"enum": [{"b": 1}]}, LISTED | {"const": {"b": 1}}, LISTED | {"required": ["b"]},
     ):  # fmt: skip
         assert closed(composed) == composed
+
+
+def test_branches_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    overlap = schema_branches.Branches.overlap
+
+    def counted(self: schema_branches.Branches, branches: list[object]) -> tuple[int, int] | None:
+        compared.append(len(branches))
+        return overlap(self, branches)
+
+    monkeypatch.setattr(schema_branches.Branches, "overlap", counted)
+    kinds = {"oneOf": [{"type": "string"}, {"type": "null"}, LISTED]}
+    made = exact_schema({"type": "array", "items": kinds}, {})
+    assert made["items"]["anyOf"][2]["additionalProperties"] is False
+    assert compared == [3]
 
 
 @pytest.mark.parametrize(

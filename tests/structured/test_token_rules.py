@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from apt_jax.structured.compiler import NoTokenLeftError
+from apt_jax.structured.constraint import NoTokenLeftError
 from apt_jax.structured.token_rules import RestrictedConstraint
 
 V = 70  # a word and a bit more than two

@@ -12,7 +12,7 @@ from typing import Any
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import StructuredOutputsParams
-from apt_jax.structured.compiler import field_of, json_schema_of
+from apt_jax.structured.forms import field_of, json_schema_of
 from apt_jax.structured.json_schema import closed, exact_schema
 from apt_jax.text.tokenizer import Tokenizer
 from serve.http_api.tool_calls.definitions import Function
@@ -188,13 +188,13 @@ def _function_rules(form: CallForm, functions: Sequence[Function], literal: Lite
 def _arguments_schema(function: Function) -> dict[str, Any]:
     """The schema of arguments as llguidance compiles it: to the letter for functions that are strict, else without the
     keywords that cannot be enforced."""
-    schema = {"type": "object", **closed(function.parameters)}
+    schema = {"type": "object", **function.parameters}
     try:
         exact = exact_schema(schema, _WHITESPACE)
     except ValueError as error:
         if function.strict:
             raise InvalidRequestError("tools", f"parameters of {function.name!r}: {error}") from None
-        exact = {**schema, "x-guidance": _WHITESPACE}
+        exact = {**closed(schema), "x-guidance": _WHITESPACE}
     if not function.strict:
         exact["x-guidance"] = {**exact["x-guidance"], "lenient": True}
     return exact

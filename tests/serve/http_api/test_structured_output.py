@@ -118,7 +118,7 @@ def test_R11_Q10_slow_constraints_do_not_hold_up_others(serve_toy):
 
 def test_E1_a_grammar_that_fails_is_told_and_ends_its_request_alone(serve_toy):
     async def scenario(served):
-        from apt_jax.structured.compiler import GrammarError, LLConstraint
+        from apt_jax.structured.constraint import GrammarError, LLConstraint
 
         other = asyncio.create_task(text_of(served, max_tokens=40, structured_outputs={"regex": "b+"}))
         await text_of(served, structured_outputs={"choice": ["yes"]})  # known from now on

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from apt_jax.errors import InvalidRequestError
 from apt_jax.request import StructuredOutputsParams
-from apt_jax.structured.compiler import LIMITS
+from apt_jax.structured.constraint import LIMITS
 from apt_jax.text.tokenizer import Tokenizer
 from serve.http_api.tool_calls.constrained import ConstrainedCalls
 from serve.http_api.tool_calls.definitions import Function

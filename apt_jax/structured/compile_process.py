@@ -1,0 +1,86 @@
+"""The child process of `apt_jax.structured.compile_worker`, as seen from the server."""
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apt_jax.utils.worker_process import (
+    ChildDiedError,
+    ChildGoneError,
+    ChildProcess,
+    ChildTimeoutError,
+)
+
+_START_LIMIT_S = 60.0  # importing llguidance and reading a large tokenizer on a busy machine
+
+
+class TrialLostError(Exception):
+    """The child was killed or has died; the text is for users.
+
+    Args:
+        message: for users.
+        keep: it says something about the grammar.
+    """
+
+    def __init__(self, message: str, *, keep: bool = True) -> None:
+        super().__init__(message)
+        self.keep = keep
+
+
+class TrialWorker:
+    """The child process of `apt_jax.structured.compile_worker`; for one thread at a time."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._child = ChildProcess(Path(__file__).with_name("compile_worker.py"))
+        try:
+            answer = self._child.ask(setup, _START_LIMIT_S)
+        except (ChildTimeoutError, ChildDiedError):
+            raise RuntimeError("the grammar compiler process does not start") from None
+        if answer["error"] is not None:
+            self.kill()
+            raise RuntimeError(f"grammar compiler process: {answer['error']}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._child.is_alive
+
+    def attempt(self, grammar: str, limit_s: float) -> tuple[str | None, int]:
+        """Return the error of a grammar, if any, and about how many bytes it takes."""
+        try:
+            answer = self._child.ask({"grammar": grammar}, limit_s)
+        except ChildTimeoutError:
+            raise TrialLostError(
+                f"compiling it takes more than {limit_s:g} s; make it smaller, with fewer alternatives and smaller counts"
+            ) from None
+        except ChildGoneError:
+            raise TrialLostError("it could not be tried; send it again", keep=False) from None
+        except ChildDiedError:
+            raise TrialLostError("compiling it takes too much memory or nests too deeply; make it smaller") from None
+        return answer["error"], answer["bytes"]
+
+    def kill(self) -> None:
+        self._child.close()
+
+
+class StandbyWorker:
+    """A child that starts in a thread."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._made: list[TrialWorker] = []
+        self._thread = threading.Thread(target=self._start, args=[setup], name="apt-jax-standby", daemon=True)
+        self._thread.start()
+
+    def _start(self, setup: Mapping[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # whoever needs one tries again, and says why
+            self._made.append(TrialWorker(setup))
+
+    def take(self) -> TrialWorker | None:
+        """Wait for the child and return it; None: it has not started, or has ended."""
+        self._thread.join()
+        worker = self._made.pop() if self._made else None
+        if worker is not None and not worker.is_alive:
+            worker.kill()
+            return None
+        return worker

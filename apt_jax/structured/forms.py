@@ -1,0 +1,105 @@
+"""Constraints as users write them, in llguidance's notation.
+
+`grammar_text` rewrites every form; `apt_jax.validation` has bounded its size and depth before.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from apt_jax.errors import InvalidRequestError, json_kind
+from apt_jax.request import StructuredOutputsParams
+from apt_jax.structured.json_schema import exact_schema
+
+FIELD = "structured_outputs"
+DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
+"""Between the parts of a JSON value: what pretty-printers write. Bounded: small models go on with spaces for ever."""
+
+_GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
+_SCHEMA_GRAMMAR = '{ "grammars": [{ "json_schema"'
+"""Beginning of llguidance's notation of a JSON schema."""
+
+
+def field_of(wanted: StructuredOutputsParams) -> str:
+    """Return the name of the field that is set."""
+    for name in ("json", "regex", "choice", "grammar", "json_object"):
+        if getattr(wanted, name) is not None:
+            return name
+    raise ValueError("no constraint")
+
+
+def grammar_text(wanted: StructuredOutputsParams) -> str:
+    """Return a checked constraint in llguidance's notation. `json` is JSON text here."""
+    from llguidance import LLMatcher
+
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return LLMatcher.grammar_from_regex("|".join(re.escape(text) for text in wanted.choice))
+    if wanted.grammar is not None:
+        return LLMatcher.grammar_from_lark(_as_lark(wanted.grammar))
+    return LLMatcher.grammar_from_json_schema(json_schema_of(wanted))
+
+
+def json_schema_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
+    """Return the schema of a checked `json` or `json_object`, as llguidance compiles it.
+
+    Raises:
+        ValueError: a keyword cannot be enforced; one line.
+    """
+    schema = json.loads(wanted.json) if isinstance(wanted.json, str) else {"type": "object"}
+    whitespace: dict[str, Any] = (
+        {"whitespace_flexible": False}
+        if wanted.disable_any_whitespace
+        else {"whitespace_pattern": wanted.whitespace_pattern or DEFAULT_WHITESPACE}
+    )
+    return exact_schema(schema, whitespace)
+
+
+def _as_lark(grammar: str) -> str:
+    """A grammar in llguidance's dialect of Lark; one in GBNF, which has ``::=`` in its rules, is rewritten (in linear
+    time)."""
+    if _GBNF_RULE.search(grammar) is None:
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(grammar)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except Exception as error:  # the module raises plain Exception, too
+        raise ValueError(f"not GBNF: {error}") from None
+
+
+def from_response_format(response_format: object) -> StructuredOutputsParams | None:
+    """OpenAI's ``response_format`` as ours; None for plain text.
+
+    Raises:
+        InvalidRequestError: not one of ``{"type": "text"}``, ``{"type": "json_object"}`` and
+            ``{"type": "json_schema", "json_schema": {"schema": ...}}``.
+    """
+    if response_format is None:
+        return None
+    if not isinstance(response_format, Mapping):
+        raise InvalidRequestError("response_format", f"{json_kind(response_format)} is not an object")
+    kind = response_format.get("type")
+    known = {"json_schema": {"type", "json_schema"}}.get(str(kind), {"type"})
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequestError("response_format", "type must be 'text', 'json_object' or 'json_schema'")
+    if unknown := response_format.keys() - known:
+        raise InvalidRequestError("response_format", f"unknown field {str(min(map(str, unknown)))[:40]!r}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    inner = response_format.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, Mapping) else None
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequestError("response_format.json_schema", "needs an object `schema`")
+    return StructuredOutputsParams(json=schema)
+
+
+def has_json(text: str) -> bool:
+    """True if a grammar in llguidance's notation has a JSON schema in it."""
+    return text.startswith(_SCHEMA_GRAMMAR) or (not text.startswith("{") and "%json" in text)
