@@ -39,7 +39,7 @@ MAX_DIGITS = 20
 """Digits in a row of a number in JSON: 64-bit integers and doubles have no more."""
 _DIGITS = b"0123456789"
 _AFTER_DIGITS = _DIGITS + b".eE,]} \t\r\n"
-"""First bytes of what may follow a digit of a number in JSON."""
+"""Bytes that may follow a digit of a number in JSON."""
 _STACK_BYTES = 64 << 20
 MEMORY_LEFT_BYTES = _STACK_BYTES + (64 << 20)
 """Memory that a compilation leaves to others, its stack among it."""
@@ -82,12 +82,12 @@ class Vocabulary:
 
     @functools.cached_property
     def digits(self) -> NDArray[np.uint32]:
-        """Tokens that begin with a digit, as a mask."""
+        """Mask of tokens that begin with a digit."""
         return self._beginning_with(_DIGITS)
 
     @functools.cached_property
     def after_digits(self) -> NDArray[np.uint32]:
-        """Tokens that may follow a digit of a number in JSON, by how they begin, as a mask."""
+        """Mask of tokens that may follow a digit of a number in JSON, judged by their first byte."""
         return self._beginning_with(_AFTER_DIGITS)
 
     def _beginning_with(self, first: bytes) -> NDArray[np.uint32]:

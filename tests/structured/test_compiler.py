@@ -18,6 +18,7 @@ import pytest
 
 from apt_jax.errors import InvalidRequestError, QueueFullError
 from apt_jax.request import StructuredOutputsParams
+from apt_jax.structured import compile_process
 from apt_jax.structured import compiler as grammar_module
 from apt_jax.structured import constraint as constraint_module
 from apt_jax.structured.compiler import GrammarCompiler, PendingGrammar
@@ -620,7 +621,8 @@ def test_R11_the_next_constraint_does_not_wait_for_the_child_that_a_slow_one_has
             begun.clear()
             raise grammar_module.TrialLostError("slow")
 
-    monkeypatch.setattr(grammar_module, "TrialWorker", Recorded)
+    for module in (grammar_module, compile_process):
+        monkeypatch.setattr(module, "TrialWorker", Recorded)
     made = compiler_of(tokenizer, limit_s=0.2)
     for number in range(2):
         refused(made, choice=[f"slow {number}"])
