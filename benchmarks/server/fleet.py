@@ -139,7 +139,7 @@ class Fleet:
         """Processes of the fleet that still run."""
         return [p for p in self._family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
-    def terminate(self, timeout_s: float = 60.0) -> int:
+    def terminate(self, timeout_s: float = 200.0) -> int:
         """SIGTERM; returns the exit code of the launcher.
 
         Raises:

@@ -422,7 +422,7 @@ def test_a_constraint_is_compiled_once(tokenizer):
     made.close()
 
 
-def test_R11_the_cache_is_bounded_in_entries_and_bytes(tokenizer):
+def test_R11_the_cache_is_bounded_in_entries_and_bytes(tokenizer, monkeypatch):
     made = compiler_of(tokenizer, max_entries=5)
     kept = made.compile(checked(choice=["0"]))
     for i in range(12):
@@ -433,11 +433,18 @@ def test_R11_the_cache_is_bounded_in_entries_and_bytes(tokenizer):
     assert made.cached_bytes == sum(e.num_bytes for e in made._entries.values())
     assert kept.start()
     made.close()
+    measured = compile_process.TrialWorker.attempt  # by the growth of the process, which a busy machine changes
+
+    def attempt(self: compile_process.TrialWorker, grammar: str, limit_s: float) -> tuple[str | None, int]:
+        error, num_bytes = measured(self, grammar, limit_s)
+        return error, min(num_bytes, 20 << 10)
+
+    monkeypatch.setattr(compile_process.TrialWorker, "attempt", attempt)
     small = compiler_of(tokenizer, max_bytes=120 << 10)
     for i in range(12):
         small.compile(checked(choice=[str(i)]))
         assert small.cached_bytes <= 120 << 10
-    assert 1 <= small.num_cached <= 7
+    assert 6 <= small.num_cached <= 7  # of 16 to 20 KiB
     assert small.compile(checked(choice=["x" * 20_000])).start()  # larger than the cache: used, not kept
     small.close()
 

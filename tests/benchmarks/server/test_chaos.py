@@ -64,6 +64,7 @@ def storm(kinds: Sequence[str], seed: int) -> None:
 
 
 @pytest.mark.in_turn(4, group="whole commands")
+@pytest.mark.timeout(900)  # seconds: a minute, but several on a machine with much other work
 @needs_gateway
 def test_a_short_storm_with_another_seed_every_day():
     seed = int(os.environ["APT_JAX_FUZZ_SEED"])  # the date

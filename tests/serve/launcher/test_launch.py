@@ -55,7 +55,7 @@ needs_gateway = pytest.mark.skipif(
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], Any], timeout_s: float = 200.0) -> None:
     ends_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends_s, "it did not happen"
@@ -94,11 +94,11 @@ class Launch:
     def err(self) -> str:
         return self._err.read_text()
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 200.0) -> int:
         """The exit code."""
         return self.process.wait(timeout_s)
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 200.0) -> None:
         def is_ready() -> bool:
             assert self.process.is_running(), self.err[-2000:]
             assert self.process.status() != psutil.STATUS_ZOMBIE, self.err[-2000:]
@@ -160,7 +160,7 @@ def ask(port: int, max_tokens: int, *, stream: bool = False) -> tuple[int, str, 
     body = {
         "model": "toy", "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": stream,
     }  # fmt: skip
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=200)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
@@ -307,7 +307,7 @@ def test_H4_nothing_outlives_a_launcher_that_is_killed(two):
     assert len([p for p in family if p.is_running()]) >= 3  # two replicas and the gateway
     two.process.kill()
     two.wait()
-    until(lambda: two.orphans() == [], 10)
+    until(lambda: two.orphans() == [])
 
 
 @pytest.mark.in_turn(4, group="launched servers")
