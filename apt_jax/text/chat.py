@@ -1,8 +1,8 @@
-"""Messages to the tokens of a prompt, by the chat template that a model brings.
+"""Encode messages as prompt tokens with the chat template of a model.
 
-A template is a Jinja program by whoever published the model. It is rendered in a process of its own (`chat_worker`),
-with limits on time, memory and output. The special tokens of the prompt come from the template alone: the process tells
-which parts of the text the template wrote, and anywhere else the text of a special token is encoded as plain text.
+A template is a Jinja program from the publisher of the model. It is rendered in a process of its own (`chat_worker`),
+with limits on time, memory and output. The special tokens of the prompt come only from the template: the process reports
+which parts of the text the template wrote. In all other parts, the text of a special token is encoded as plain text.
 
 Operators choose the template, requests cannot.
 """
@@ -39,8 +39,8 @@ from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTime
 _logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. What a model has
-called stands in ``tool_calls``, in OpenAI's form, and the answer of a tool names its ``tool_call_id``."""
+"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. The calls of a
+model are in ``tool_calls``, in OpenAI's format, and the result of a tool names its ``tool_call_id``."""
 
 Tool = Mapping[str, Any]
 """A function that the model may call, in OpenAI's form: ``{"type": "function", "function": {"name": ..., ...}}``."""
@@ -65,18 +65,18 @@ _PROBE_TOOL = {
 }
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 TOOL_USE = "tool_use"
-"""Name of the template for conversations with tools, where a model has several."""
+"""Name of the template for conversations with tools, if a model has several templates."""
 
 Runs = Sequence[Sequence[int]]
 """Half-open ranges of the characters that a template wrote."""
 
 
 class _TemplateFailed(Exception):
-    """The template did not render; the text says why."""
+    """The template could not be rendered; the message says why."""
 
 
 class _Worker:
-    """The rendering process of one template; started when it is first needed, and again after it was ended."""
+    """The rendering process of one template. It is started at the first use, and again after it has ended."""
 
     def __init__(self, template: str) -> None:
         self._template = template
@@ -84,7 +84,7 @@ class _Worker:
         self._child: ChildProcess | None = None
 
     def render(self, job: Mapping[str, Any]) -> tuple[str, Runs]:
-        """The text, and the ranges that the template wrote; see `chat_worker`."""
+        """Return the text and the ranges that the template wrote; see `chat_worker`."""
         with self._lock:
             if self._child is None:
                 self._child = ChildProcess(Path(__file__).with_name("chat_worker.py"))
@@ -127,7 +127,7 @@ class _Program:
     ) -> None:
         self.source, self._special_tokens = source, special_tokens
         self._probe_tools = probe_tools
-        """Tools of the conversations that it is tried on."""
+        """Tools in the conversations that test the template."""
         self.takes_tools = _TOOLS_WORD.search(source) is not None
         self._worker, self._long_worker = _Worker(source), _Worker(source)
         """Long conversations have a process of their own, so that short ones never wait for them."""
@@ -169,7 +169,7 @@ class _Program:
     def prepared(
         self, messages: Sequence[dict[str, Any]], functions: Sequence[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
-        """Checked messages and tools in forms that the template takes."""
+        """Return checked messages and tools in the forms that the template accepts."""
         if "developer" not in self.source:
             messages = with_system_role(messages)
         if not self.takes_tools and (functions or any(m["role"] == "tool" or "tool_calls" in m for m in messages)):
@@ -193,7 +193,7 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         special_tokens: ``bos_token`` and the like, which templates may use.
-        where: what messages call it: a file.
+        where: name of the template in error messages, for example its file.
         tool_source: another Jinja text for conversations with tools.
     """
 
@@ -217,7 +217,7 @@ class ChatTemplate:
         """Render a conversation of one message. A template for tools alone that fails is named in the log.
 
         Raises:
-            ModelLoadError: the template does not do so within its limits.
+            ModelLoadError: the template fails, or exceeds its limits.
         """
         try:
             import jinja2  # noqa: F401
@@ -238,26 +238,26 @@ class ChatTemplate:
 
     @property
     def stored(self) -> str | list[dict[str, str]]:
-        """The template as tokenizer_config.json has it."""
+        """Return the template in the format of tokenizer_config.json."""
         if self._tool_program is self._program:
             return self.source
         named = {"default": self.source, TOOL_USE: self._tool_program.source}
         return [{"name": name, "template": source} for name, source in named.items()]
 
     def source_for(self, has_tools: bool) -> str:
-        """The Jinja text that conversations with tools, or without any, are rendered by."""
+        """Return the Jinja text for conversations with or without tools."""
         return self._program_for(has_tools).source
 
     def _program_for(self, has_tools: bool) -> _Program:
         return self._tool_program if has_tools else self._program
 
     def close(self) -> None:
-        """End the rendering processes; they would be started again."""
+        """End the rendering processes. The next call starts them again."""
         self._program.close()
         self._tool_program.close()
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The text that transformers' `apply_chat_template(tokenize=False)` makes.
+        """Return the text that transformers' `apply_chat_template(tokenize=False)` returns.
 
         Raises:
             InvalidRequestError: the messages are malformed, or the template refuses them.
@@ -278,12 +278,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the prompt: those of transformers, where no message holds the text of a special token.
+        """Return the token ids of the prompt. They equal those of transformers unless a message has the text of a special token.
 
         Args:
             tokenizer: of the model.
             messages: the conversation.
-            tools: that the model may call. Templates without a place for them get them as text.
+            tools: functions that the model may call. Templates without support for tools get them as text.
             add_generation_prompt: end the prompt where the model's answer begins.
             continue_final_message: end the prompt where the content of the last message ends, so that the model goes on
                 with it.
@@ -325,8 +325,8 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
-    """The messages with a mark after the content of the last one. A space follows it: where the template takes it away,
-    it takes what is before the mark as well."""
+    """Return the messages with a mark after the content of the last one. A space follows the mark: if the template strips
+    the space, it also strips spaces before the mark."""
     *others, last = messages
     content = last["content"]
     if isinstance(content, str):
@@ -346,7 +346,7 @@ def _up_to_end(text: str, mark: str) -> str:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Descriptions of functions; None: no functions.
+    """Return checked descriptions of functions, or None if there are none.
 
     Raises:
         InvalidRequestError: they are malformed.
@@ -376,9 +376,10 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def load_chat_template(path: Path | str, override: str | None = None) -> ChatTemplate | None:
-    """The chat template of a model, not yet validated.
+    """Load the chat template of a model, without validating it.
 
-    Of several named templates `tool_use` is for conversations with tools, and `default` for others, as in transformers.
+    If a model has several named templates, `tool_use` is for conversations with tools and `default` for all others, as in
+    transformers.
 
     Args:
         path: a directory with chat_template.jinja (and others in additional_chat_templates) or a template in
@@ -386,7 +387,7 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
         override: a file to use instead, the name of one of the model's templates, or ``none``.
 
     Returns:
-        None: the model has no template.
+        The template, or None if the model has no template.
 
     Raises:
         ModelLoadError: a file is damaged or too large.
@@ -422,7 +423,7 @@ def _from_gguf(path: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _from_directory(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The templates by name, and the special tokens that they may use."""
+    """Return the templates by name, and the special tokens that they may use."""
     config = tokenizer_config(directory)
     tokens = {name: special_token(config, name) for name in _TOKEN_NAMES}
     found = {name: token for name, token in tokens.items() if token is not None}

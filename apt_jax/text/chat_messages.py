@@ -1,4 +1,4 @@
-"""Messages and calls of clients, checked: what stays is what chat templates know."""
+"""Check messages and tool calls of clients; only fields that chat templates know are kept."""
 
 import json
 import re
@@ -17,12 +17,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ROLE_PATTERN = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 _ROLE = re.compile(ROLE_PATTERN)
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""By type of a part of a content: the field with its text."""
+"""Name of the field that holds the text, by type of content part."""
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
 def text_of(messages: Any) -> str:
-    """The contents of messages, of which nothing is known yet, one after another; other contents are left out."""
+    """Return the text contents of unchecked messages, joined; contents of other types are left out."""
     texts: list[str] = []
     for message in messages if isinstance(messages, Sequence) and not isinstance(messages, str) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -33,13 +33,13 @@ def text_of(messages: Any) -> str:
 
 
 def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
-    """Messages of role, content, calls and reasoning, nothing else that a template could take for its own. A content is
-    a text, or a list of ``{"type": "text", "text": ...}``. Further fields, which answers of other servers have, are left
-    out.
+    """Return messages with role, content, calls and reasoning only, so that a template cannot misread other fields. A
+    content is a text, or a list of ``{"type": "text", "text": ...}``. Other fields, which answers of other servers have,
+    are dropped.
 
     Args:
-        messages: of a client.
-        template: text of the chat template. Roles beside `ROLES` are those that it names.
+        messages: messages of a client, not checked.
+        template: text of the chat template. Roles besides `ROLES` are accepted if the template names them.
 
     Raises:
         InvalidRequestError: they are malformed.
@@ -91,8 +91,8 @@ def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
 
 
 def with_system_role(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Developer messages as system messages, for templates that do not know the role. One that follows a message
-    of the system goes on with it: many templates take one alone."""
+    """Turn developer messages into system messages, for templates that do not know the role. A developer message after
+    a system message is appended to it, since many templates accept only one."""
     made: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "developer":
@@ -110,7 +110,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(where: str, message: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:
-    """The content of a message; None: it has none."""
+    """Return the content of a message, or None if it has none."""
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         audio = message.get("audio")
@@ -135,7 +135,7 @@ def _content(where: str, message: Mapping[str, Any]) -> str | list[dict[str, Any
 
 
 def _reasoning(where: str, message: Mapping[str, Any]) -> str | None:
-    """The reasoning of the model: `reasoning_content`, or `reasoning`, as vLLM and OpenRouter call it."""
+    """Return the reasoning of the model, from `reasoning_content` or, as in vLLM and OpenRouter, from `reasoning`."""
     thought = message.get("reasoning_content")
     if thought is None:
         other = message.get("reasoning")
@@ -156,7 +156,7 @@ def _unicode(where: str, text: str) -> str:
 
 
 def _checked_calls(field: str, calls: Any) -> list[dict[str, Any]]:
-    """Calls of tools with their arguments as objects, as templates write them."""
+    """Return tool calls with their arguments as objects, as templates expect them."""
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise InvalidRequestError(field, f"{json_kind(calls)} is not a list of calls")
     checked = []

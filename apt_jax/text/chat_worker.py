@@ -1,8 +1,8 @@
 """The process that renders chat templates: `python -P chat_worker.py`, driven by `apt_jax.text.chat`.
 
-A template is a program that somebody else wrote. Jinja's sandbox keeps it from Python's insides, not from running for
-ever or taking all memory; limits of the operating system on this process do. It reads one JSON object a line from stdin
-and answers with one a line on stdout: first `{"template": text}`, then any number of
+A template is an untrusted program. Jinja's sandbox keeps it from Python's internals; limits of the operating system on
+this process bound its time and memory. The process reads one JSON object per line from stdin and writes one per line to
+stdout: first `{"template": text}`, then any number of
 
     {"context": variables, "written": variables, "limit": characters}
 
@@ -40,7 +40,7 @@ _CPU_S = 1.0
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the model's own words for training; here its body is rendered and nothing more."""
+    """`{% generation %}` marks the model's own words for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja has it
 
@@ -57,7 +57,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Generator(jinja2.compiler.CodeGenerator):
-    """Compiles templates so that their own texts are marked."""
+    """Compile templates so that the text of the template itself is marked."""
 
     def _constant(self, value: Any) -> str:
         constants = self.environment.constants  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class _Generator(jinja2.compiler.CodeGenerator):
 
 class _Formatter(SandboxedFormatter):
     def pieces(self, text: str, args: Any, kwargs: Any) -> list[str]:
-        """The pieces of `text.format(*args, **kwargs)`; all of the text is the template's."""
+        """Return the pieces of `text.format(*args, **kwargs)`; `text` itself counts as written by the template."""
         made: list[str] = []
         numbers = itertools.count()
         for literal, name, spec, conversion in self.parse(text):
@@ -105,7 +105,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's environment, whose texts record the parts that the template wrote."""
+    """A Jinja environment whose texts record which parts the template wrote."""
 
     code_generator_class = _Generator
     concat = staticmethod(marked_text.concat)
@@ -113,7 +113,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=marked_text.as_text, **options)
         self.constants: list[Any] = []
-        """Values in compiled templates."""
+        """Constants of the compiled templates."""
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         usual, text = super().wrap_str_format(value), getattr(value, "__self__", None)
@@ -164,7 +164,7 @@ def _strftime_now(format: str) -> str:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The settings and helpers that transformers gives to chat templates."""
+    """Return an environment with the settings and helpers that transformers gives to chat templates."""
     env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     env.filters |= {"tojson": _tojson, "join": _join, "title": _title, "indent": _indent, "string": marked_text.as_text}
     env.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace)
@@ -197,7 +197,7 @@ def _limit_process() -> None:
 
 
 def _answer(line: str, template: jinja2.Template | None) -> tuple[dict[str, Any], Any]:
-    """The answer to one line, and the template from then on."""
+    """Return the answer to one line, and the template to use for the next lines."""
     try:
         job = json.loads(line)
         if "template" in job:

@@ -1,8 +1,8 @@
-"""Bytes that each token adds to a text that has begun.
+"""Bytes that each token adds to a text that has already begun.
 
-An output continues its prompt, so its tokens must not be decoded as if they began a text: decoders of SentencePiece
-take the first space of a text away, those of WordPiece put none before its first word. Here every token has bytes of its
-own, and the bytes of all tokens, put together, are the text. `apt_jax.text.detokenizer`, log probabilities and
+An output continues its prompt, so its tokens must not be decoded as if they began a text: SentencePiece decoders
+drop the first space of a text, and WordPiece decoders put no space before its first word. Here every token has its own
+bytes, and the text is the concatenation of the bytes of all tokens. `apt_jax.text.detokenizer`, log probabilities and
 constraints (`apt_jax.structured`) all read tokens in this way.
 
 For nearly all decoders of the `tokenizers` library these bytes depend on the token only. Two exceptions:
@@ -11,7 +11,7 @@ For nearly all decoders of the `tokenizers` library these bytes depend on the to
 * Other decoders (CTC, unknown steps) look at the whole text. `is_exact` is False for them, and `IncrementalDetokenizer`
   decodes a window of tokens.
 
-Spaces that a decoder strips from the end of a text stay: an output is no end.
+Spaces that a decoder strips from the end of a text are kept, since the text may go on.
 """
 
 import codecs
@@ -22,12 +22,12 @@ from typing import Any
 import tokenizers
 
 _CONTEXT = "a"
-"""A token before the one that is asked about."""
+"""Text of a token placed before the token in question."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies (GPT-2): printable Latin-1 as itself, the rest
-    from U+0100 on."""
+    """Map characters of byte-level vocabularies (GPT-2) to bytes: printable Latin-1 characters stand for themselves,
+    characters from U+0100 on for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}
@@ -47,7 +47,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    """Error handler: U+FFFD for each byte, as the library's ``ByteFallback`` has it."""
+    """Error handler: U+FFFD for each byte, like the library's ``ByteFallback``."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -58,15 +58,15 @@ codecs.register_error(_EACH, _replace_each)
 
 
 class Continuations:
-    """The bytes that tokens add to a text that has begun.
+    """The bytes that tokens add to a text that has already begun.
 
     Args:
         backend: the library's tokenizer; its vocabulary and decoder do not change afterwards.
 
     Attributes:
-        is_exact: the bytes of all tokens, put together, are the decoded text.
+        is_exact: the decoded text equals the concatenated bytes of its tokens.
         is_byte_level: tokens are written in the byte alphabet of GPT-2.
-        word_end: what ends words in the vocabulary, where a space follows once another token does; None: nothing.
+        word_end: suffix of tokens that end a word; the next token adds a space. None: the vocabulary has none.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -86,11 +86,11 @@ class Continuations:
         self._pieces: dict[int, bytes] = {}
 
     def piece(self, token_id: int, after: int | None = None) -> bytes:
-        """Bytes that a token adds; none for an id without a token. Without `is_exact`: those of the token alone.
+        """Return the bytes that a token adds; empty for an id without a token. Without `is_exact`, the context is ignored.
 
         Args:
             token_id: the token.
-            after: the token before it; only with `word_end` it makes a difference.
+            after: the token before it; used only with `word_end`.
         """
         piece = self._pieces.get(token_id)
         if piece is None:
@@ -111,18 +111,18 @@ class Continuations:
         return self._decode([token, _CONTEXT]).removesuffix(self._after_context).encode()
 
     def ends_word(self, token_id: int | None) -> bool:
-        """True if a space follows the token once another one does."""
+        """Return whether the next token adds a space after this one."""
         token = None if token_id is None else self._backend.id_to_token(token_id)
         return token is not None and self.word_end is not None and token.endswith(self.word_end)
 
     def pieces(self, num_ids: int) -> list[bytes]:
-        """`piece` of every id in [0, num_ids), without a word that ends before."""
+        """Return `piece` of every id in [0, num_ids), with no word ending before it."""
         tokens = map(self._backend.id_to_token, range(num_ids))
         return [b"" if token is None else self._piece(token) for token in tokens]
 
     def encoder(self) -> Callable[[str], list[int]]:
-        """A function from a text that goes on with another one to its tokens, as the library splits it: no space is put
-        before it. Their pieces may be another text, where the tokenizer knows none but whole words."""
+        """Return a function that encodes a text which continues another text, without a space before it. The tokens may
+        decode to a different text if the tokenizer knows whole words only."""
         fields = json.loads(self._backend.to_str())
         fields |= {"normalizer": _without_prefix(fields["normalizer"]), "post_processor": None}
         fields["pre_tokenizer"] = _without_prefix(fields["pre_tokenizer"])
@@ -131,7 +131,7 @@ class Continuations:
         return lambda text: backend.encode(text, add_special_tokens=False).ids
 
     def utf8_decoder(self) -> codecs.IncrementalDecoder:
-        """A decoder of the bytes, which replaces invalid UTF-8 as the library's decoder does."""
+        """Return an incremental decoder of the bytes that replaces invalid UTF-8 like the library's decoder."""
         return codecs.getincrementaldecoder("utf-8")(_EACH if self._has_byte_tokens else "replace")
 
     def _piece(self, token: str) -> bytes:
@@ -151,7 +151,7 @@ class Continuations:
 
 
 def _byte_of(token: str) -> int | None:
-    """The byte that a token such as ``<0x0A>`` stands for."""
+    """Return the byte that a token such as ``<0x0A>`` stands for."""
     if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:
@@ -161,7 +161,7 @@ def _byte_of(token: str) -> int | None:
 
 
 def _without_prefix(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A normaliser or pre-tokenizer that puts no space before a text."""
+    """Return the normaliser or pre-tokenizer without the step that puts a space before a text."""
     if step is None or step["type"] == "Prepend":
         return None
     changed = dict(step)
@@ -176,7 +176,7 @@ def _without_prefix(step: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """A decoder as a flat list of steps; none for no decoder."""
+    """Return the steps of a decoder as a flat list; empty without a decoder."""
     if decoder is None:
         return []
     if decoder["type"] != "Sequence":
@@ -185,7 +185,7 @@ def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _keeps_later_text(step: Mapping[str, Any]) -> bool:
-    """True for steps on a whole text that change its ends only, or each character by itself."""
+    """Return whether a step on the whole text changes only its ends, or each character separately."""
     return step["type"] in ("Fuse", "Strip") or _maps_characters(step)
 
 
@@ -197,7 +197,7 @@ def _maps_characters(step: Mapping[str, Any]) -> bool:
 
 
 def _is_by_token(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """True if a token's contribution to a text that has begun depends on the token only."""
+    """Return whether the bytes that a token adds depend only on the token."""
     kinds = [step["type"] for step in steps]
     if not {"Replace", "Metaspace", "WordPiece", "ByteFallback", "Fuse", "Strip"}.issuperset(kinds):
         return False

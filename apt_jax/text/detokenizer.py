@@ -1,24 +1,24 @@
-"""Text from token ids as they come, and stop strings within it."""
+"""Incremental detokenization, and stop strings in the text."""
 
 from collections.abc import Sequence
 
 from apt_jax.text.tokenizer import TokenIds, Tokenizer
 
 _PROMPT_TAIL = 16
-"""Tokens of the prompt that are read: more than a character has bytes, and some special tokens among them."""
+"""Number of prompt tokens that are read: enough for the bytes of one character and some special tokens."""
 _MAX_UNREAD = 8
-"""Tokens that a decoder of whole texts may leave without a character."""
+"""Maximum number of tokens in the window that have not produced a character yet."""
 
 
 class IncrementalDetokenizer:
-    """Tokens to text, a token at a time, as the continuation of a prompt, or as a text of their own.
+    """Turn tokens into text, one token at a time, as the continuation of a prompt or as a separate text.
 
     The texts that `push` and `flush` return, joined, are what the tokens add to the text of the prompt. Every character
-    comes with its last byte. Bytes that are not UTF-8 become U+FFFD; a character that the prompt has begun belongs to the
+    is returned with its last byte. Bytes that are not UTF-8 become U+FFFD; a character that the prompt has begun belongs to the
     output.
 
-    A call takes the same time however long prompt and output are. Of the prompt only the last tokens are read: what a
-    token adds depends on the token before it at most, and no character has more than four bytes.
+    The time per call does not depend on the lengths of prompt and output. Only the last tokens of the prompt are read: the
+    text of a token depends at most on the token before it, and a character has at most four bytes.
 
     Args:
         tokenizer: of the model.
@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special_tokens
         self._utf8 = self._continuations.utf8_decoder()
         self._ids: list[int] = []
-        """The tokens that are read again: the last one, or without `is_exact` the last few."""
+        """Tokens to decode again at the next call: the last one or, without `is_exact`, the last few."""
         self._window_read = 0
         self._begins = prompt_token_ids is None
         for token_id in () if prompt_token_ids is None else prompt_token_ids[-_PROMPT_TAIL:]:
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
             self._utf8.reset()
 
     def push(self, token_id: int) -> str:
-        """Text that `token_id` completes; empty while a character lacks bytes."""
+        """Return the text that `token_id` completes; empty while a character is incomplete."""
         if self._skip_special and token_id in self._tokenizer.special_ids:
             return ""
         if not self._continuations.is_exact:
@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: how much of one stop string the text so far ends with."""
+    """Knuth-Morris-Pratt matcher: tracks the longest prefix of one stop string that the text ends with."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -99,7 +99,7 @@ class _Matcher:
             self._fail[i] = k
 
     def feed(self, char: str) -> bool:
-        """True when the text now ends with the whole pattern; `matched` is then its longest proper prefix."""
+        """Return whether the text now ends with the whole pattern; `matched` is then the length of its longest border."""
         k, pattern = self.matched, self.pattern
         while k and char != pattern[k]:
             k = self._fail[k - 1]
@@ -114,8 +114,8 @@ class _Matcher:
 class StopChecker:
     """Finds the first stop string in text that arrives in pieces.
 
-    The text ends at the first character that completes a stop string; of several completed by the same character the
-    longest counts. Where the borders of the pieces fall makes no difference.
+    The text ends at the first character that completes a stop string; if one character completes
+    several, the longest counts. The result does not depend on how the text is cut into pieces.
 
     Args:
         stop: stop strings, none empty.
@@ -136,7 +136,7 @@ class StopChecker:
             may_match: False: a stop string that ends within this piece does not count (`min_tokens`).
 
         Returns:
-            Text that is settled and may be shown, and the stop string that was found; after one, push no more.
+            The text that is final and may be shown, and the stop string that was found, if any. Do not push after a match.
         """
         if not self._matchers:
             return text, None
@@ -155,7 +155,7 @@ class StopChecker:
         return pending[: len(pending) - keep], None
 
     def flush(self) -> str:
-        """Text kept back that became no stop string after all."""
+        """Return the held-back text that did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -165,9 +165,9 @@ class OutputText:
 
     Args:
         tokenizer: of the model.
-        prompt_token_ids: what the output continues, or its end; None: it begins a text.
+        prompt_token_ids: the prompt, or its last tokens; None: the output begins a text.
         stop: stop strings, none empty.
-        min_tokens: a stop string does not count before so many tokens.
+        min_tokens: number of tokens before which stop strings are ignored.
         include_stop_str_in_output: keep the matched string at the end of the text.
         skip_special_tokens: leave special tokens out.
         own_bytes_only: leave out a character that the prompt has begun.
@@ -198,7 +198,7 @@ class OutputText:
         self.stop: str | None = None
 
     def push(self, token_id: int) -> str | None:
-        """Take the next token; returns the stop string that it completes. Tokens after one are ignored."""
+        """Take the next token; return the stop string that it completes, if any. Later tokens are ignored."""
         self._num_tokens += 1
         if self.stop is not None:
             return None
@@ -206,7 +206,8 @@ class OutputText:
         return self.stop
 
     def take(self, *, final: bool = False) -> str:
-        """Text settled since the last call; with `final` also what was kept back, in which `stop` may be found."""
+        """Return the text that became final since the last call; with `final` also the held-back text, in which `stop` may be
+        found."""
         if final and not self._flushed:
             self._flushed = True
             if self.stop is None:

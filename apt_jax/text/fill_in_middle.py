@@ -1,7 +1,7 @@
-"""Prompts to fill in between two texts, with the tokens that code models were trained with.
+"""Fill-in-the-middle prompts, with the special tokens that code models were trained with.
 
-Which form a model takes is told by its vocabulary. Prefix, suffix and files are encoded as plain text, so that none of them
-can hold a token of the form.
+The vocabulary of a model tells which form it uses. Prefix, suffix and files are encoded as plain text, so that they
+cannot contain special tokens of the form.
 """
 
 import functools
@@ -16,9 +16,9 @@ class _Form(NamedTuple):
     prefix: str
     suffix: str
     middle: str | None
-    """None: nothing follows the texts."""
+    """Token after the texts; None: there is no such token."""
     suffix_first: bool = False
-    """The suffix comes before the prefix."""
+    """Whether the suffix comes before the prefix."""
     ends: tuple[str, ...] = ()
     """Tokens that end an answer, besides the end tokens of every output and the tokens of the form."""
     names: tuple[str, ...] = ()
@@ -47,25 +47,25 @@ _FORMS = (
     # Seed-Coder
     _Form("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
 )  # fmt: skip
-"""In the order in which they are looked for."""
+"""Known forms, in the order in which they are tried."""
 
 _SNIPPET = "\n\n--- snippet ---\n\n"
-"""Stands before a file if the vocabulary has no token for files, as in llama.cpp."""
+"""Text before a file if the vocabulary has no token for files, as in llama.cpp."""
 
 
 class ExtraFile(NamedTuple):
-    """A text that may help, such as another file of the repository."""
+    """Additional context, such as another file of the repository."""
 
     name: str
     text: str
 
 
 class FillInMiddle:
-    """Makes prompts of one tokenizer.
+    """Builds fill-in-the-middle prompts for one tokenizer.
 
     Args:
         tokenizer: of the model.
-        form: that it has the tokens of.
+        form: the form whose tokens the vocabulary has.
     """
 
     def __init__(self, tokenizer: Tokenizer, form: _Form) -> None:
@@ -76,21 +76,21 @@ class FillInMiddle:
         self._name, self._file = self._first(form.names), self._first(form.files)
         ends = [*map(vocab.get, form.ends), self._name, self._file, self._prefix, self._suffix, *self._middle]
         self.stop_token_ids = sorted({end for end in ends if end is not None})
-        """End an answer, besides the tokens that end every output: a model would begin another file."""
+        """Tokens that end an answer, in addition to the end tokens of every output: a model would begin another file."""
         # Of what is put around a text, as a beginning or an end, what comes first; a text shows which is which.
         around, text = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
         self._beginning = around[: next((i for i in range(len(around)) if around[i : i + len(text)] == text), 0)]
         self._space = "" if tokenizer.encode_continuation("a") == text else " "
-        """SentencePiece puts it before the first text, as the model saw it: before the prefix, not before the suffix."""
+        """Space that SentencePiece puts before the first text: models saw it before the prefix, not before the suffix."""
 
     def prompt(self, prefix: str, suffix: str, *, begun: str = "", files: Sequence[ExtraFile] = ()) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Args:
             prefix: text before the answer.
             suffix: text after it.
-            begun: the beginning of the answer, which follows `prefix`.
-            files: come first.
+            begun: beginning of the answer, placed after `prefix`.
+            files: additional context at the beginning of the prompt.
         """
         start = self._space + prefix if prefix else prefix
         before = [self._prefix, *self._text(start), *self._text(begun)]
@@ -99,7 +99,7 @@ class FillInMiddle:
         return [*self._beginning, *self._context(files), *texts, *self._middle]
 
     def _context(self, files: Sequence[ExtraFile]) -> list[int]:
-        """The files in the form in which models read a repository."""
+        """Return the token ids of the files, in the form that models were trained with."""
         if not files:
             return []
         ids = [] if self._name is None else [self._name, *self._text("project\n")]
@@ -126,11 +126,11 @@ def _of(tokenizer: Tokenizer) -> FillInMiddle | None:
 
 
 def fill_in_middle(tokenizer: Tokenizer | None, field: str) -> FillInMiddle:
-    """The maker of prompts for a model.
+    """Return the prompt builder of a model.
 
     Args:
         tokenizer: of the model, if it has one.
-        field: of the request that needs it.
+        field: name of the request field that needs it, for errors.
 
     Raises:
         InvalidRequestError: the vocabulary has no tokens for it.

@@ -1,4 +1,4 @@
-"""JSON values of clients, made plain before others see them."""
+"""Conversion of JSON values of clients to plain types."""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ MAX_DEPTH = 64
 
 
 def plain_json(field: str, value: Any, depth: int = 0) -> Any:
-    """A copy of a JSON value, made of plain types.
+    """Return a copy of a JSON value that consists of plain Python types.
 
     Raises:
-        InvalidRequestError: it is none, or nested too deeply.
+        InvalidRequestError: the value is not JSON, or nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequestError(field, f"nested more deeply than {MAX_DEPTH} levels")

@@ -1,7 +1,7 @@
-"""Tokenizing long texts in a child process (`apt_jax.text.tokenize_worker`).
+"""Tokenization of long texts in a child process (`apt_jax.text.tokenize_worker`).
 
-A text of megabytes takes seconds and hundreds of megabytes. In a process of its own that neither holds up threads of
-this one, nor ends it where memory is short, and the memory goes back to the system.
+A text of megabytes takes seconds and hundreds of megabytes. In a separate process, the work does not
+block threads of this process or end it if memory is short, and the memory is returned to the system.
 """
 
 import threading
@@ -15,18 +15,18 @@ from apt_jax.errors import InvalidRequestError
 from apt_jax.utils.worker_process import ChildDiedError, ChildGoneError, ChildProcess, ChildTimeoutError
 
 LONG_CHARS = 32 << 10
-"""Longer texts are tokenized in the child."""
+"""Length in characters above which a text is tokenized in the child."""
 MEMORY_BYTES = 1 << 30
-"""That the child may take for one text."""
+"""Memory that the child may use for one text."""
 TIME_LIMIT_S = 60.0
-"""For one text, of wall time: a busy machine is no reason to fail."""
+"""Wall-clock limit for one text, generous enough for a busy machine."""
 _START_LIMIT_S = 60.0
 _NICE = 5
-"""The engine's threads come first."""
+"""Niceness of the child, so that the engine's threads take precedence."""
 
 
 class LongTextTokenizer:
-    """A child process with a copy of a tokenizer, one text at a time; started when it is first needed.
+    """A child process with a copy of a tokenizer. It handles one text at a time and is started at the first use.
 
     Args:
         tokenizer_json: text of tokenizer.json.
@@ -38,19 +38,19 @@ class LongTextTokenizer:
         self._child: ChildProcess | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See `Tokenizer.encode`. Raises InvalidRequestError where the text takes too much time or memory."""
+        """See `Tokenizer.encode`. Raises InvalidRequestError if the text takes too much time or memory."""
         return self._ask({"encode": text, "add_special_tokens": add_special_tokens})
 
     def encode_continuation(self, text: str) -> list[int]:
-        """See `Tokenizer.encode_continuation`. Raises as `encode`."""
+        """See `Tokenizer.encode_continuation`. Raises: see `encode`."""
         return self._ask({"continuation": text})
 
     def encode_template(self, text: str, written: Sequence[Sequence[int]]) -> list[int]:
-        """See `Tokenizer.encode_template`. Raises as `encode`."""
+        """See `Tokenizer.encode_template`. Raises: see `encode`."""
         return self._ask({"template": text, "written": written})
 
     def close(self) -> None:
-        """End the child; it would be started again."""
+        """End the child. The next call starts it again."""
         with self._lock:
             self._end()
 

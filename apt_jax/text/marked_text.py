@@ -1,8 +1,8 @@
-"""Text that knows which parts of it a chat template wrote.
+"""Text that records which of its parts a chat template wrote.
 
-`Text` is a `str` in which runs of characters are marked as the template's own. The marks go along through methods,
-operators and what Jinja does with texts. Where an operation does not keep them, its result is content: unmarked text is
-never taken for the template's.
+`Text` is a `str` in which runs of characters are marked as written by the template. Methods, operators and Jinja's
+filters keep the marks. If an operation loses them, its result counts as content: unmarked text never counts as written
+by the template.
 
 The file imports nothing of the package, so that `chat_worker` is small and quick to start.
 """
@@ -17,7 +17,7 @@ Runs = tuple[tuple[int, int], ...]
 """Half-open ranges of characters in order, non-empty and not adjacent."""
 
 _CONVERSION = re.compile(r"%(?:\((\w{1,64})\))?[sd%]")
-"""The plain ones; a text with others becomes content."""
+"""The supported conversions; a text with other conversions becomes content."""
 
 
 class Text(str):
@@ -125,31 +125,32 @@ class Text(str):
 
 
 def written(text: str) -> Text:
-    """A text that the template wrote."""
+    """Return the text with all characters marked as written by the template."""
     return _marked(text, ((0, len(text)),) if text else ())
 
 
 def changed(text: str, value: str) -> Text:
-    """`value`, made of `text`: its characters one by one, or else the template's where all of the text is."""
+    """Return `value`, derived from `text`, with marks: character by character if the lengths match, else marked as a whole if
+    all of `text` is."""
     if len(value) == len(text):
         return _marked(value, _runs(text))
     return written(value) if _runs(text) == ((0, len(text)),) else Text(value)
 
 
 def runs_of(text: str) -> Runs:
-    """The ranges of a text that the template wrote."""
+    """Return the ranges of a text that the template wrote."""
     return _runs(text)
 
 
 def as_text(value: object) -> str:
-    """A value as templates write it. Numbers count as the template's: no special token is made of digits alone."""
+    """Return a value as text, as templates write it. Numbers are marked, since no special token consists of digits only."""
     if isinstance(value, str):
         return value
     return written(str(value)) if value is None or isinstance(value, int | float) else str(value)
 
 
 def concat(pieces: Iterable[str]) -> Text:
-    """The pieces one after another."""
+    """Return the concatenated pieces."""
     pieces = list(pieces)
     runs: list[tuple[int, int]] = []
     at = 0
@@ -164,7 +165,7 @@ def concat(pieces: Iterable[str]) -> Text:
 
 
 def content_of(value: Any) -> Any:
-    """A JSON value with every text in it, names too, as `Text` without marks."""
+    """Return a copy of a JSON value in which every text, names included, is a `Text` without marks."""
     if isinstance(value, str):
         return Text(value)
     if isinstance(value, list):
@@ -175,7 +176,7 @@ def content_of(value: Any) -> Any:
 
 
 def constant(value: Any) -> Any:
-    """A constant of a template, every text in it its own."""
+    """Return a constant of a template with every text in it marked."""
     if isinstance(value, str):
         return written(value)
     if isinstance(value, list | tuple):
@@ -201,7 +202,7 @@ def _marked(text: str, runs: Runs) -> Text:
 
 
 def _part(text: Text, start: int, end: int) -> Text:
-    """The characters [start, end)."""
+    """Return the characters [start, end) with their marks."""
     runs = text._runs
     part = str.__getitem__(text, slice(start, end))
     if not runs or not part:
@@ -212,7 +213,7 @@ def _part(text: Text, start: int, end: int) -> Text:
 
 
 def _parts(text: Text, parts: Sequence[str], sep: str | None) -> list[str]:
-    """Parts of a text in their order, `sep` between them; None: whitespace that they do not begin with."""
+    """Return the parts of a text in order, separated by `sep`, or by whitespace if it is None."""
     if not text._runs:
         return list(map(Text, parts))
     made: list[str] = []
@@ -226,7 +227,7 @@ def _parts(text: Text, parts: Sequence[str], sep: str | None) -> list[str]:
 
 
 def _formatted(text: Text, values: Any) -> str:
-    """`text % values`, piece by piece, if its conversions are plain."""
+    """Return the pieces of `text % values`, if all its conversions are supported."""
     pieces: list[str] = []
     at = taken = 0
     for found in _CONVERSION.finditer(text):

@@ -1,4 +1,4 @@
-"""Patterns that are made of texts."""
+"""Regular expressions built from literal texts."""
 
 import itertools
 import re
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Match any of `texts`, of several at one place the longest.
+    """Return a pattern that matches any of `texts`; at each position the longest one.
 
-    The time to search a text does not grow with their number, which for special tokens is in the thousands: what texts
-    have in common is compared once.
+    The time to search does not grow with the number of texts, which is in the thousands for special tokens: common
+    prefixes are compared once.
 
     Args:
         texts: at least one, none empty.
@@ -22,7 +22,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _tree(texts: Sequence[str]) -> str:
-    """A pattern of sorted, different texts, which branches where they do."""
+    """Return a pattern for sorted, distinct texts that branches after common prefixes."""
     first, last = texts[0], texts[-1]
     shared = first[
         : sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

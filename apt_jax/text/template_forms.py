@@ -1,7 +1,7 @@
-"""The forms of messages that a chat template takes: found out by rendering some.
+"""Detects which forms of messages a chat template accepts by rendering samples.
 
-Templates differ in what they take: a content that is a text, or a list of parts; arguments of calls that are objects, or
-JSON text. Given the other form some write nothing, and say nothing.
+Templates differ: a content may be a text or a list of parts, and arguments of calls may be objects or JSON text. Given
+the wrong form, some templates silently write nothing.
 """
 
 import dataclasses
@@ -23,25 +23,25 @@ _BEFORE_AND_AFTER: dict[str, tuple[list[Any], list[Any]]] = {
         [],
     ),
 }
-"""By role: messages around the one that is tried."""
+"""Messages before and after the sample message, by role."""
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
-"""Returns None where the template fails."""
+"""Renders messages; returns None if the template fails."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TemplateForms:
-    """Forms that a template takes."""
+    """Forms of messages that a template accepts."""
 
     part_roles: frozenset[str] = frozenset()
     """Roles whose content may be several parts."""
     no_text_roles: frozenset[str] = frozenset()
-    """Roles whose content must be parts."""
+    """Roles whose content must be a list of parts."""
     arguments_as_text: bool = False
-    """Arguments of calls are JSON text."""
+    """Whether the arguments of calls are JSON text."""
 
     def content(self, role: str, content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-        """A content in a form that the template takes."""
+        """Return a content in a form that the template accepts."""
         role = role if role in _BEFORE_AND_AFTER else "user"
         if not isinstance(content, str):
             if role in self.part_roles:
@@ -51,16 +51,16 @@ class TemplateForms:
 
 
 def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a content."""
+    """Return the text of a content, with its parts joined."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def find_forms(source: str, render: Render) -> TemplateForms:
-    """Find out which forms a template takes.
+    """Find out which forms of messages a template accepts.
 
     Args:
-        source: the template.
-        render: it.
+        source: Jinja text of the template.
+        render: function that renders messages with it.
     """
     part_roles, no_text_roles = set(), set()
     for role in _BEFORE_AND_AFTER if _PARTS_WORD.search(source) else ():  # else it knows of no parts

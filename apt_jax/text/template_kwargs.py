@@ -48,14 +48,14 @@ RESERVED = frozenset(
         "None",
     ]
 )
-"""Names that are set by others: fields of the request, the model's tokens, and functions of templates."""
+"""Names that requests cannot set: fields of the request, the model's tokens, and functions of templates."""
 
 
 def checked_template_kwargs(value: object) -> dict[str, Any]:
     """Return the variables as plain JSON values.
 
     Raises:
-        InvalidRequestError: they are not named values, too many, too large, or one has a name that is set by others.
+        InvalidRequestError: the value is not an object, has too many or too large values, or uses a reserved name.
     """
     if value is None:
         return {}

@@ -1,15 +1,15 @@
 """The process that tokenizes long texts: `python -P tokenize_worker.py`, driven by `apt_jax.text.long_texts`.
 
-The `tokenizers` library takes 100 to 200 bytes of memory a token, for seconds, and where there is no memory it ends its
-process: here that costs one text.
+The `tokenizers` library takes 100 to 200 bytes of memory per token for seconds, and ends its process if memory runs
+out. Here this costs only one text.
 
-Protocol: JSON, a line each way. First `{"tokenizer", "memory_bytes", "cpu_s"}`, answered by `{}`; then any number of
+Protocol: one line of JSON in each direction. First `{"tokenizer", "memory_bytes", "cpu_s"}`, answered by `{}`; then any number of
 
 * `{"encode": text, "add_special_tokens": bool}`,
 * `{"continuation": text}`,
 * `{"template": text, "written": [[start, end], ...]}`,
 
-each answered by `{"payload_bytes": n}` and n bytes of token ids, int32 of the machine's byte order.
+each answered by `{"payload_bytes": n}` and n bytes of token ids, int32 in the machine's byte order.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Text to tokens and back: a thin wrapper of the `tokenizers` library, and what streaming needs beyond it.
+"""Tokenization and detokenization: a thin wrapper of the `tokenizers` library, with support for streaming.
 
 * `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a
-  special token is encoded as the plain text that it is: only the tokenizer's own template adds special tokens.
+  special token is encoded as plain text: only the tokenizer's own template adds special tokens.
 * `IncrementalDetokenizer` turns tokens into text one by one, as the continuation of a prompt. A character whose bytes
   are spread over several tokens comes out whole, with its last byte.
-* `StopChecker` finds stop strings wherever token borders fall, and keeps back text that may still become one, so that
-  nothing that was streamed has to be taken back.
-* `OutputText` joins both for one request.
+* `StopChecker` finds stop strings across token borders, and holds back text that may still become one, so that
+  streamed text never has to be retracted.
+* `OutputText` combines both for one request.
 """
 
 import collections
@@ -43,20 +43,20 @@ _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million token
 _FEW_IDS = 64  # beyond the rows of any model
 _SPACE = re.compile(r"\s*")
 _NEAR_END = 16
-"""Tokens at the end of a prompt that are looked at for a text token: more special ones do not follow each other."""
+"""Number of tokens at the end of a prompt that are searched for a text token. Longer runs of special tokens are rare."""
 _QUICK_CHARS = 1024
 _QUICK_TOKENS = 1024
-"""More is encoded and decoded as a batch of one: only then the library lets other threads of Python run."""
+"""Texts with more tokens are encoded and decoded as a batch of one, since only then does the library release the GIL."""
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library with the engine's interface.
+    """A tokenizer of the `tokenizers` library behind the engine's interface.
 
     Args:
         backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
 
     Attributes:
-        continuations: what tokens add to a text that has begun.
+        continuations: bytes that tokens add to a text that has already begun.
         is_byte_level: tokens are written in the byte alphabet of GPT-2.
         vocab_size: ids are in [0, vocab_size).
         path: the directory or GGUF file that it was read from, if any.
@@ -77,7 +77,7 @@ class Tokenizer:
         unknown = _unknown_token(fields["model"])
         self._unknown_id = None if unknown is None else backend.token_to_id(unknown)
         self._plain = backend
-        """Encodes text without special tokens."""
+        """Tokenizer that encodes text without special tokens."""
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         without = _without_pieces(fields, special)
         if without is not None:
@@ -98,7 +98,7 @@ class Tokenizer:
         self._child: LongTextTokenizer | None = None
 
     def use_child_for_long_texts(self) -> None:
-        """Tokenize long texts in a child process from now on, for servers; see `apt_jax.text.long_texts`."""
+        """Tokenize long texts in a child process from now on, as servers do; see `apt_jax.text.long_texts`."""
         if self._child is None:
             self._child = LongTextTokenizer(self._backend.to_str())
 
@@ -108,9 +108,9 @@ class Tokenizer:
         return self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` as the tokenizer's template says (OPT: `</s>` first).
+        """Return the token ids of `text`; `add_special_tokens` adds those of the tokenizer's template (OPT: `</s>` first).
 
-        Raises InvalidRequestError where a long text takes too much time or memory (`use_child_for_long_texts`).
+        Raises InvalidRequestError if a long text takes too much time or memory (`use_child_for_long_texts`).
         """
         if self._child is not None and len(text) > LONG_CHARS:
             return self._child.encode(text, add_special_tokens=add_special_tokens)
@@ -122,25 +122,25 @@ class Tokenizer:
         return {token.content: token for token in added if token.special and token.content}
 
     def special_id(self, text: str) -> int | None:
-        """The id of the special token that has exactly this text; None: there is none."""
+        """Return the id of the special token with exactly this text, or None."""
         return self._backend.token_to_id(text) if text in self._special_tokens else None
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
-        """Matches the text of any special token, of several at one place the longest; None: there are none."""
+        """Pattern that matches the text of any special token, the longest at each position; None without special tokens."""
         return any_of(self._special_tokens) if self._special_tokens else None
 
     @functools.cached_property
     def _trusting(self) -> tokenizers.Tokenizer:
-        """A copy that takes the text of special tokens for special tokens."""
+        """A copy that encodes the text of special tokens as special tokens."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = False
         return backend
 
     @functools.cached_property
     def _continuing(self) -> tokenizers.Tokenizer:
-        """As `_plain`, for text that does not begin the prompt: no space is put before it where only the first text gets
-        one."""
+        """Like `_plain`, for text inside a prompt: no space is put before it if only the first text of a prompt gets a
+        space."""
         fields = json.loads(self._plain.to_str())
         changed = False
 
@@ -160,17 +160,17 @@ class Tokenizer:
         return backend
 
     def encode_template(self, text: str, written: Sequence[Sequence[int]]) -> list[int]:
-        """Token ids of a prompt whose special tokens are written out; none is added.
+        """Return the token ids of a prompt whose special tokens are written out; no other special tokens are added.
 
-        Where all special tokens in the text are the template's, these are the ids of the text as a whole. Else it is
-        encoded in parts, which the template's special tokens end.
+        If the template wrote all special tokens in the text, the text is encoded as a whole. Otherwise it is encoded in
+        parts that end at the special tokens of the template.
 
         Args:
-            text: of the prompt.
-            written: half-open ranges of its characters, in order, that the template wrote: only there the text of a
-                special token is one.
+            text: text of the prompt.
+            written: half-open ranges of characters that the template wrote, in order. Only there the text of a special
+                token becomes a special token.
 
-        Raises InvalidRequestError as `encode`.
+        Raises InvalidRequestError: see `encode`.
         """
         if self._child is not None and len(text) > LONG_CHARS:
             return self._child.encode_template(text, written)
@@ -187,11 +187,11 @@ class Tokenizer:
         return self._encode_parts(text, found)
 
     def _special_counts(self, ids: Iterable[int | None]) -> collections.Counter[int | None]:
-        """How often each special token occurs, without that for unknown text, which is plain text."""
+        """Count each special token, except the token for unknown text, which is plain text."""
         return collections.Counter(i for i in ids if i in self.special_ids and i != self._unknown_id)
 
     def _encode_parts(self, text: str, found: Iterable[re.Match[str]]) -> list[int]:
-        """The ids of a text with special tokens at the places that were found, and nowhere else."""
+        """Return the ids of a text with special tokens only at the matches in `found`."""
         ids: list[int] = []
         end = 0
 
@@ -214,10 +214,9 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of plain text that goes on after other text: nothing is put before it, neither a space nor a special
-        token.
+        """Return the token ids of plain text that continues other text, without a space or special token before it.
 
-        Raises InvalidRequestError as `encode`.
+        Raises InvalidRequestError: see `encode`.
         """
         if self._child is not None and len(text) > LONG_CHARS:
             return self._child.encode_continuation(text)
@@ -225,7 +224,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _unspaced(self) -> tokenizers.Tokenizer:
-        """As `_plain`, putting no space before any text."""
+        """Like `_plain`, but without a space before any text."""
         fields = json.loads(self._plain.to_str())
 
         def without(step: Any) -> Any:
@@ -247,22 +246,23 @@ class Tokenizer:
         return backend
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound on the number of tokens of `text`, from its length."""
+        """Return a lower bound on the number of tokens of `text`, computed from its length."""
         if not self._bounded:
             return 1
         return -(-len(text.encode("utf-8")) // self._longest_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; ids without a token are left out, bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`. Ids without a token are skipped, and bytes that are not UTF-8 become U+FFFD."""
         if len(token_ids) > _QUICK_TOKENS:
             return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int, after: int | None = None) -> str | None:
-        """Text that one token adds to a text that has begun, special tokens shown; None for an id without a token.
+        """Return the text that a token adds to a text that has already begun, including special tokens; None for an id
+        without a token.
 
         Args:
-            token_id: the token. Bytes that are no whole characters become U+FFFD.
+            token_id: the token. Incomplete characters become U+FFFD.
             after: the token before it; see `apt_jax.text.continuations.Continuations.piece`.
         """
         if self._backend.id_to_token(token_id) is None:
@@ -270,26 +270,25 @@ class Tokenizer:
         return self.continuations.piece(token_id, after).decode("utf-8", "replace")
 
     def last_text_id(self, token_ids: TokenIds) -> int | None:
-        """The last id of a token that is not special; None: not among the last few. It is what `token_text` wants
-        to know of a prompt."""
+        """Return the last id that is not a special token, for `token_text`; None if the last few are all special."""
         end = token_ids[-_NEAR_END:]
         return next((int(i) for i in reversed(end) if int(i) not in self.special_ids), None)
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:
-    """The token that a model has for text that it does not know."""
+    """Return the model's token for unknown text."""
     number = model.get("unk_id")
     return model.get("unk_token") if number is None else model["vocab"][number][0]
 
 
 def _without_pieces(fields: dict[str, Any], special: set[str]) -> dict[str, Any] | None:
-    """The fields of a tokenizer.json whose special tokens are not pieces of text; `fields` may be changed.
+    """Return the fields of a tokenizer.json in which text cannot become a special token; `fields` may be changed.
 
     `encode_special_tokens` keeps the library from finding special tokens in text, but not the model (Unigram, WordLevel
-    and others) from taking a piece of its vocabulary that has the same text. Here these have names that no text has.
+    and others) from using a vocabulary entry with the same text. Here these entries get names that no text contains.
 
     Returns:
-        None: no text makes the model take one.
+        The changed fields, or None if the model never uses such an entry.
     """
     model = fields["model"]
     vocab, is_bpe = model["vocab"], model["type"] == "BPE"
@@ -318,7 +317,7 @@ def _without_pieces(fields: dict[str, Any], special: set[str]) -> dict[str, Any]
 
 
 def _end_of_space(text: str, at: int) -> int:
-    """The place after the whitespace that begins at `at`, if there is any."""
+    """Return the index after the whitespace that begins at `at`, or `at` without whitespace."""
     found = _SPACE.match(text, at)
     return at if found is None else found.end()
 
@@ -334,10 +333,10 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
 
     Args:
         path: a directory, or a ``.gguf`` file.
-        model_vocab_size: V of the model that it will feed; None: not checked.
+        model_vocab_size: vocabulary size of the model; None: not checked.
 
     Raises:
-        ModelLoadError: the file is missing or damaged, or it has many ids that the model does not.
+        ModelLoadError: the file is missing or damaged, or has many ids beyond the model's vocabulary.
     """
     source = Path(path)
     if source.suffix.lower() == ".gguf" and not source.is_dir():
@@ -354,8 +353,8 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
 
 
 def _check_rows(file: Path, tokenizer: Tokenizer, num_rows: int) -> None:
-    """Refuse a tokenizer of another model. A few ids for which the model has no row are usual: Gemma 3's text models
-    lack the one of `<image_soft_token>`. Requests that hold such an id are refused (`apt_jax.validation`)."""
+    """Raise ModelLoadError for a tokenizer of another model. A few ids without a row in the model are usual: Gemma 3's text
+    models have no row for `<image_soft_token>`. Requests with such an id are rejected (`apt_jax.validation`)."""
     ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
     beyond = sum(token_id >= num_rows for token_id in ids)
     if beyond > max(_FEW_IDS, num_rows // 32):
@@ -372,8 +371,8 @@ def _check_rows(file: Path, tokenizer: Tokenizer, num_rows: int) -> None:
 
 
 def _check_ids(file: Path, backend: tokenizers.Tokenizer) -> None:
-    """Refuse ids that the library accepts and cannot write again: an id of two tokens, of which it writes one, and ids
-    beyond any use, up to which it counts."""
+    """Reject ids that the library accepts but cannot serialize: an id shared by two tokens, of which it writes only one,
+    and extremely large ids, since it iterates up to the largest."""
     seen: dict[int, str] = {}
     for token, token_id in backend.get_vocab(with_added_tokens=True).items():
         if token_id >= _MAX_VOCAB_SIZE:
@@ -396,7 +395,7 @@ def _from_gguf(path: Path) -> tokenizers.Tokenizer:
 
 
 def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
-    """The file that the tokenizer is in, and the tokenizer."""
+    """Return the tokenizer's file and the tokenizer."""
     file = directory / "tokenizer.json"
     vocab, merges = directory / "vocab.json", directory / "merges.txt"
     if not file.exists() and vocab.is_file() and merges.is_file():
@@ -438,14 +437,14 @@ def _read_text(file: Path) -> str:
 
 
 def _read_vocabulary(file: Path) -> str:
-    """JSON with a vocabulary, which takes more memory for its size than other JSON."""
+    """Read JSON with a vocabulary, which may take more memory for its size than other JSON."""
     text = _read_text(file)
     check_json_memory(text.encode(), str(file), is_vocabulary=True)
     return text
 
 
 def _gpt2_files(directory: Path, vocab_file: Path, merges_file: Path) -> tokenizers.Tokenizer:
-    """Byte-level BPE as GPT-2 and OPT were first published: a vocabulary, merges, and the names of special tokens."""
+    """Load byte-level BPE in the original format of GPT-2 and OPT: vocabulary, merges and names of special tokens."""
     text = _read_vocabulary(vocab_file)
     try:
         vocab = json.loads(text)

@@ -2,9 +2,9 @@
 added_tokens.json.
 
 They may declare tokens that tokenizer.json lacks, which get the next ids, and ask for a space before the first word.
-What they mean depends on the class of the tokenizer. Both follow transformers 5: `_class_of` is the choice of
-its `AutoTokenizer`, `_declared_tokens` the order in which its classes add tokens. One difference: how text is split
-stays what tokenizer.json says, where some of its classes put their own rule in place.
+Their meaning depends on the class of the tokenizer. Both follow transformers 5: `_class_of` is the choice of
+its `AutoTokenizer`, `_declared_tokens` the order in which its classes add tokens. One difference: text is always split
+as tokenizer.json says, although some classes of transformers replace this rule.
 """
 
 import json
@@ -51,7 +51,7 @@ _SENTENCEPIECE = {
     },
 }
 _DEFAULTS = {**_BYTE_LEVEL, **_SENTENCEPIECE}
-"""Special tokens that a class has where tokenizer_config.json does not name them."""
+"""Special tokens of a class if tokenizer_config.json does not name them."""
 
 _CLASS_OF_MODEL = {
     **dict.fromkeys(("gpt2", "opt"), "GPT2Tokenizer"),
@@ -60,13 +60,13 @@ _CLASS_OF_MODEL = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     "code_llama": "CodeLlamaTokenizer",
 }
-"""By ``model_type``, where no class is declared."""
+"""Tokenizer class by ``model_type``, if no class is declared."""
 _NO_CLASS = ("mistral", "ministral", "phi3", "olmo2")
-"""Values of ``model_type`` whose tokenizer is the file, whatever class is declared."""
+"""Values of ``model_type`` that use the file unchanged, regardless of the declared class."""
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Raises:
         ModelLoadError: the file is damaged or too large.
@@ -92,8 +92,8 @@ def _optional(file: Path) -> dict[str, Any]:
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
-    """Contents of tokenizer_config.json and special_tokens_map.json. The first has the last word if it has
-    ``added_tokens_decoder``, else the second; older files say it in the second.
+    """Return the merged contents of tokenizer_config.json and special_tokens_map.json. The first takes precedence if it
+    has ``added_tokens_decoder``, otherwise the second, as in older files.
 
     Raises:
         ModelLoadError: a file is damaged.
@@ -104,7 +104,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """The text of a special token such as ``bos_token``, which may be a string or a described token."""
+    """Return the text of a special token such as ``bos_token``, which may be a string or an object."""
     value = config.get(name)
     if isinstance(value, Mapping):
         value = value.get("content")
@@ -112,7 +112,7 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _class_of(directory: Path, config: Mapping[str, Any], backend: tokenizers.Tokenizer) -> str | None:
-    """The class that transformers' `AutoTokenizer` takes, among the classes that change tokenization; None: another one."""
+    """Return the class that transformers' `AutoTokenizer` uses, or None if that class does not change tokenization."""
     model = _optional(directory / "config.json")
     model_type, declared = model.get("model_type"), config.get("tokenizer_class") or model.get("tokenizer_class")
     if not isinstance(model_type, str | None) or not isinstance(declared, str | None) or model_type in _NO_CLASS:
@@ -126,13 +126,13 @@ def _class_of(directory: Path, config: Mapping[str, Any], backend: tokenizers.To
 
 
 def _steps(backend: tokenizers.Tokenizer) -> dict[str, Any]:
-    """The steps around the vocabulary, as JSON."""
+    """Return the steps around the vocabulary, as JSON."""
     steps = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer, "decoder": backend.decoder}
     return {name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()}
 
 
 def _token(value: Any, where: str, *, special: bool = False) -> tokenizers.AddedToken:
-    """A token that is given by its text or described."""
+    """Return an added token from its text or its description."""
     fields = {"content": value} if isinstance(value, str) else value
     if not isinstance(fields, Mapping) or not isinstance(fields.get("content"), str):
         raise ModelLoadError(f"{where}={value!r:.60} must be a token: a text, or an object with its content")
@@ -148,12 +148,12 @@ def _token(value: Any, where: str, *, special: bool = False) -> tokenizers.Added
 def _declared_tokens(
     directory: Path, config: Mapping[str, Any], name: str | None, present: Mapping[str, tokenizers.AddedToken]
 ) -> list[tokenizers.AddedToken]:
-    """Tokens that the files declare, in the order in which new ones get ids.
+    """Return the tokens that the files declare, in the order in which new tokens get ids.
 
     Args:
-        directory: of the files.
+        directory: directory of the files.
         config: contents of tokenizer_config.json.
-        name: from `_class_of`.
+        name: class from `_class_of`.
         present: added tokens of tokenizer.json, by text.
     """
     file = directory / "tokenizer_config.json"
@@ -191,7 +191,7 @@ def _declared_tokens(
 
 
 def _declared_by_id(directory: Path, config: Mapping[str, Any], specials: set[str]) -> list[tokenizers.AddedToken]:
-    """Tokens that are declared with ids; these only order them."""
+    """Return the tokens that are declared with ids, ordered by id."""
     file = directory / "tokenizer_config.json"
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
@@ -212,12 +212,12 @@ def _declared_by_id(directory: Path, config: Mapping[str, Any], specials: set[st
 
 
 def apply_config(directory: Path, backend: tokenizers.Tokenizer, default_class: str | None = None) -> None:
-    """Change a tokenizer as the files beside its tokenizer.json say.
+    """Apply the files next to a tokenizer.json to its tokenizer.
 
     Args:
-        directory: of the files.
-        backend: from tokenizer.json.
-        default_class: where neither a class nor the type of a model is declared.
+        directory: directory of the files.
+        backend: tokenizer loaded from tokenizer.json.
+        default_class: class if neither a class nor a model type is declared.
 
     Raises:
         ModelLoadError: a file is damaged or a field malformed.
@@ -241,7 +241,7 @@ def apply_config(directory: Path, backend: tokenizers.Tokenizer, default_class: 
 
 
 def _parts(step: Any) -> list[dict[str, Any]]:
-    """A step and, of a sequence, its parts."""
+    """Return a step or, for a sequence, its parts."""
     if not isinstance(step, dict):
         return []
     inner = [part for name in _SEQUENCES if name in step for part in step[name]]

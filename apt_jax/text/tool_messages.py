@@ -1,4 +1,4 @@
-"""Tools in conversations for chat templates that have no place for them: their definitions, calls and results as text."""
+"""Tool definitions, calls and results as text, for chat templates without support for tools."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ _INSTRUCTIONS = (
 def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """The conversation with nothing in it but text: definitions at the end of the system message, or in one of their
-    own, calls in the content of the assistant's messages, results of tools in messages of the user.
+    """Return the conversation as text messages only: definitions at the end of the system message (or in a new one), calls
+    in the content of assistant messages, and tool results in user messages.
 
     Args:
-        messages: checked.
-        tools: checked; None or empty: none.
+        messages: checked messages.
+        tools: checked tools; None or empty: no tools.
     """
     names: dict[str, str] = {}
     made: list[dict[str, Any]] = []
