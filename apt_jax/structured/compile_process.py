@@ -17,11 +17,11 @@ _START_LIMIT_S = 60.0  # importing llguidance and reading a large tokenizer on a
 
 
 class TrialLostError(Exception):
-    """The child was killed or has died; the text is for users.
+    """The child was killed or has died; the message is for users.
 
     Args:
-        message: for users.
-        keep: it says something about the grammar.
+        message: text for users.
+        keep: True if the grammar is the cause, so that the result is cached for a while.
     """
 
     def __init__(self, message: str, *, keep: bool = True) -> None:

@@ -1,10 +1,10 @@
-"""Tries grammars out in a process of its own: compiles each, and takes the first steps of an output.
+"""Child process that tests grammars: it compiles each one and takes the first steps of an output.
 
 A grammar can take minutes and gigabytes to compile, and a long chain of references overflows the stack of the compiler,
-which ends the process. So each is tried here first, where the worst case costs one child; `apt_jax.structured.compiler`
-starts it, waits for so long, and kills it.
+which ends the process. So each grammar is tested here first; the worst case costs one child. `apt_jax.structured.compiler`
+starts the child, waits up to a time limit, and kills it.
 
-Protocol: JSON, a line each way. First {"tokens", "special", "eos", "limits", "memory_bytes", "alarm_s"}, the tokens in
+Protocol: one line of JSON in each direction. First {"tokens", "special", "eos", "limits", "memory_bytes", "alarm_s"}, the tokens in
 hexadecimal digits, answered by {"error": null or text}; then any number of {"grammar"}, answered by {"error": null or
 text, "bytes"}. Run as a file, so that nothing but llguidance is imported.
 """
@@ -21,30 +21,30 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 STACK_BYTES = 4 << 20
-"""Stack of the thread that compiles here; the engine's process has a larger one."""
+"""Stack size of the compiling thread in this process; the engine's process uses a larger one."""
 TRIAL_TOKENS = 24
-"""Steps of a trial output: grammars too ambiguous to follow show it early."""
+"""Number of steps of a trial output; too ambiguous grammars fail within a few steps."""
 NUM_TRIALS = 2
 _BYTES_OF_TEXT = [bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
-"""All that UTF-8 has."""
+"""Every byte that occurs in UTF-8."""
 _MAX_FORCED_CHARS = 256
 """Length of the part of a required text that is split into tokens at each step."""
 
 
 class TokenTable:
-    """The vocabulary for `llguidance.LLTokenizer`, in the place of its ``TokenizerWrapper``.
+    """The vocabulary for `llguidance.LLTokenizer`, instead of its ``TokenizerWrapper``.
 
-    llguidance takes it for granted that tokens can make every text. Where they cannot, as in a vocabulary of words, there
-    are further ids for single bytes behind all others, which are never sampled.
+    llguidance assumes that tokens can produce every text. For a vocabulary that cannot, such as one of words, ids for
+    single bytes are appended; they are never sampled.
 
     Args:
-        tokens: bytes that each token adds to a text; none: it is never allowed.
-        special: ids that grammars name, and no text; their bytes are their names.
+        tokens: bytes that each token adds to a text; empty: the token is never allowed.
+        special: ids that only grammars can name, never text; their bytes are their names.
         eos: ids that end an output.
-        encoder: the usual tokens of a text, if they make it; None: long tokens are preferred.
+        encoder: function that returns the usual tokens of a text; None: long tokens are preferred.
 
     Attributes:
-        unsampled: the further ids.
+        unsampled: the appended ids.
     """
 
     is_tokenizer_wrapper = True
@@ -67,7 +67,7 @@ class TokenTable:
         self._lengths = {first: sorted(values, reverse=True) for first, values in lengths.items()}
         self.tokens, self.unsampled = list(tokens), range(0)
         self._begun: set[bytes] | None = None
-        """Beginnings of tokens, where a text may have no tokens before it goes on."""
+        """Prefixes of tokens, if the vocabulary cannot produce every text."""
         if not all(byte in self._ids for byte in _BYTES_OF_TEXT):
             self._begun = {data[:end] for data in self._ids for end in range(1, len(data))}
             self.tokens += [b""] * (-len(tokens) % 32)  # whole words of a mask
@@ -75,9 +75,9 @@ class TokenTable:
             self.tokens += [bytes([byte]) for byte in range(256)]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that must come next, or of its beginning.
+        """Return tokens of a required text, or of its beginning.
 
-        llguidance asks at each step, and uses the first of them.
+        llguidance calls this at each step, and uses the first token.
         """
         if not isinstance(text, str):
             return []  # a trial of the type
@@ -94,8 +94,8 @@ class TokenTable:
         return self._split(data)
 
     def _split(self, data: bytes) -> list[int]:
-        """Tokens that make the bytes, at each place the longest with which the rest can be made. At the end single
-        bytes may stand, with which a token begins."""
+        """Return tokens that produce the bytes, preferring long tokens as long as the rest can be produced. At the end,
+        single bytes may remain if a token begins with them."""
         ids: list[int] = []
         ends, tried = [0], [self._candidates(data, 0)]
         dead: set[int] = set()
@@ -118,7 +118,7 @@ class TokenTable:
         return ids
 
     def _candidates(self, data: bytes, at: int) -> Iterator[int]:
-        """Lengths of the tokens that stand at this place, the longest first."""
+        """Yield the lengths of tokens that match at a position, the longest first."""
         lengths = self._lengths.get(data[at], ()) if at < len(data) else ()
         return (length for length in lengths if data[at : at + length] in self._ids)
 
@@ -138,7 +138,7 @@ def first_allowed(mask: bytes, rng: random.Random, without: set[int]) -> int | N
 
 
 def attempt(tokenizer: Any, unsampled: Collection[int], grammar: str, limits: Any) -> tuple[str | None, int]:
-    """Compile and begin outputs. Returns what is wrong, and by how much this process has grown."""
+    """Compile a grammar and begin outputs. Returns the error, if any, and the growth of this process in bytes."""
     from llguidance import LLMatcher
 
     give_back_memory()
@@ -149,7 +149,7 @@ def attempt(tokenizer: Any, unsampled: Collection[int], grammar: str, limits: An
 
 
 def begin_outputs(root: Any, without: set[int]) -> str | None:
-    """Take the first steps of a few outputs, without the given tokens. Returns what is wrong."""
+    """Take the first steps of a few outputs without the given tokens. Returns the error, if any."""
     if root.is_error():
         return root.get_error()
     mask = root.compute_bitmask()
@@ -181,7 +181,7 @@ def give_back_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process without that of files, which come and go as the machine needs room; 0 where that cannot be
+    """Return the resident memory of this process in bytes, without file pages, which the system may drop; 0 if it cannot be
     read."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

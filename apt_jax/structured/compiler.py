@@ -1,16 +1,16 @@
-"""Structured output: schemas, expressions and grammars of users become masks over the vocabulary.
+"""Structured output: turns schemas, regular expressions and grammars of users into masks over the vocabulary.
 
-llguidance does the work: a lexer and an Earley parser that say, for each state of an output, which tokens lead on. A
-grammar arrives like this:
+llguidance provides a lexer and an Earley parser, which tell for each state of an output which tokens are allowed. The
+path of a grammar:
 
-1. `apt_jax.structured.forms.grammar_text` writes it in llguidance's notation.
+1. `apt_jax.structured.forms.grammar_text` converts it to llguidance's notation.
 2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
-   compiles it first, with two seconds and a bound on memory, and begins a few outputs: nothing less than a process can
-   be stopped, and some grammars crash the compiler. What is wrong with it becomes one line for the user.
-   What takes too much time or memory is remembered for a minute.
-3. Only then this process compiles it, in a thread with a larger stack than the child's, under the same limits.
-4. Each request starts with a copy (microseconds). The engine tells the copy every token and asks it for a mask before
-   the next one is sampled (`apt_jax.structured.constraint`).
+   compiles it first, limited to two seconds and a bound on memory, and begins a few outputs: only a process can be
+   stopped at any time, and some grammars crash the compiler. Errors become one line for the user. A grammar that takes
+   too much time or memory is remembered for a minute.
+3. Then this process compiles it under the same limits, in a thread with a larger stack than the child's.
+4. Each request starts with a copy (microseconds). The engine feeds every token to the copy and gets a mask from it
+   before the next token is sampled (`apt_jax.structured.constraint`).
 
 Nothing is ever stored on disk.
 """
@@ -56,19 +56,19 @@ MAX_CACHED_BYTES = 128 << 20
 
 _WAIT_LIMIT_S = 10.0
 _SLOW_SHARE = 0.25
-"""Part of the time limit of a trial after which the next child is started."""
+"""Fraction of the time limit of a trial after which another child is started."""
 _LEAST_ENTRY_BYTES = 16 << 10
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Entry:
-    """A grammar that has been tried: what is wrong with it, or where its copies come from."""
+    """Result of a trial: the error, or the source of matchers."""
 
     error: str | None
     source: MatcherSource | None
     num_bytes: int
     until_s: float = math.inf
-    """On the monotonic clock; afterwards it is tried again."""
+    """Expiry on the monotonic clock; afterwards the grammar is tried again."""
 
 
 class LLGrammar:
@@ -85,7 +85,7 @@ class PendingGrammar:
     """A `Grammar` that has to be compiled first; see `GrammarCompiler.begin`.
 
     Attributes:
-        was_tried: it has been compiled before, and is only compiled again for its memory: no trial is needed.
+        was_tried: True if the grammar was compiled before and is only compiled again to free memory, without a trial.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class PendingGrammar:
         self._ends_at_eos = ends_at_eos
 
     def start(self) -> TokenConstraint:
-        """Not before it is compiled."""
+        """Raise an error: a pending grammar must be compiled first."""
         raise RuntimeError("a constraint was not compiled before its request was submitted")
 
     def known(self) -> LLGrammar | None:
-        """The compiled grammar if it needs no more work by now; quick. Raises InvalidRequestError as `compile`."""
+        """Return the compiled grammar if it is in the cache by now, without waiting. Raises: see `compile`."""
         return self._compiler._known(self._field, self._key, self._ends_at_eos)
 
     def compile(self) -> LLGrammar:
-        """Compile it: it may take seconds. Raises what `GrammarCompiler.compile` raises."""
+        """Compile the grammar; this may take seconds. Raises: see `GrammarCompiler.compile`."""
         return self._compiler._compile(self._field, self._text, self._key, self._ends_at_eos)
 
 
@@ -112,14 +112,15 @@ class GrammarCompiler:
     """Compiles users' constraints; from any thread, one new grammar at a time.
 
     Args:
-        tokenizer: its tokens are read when the first grammar comes, as they go on with a text; or what gives its
+        tokenizer: tokenizer whose tokens are read at the first grammar, or a function that returns its
             tokenizer.json.
-        vocab_size: V of the model; ids that the tokenizer does not have are never allowed.
-        eos_token_ids: end an output.
-        num_tokens: of those of the tokenizer, if there are more than a model has been trained with; None: all.
-        limit_s: for the trial of one grammar.
+        vocab_size: vocabulary size of the model; ids without a token are never allowed.
+        eos_token_ids: ids that end an output.
+        num_tokens: number of leading token ids to use, if the tokenizer has more than the model was trained with; None:
+            all.
+        limit_s: time limit for the trial of one grammar, in seconds.
         keep_lost_s: time for which a grammar is rejected without another trial, if its trial had to be ended.
-        max_entries, max_bytes: of the cache.
+        max_entries, max_bytes: limits of the cache.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class GrammarCompiler:
         max_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self.num_trials = 0
-        """Grammars that were not in the cache."""
+        """Number of trials: grammars that were not in the cache."""
         self.cached_bytes = 0
         if not isinstance(tokenizer, Tokenizer):
             tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer()))
@@ -154,23 +155,23 @@ class GrammarCompiler:
         self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
 
     def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar:
-        """Return the grammar of a checked constraint. It waits for its trial: call it where nobody else waits.
+        """Return the grammar of a checked constraint. It may wait for a trial, so do not call it in the engine's thread.
 
         Args:
-            wanted: from validation.
-            ends_at_eos: whether EOS may be sampled where the output may end; without it an output goes on as long as
-                it can.
+            wanted: constraint checked by `apt_jax.validation`.
+            ends_at_eos: whether EOS may be sampled when the output is complete; otherwise the output goes on as long as the
+                grammar allows.
 
         Raises:
-            InvalidRequestError: it cannot be used; the field names the constraint.
+            InvalidRequestError: the constraint cannot be used; `field` names it.
             QueueFullError: too many grammars are being tried.
-            MemoryError: there is not enough memory for it now.
+            MemoryError: memory is too short now.
         """
         grammar = self.begin(wanted, ends_at_eos=ends_at_eos)
         return grammar.compile() if isinstance(grammar, PendingGrammar) else grammar
 
     def begin(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar | PendingGrammar:
-        """As `compile`, but quick: what is not in the cache is returned to be compiled where nobody else waits."""
+        """Like `compile`, but without waiting: a grammar that is not in the cache is returned as a `PendingGrammar`."""
         field = f"{FIELD}.{field_of(wanted)}"
         try:
             text = grammar_text(wanted)
@@ -282,7 +283,7 @@ class GrammarCompiler:
         return _Entry(error=None, source=source, num_bytes=num_bytes)
 
     def _setup(self, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Settings of a child, which is sent them first."""
+        """Return the settings that a child receives first."""
         return {
             "tokens": [token.hex() for token in vocabulary.tokens],
             "special": sorted(self._special_ids),
@@ -293,7 +294,7 @@ class GrammarCompiler:
         }
 
     def _prepare_standby(self, vocabulary: Vocabulary) -> None:
-        """Start another child while a trial is slow, which may end its own: whoever is next does not wait for it."""
+        """Start another child during a slow trial, which may lose its child, so that the next trial need not wait for one."""
         if self._standby is None:
             self._standby = StandbyWorker(self._setup(vocabulary))
 
@@ -335,7 +336,7 @@ class PendingGrammars:
     """A `apt_jax.validation.limits.GrammarSource` that never waits.
 
     Args:
-        compiler: makes the grammars.
+        compiler: compiler of the grammars.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:

@@ -1,11 +1,11 @@
-"""Masks of running outputs: copies of a compiled grammar, which share a lexer.
+"""Masks of running outputs, from copies of a compiled grammar that share a lexer.
 
-A mask that would take too long is an error of its request alone: llguidance counts lexer states, parser items and work
-a step, see `LIMITS`. Copies share one lexer, whose states add up over all outputs of a grammar: when it has been used for
-long, the grammar is compiled again for the next ones, and where it is full before, each goes on with one of its own
-(`MatcherSource`).
+A mask that would take too long is an error of its request only: llguidance limits lexer states, parser items and work
+per step, see `LIMITS`. Copies share one lexer, whose states accumulate over all outputs of a grammar. After many masks
+the grammar is compiled again for later outputs. If the lexer is full before that, each output continues with its own
+lexer (`MatcherSource`).
 
-Numbers in JSON end: after `MAX_DIGITS` digits in a row no further one is allowed where a number may end.
+Numbers in JSON are bounded: after `MAX_DIGITS` digits in a row, another digit is not allowed if the number may end.
 """
 
 import dataclasses
@@ -33,32 +33,32 @@ LIMITS: Mapping[str, int | bool] = {
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
-"""`llguidance.LLParserLimits`: what one grammar and one step of it may take."""
+"""`llguidance.LLParserLimits`: limits of one grammar and of one step."""
 
 MAX_DIGITS = 20
-"""Digits in a row of a number in JSON: 64-bit integers and doubles have no more."""
+"""Maximum number of successive digits of a number in JSON: enough for 64-bit integers and doubles."""
 _DIGITS = b"0123456789"
 _AFTER_DIGITS = _DIGITS + b".eE,]} \t\r\n"
 """Bytes that may follow a digit of a number in JSON."""
 _STACK_BYTES = 64 << 20
 MEMORY_LEFT_BYTES = _STACK_BYTES + (64 << 20)
-"""Memory that a compilation leaves to others, its stack among it."""
+"""Free memory required for a compilation, including its stack."""
 _STACK_SIZE = threading.Lock()  # the size is one of the whole process
 _WORN_MASKS = 5_000
 """Number of masks after which a grammar is compiled again for later requests, which frees its lexer's memory."""
 _OWN_LEXER_LIMIT_S = 0.02
-"""Outputs get a lexer of their own only where compiling the grammar takes no longer: it is done in the engine's thread."""
+"""Compile time up to which an output may get its own lexer, since it is compiled in the engine's thread."""
 
 
 class GrammarError(AptJaxError):
-    """A constraint that cannot go on; the text is for users."""
+    """A constraint cannot continue; the message is for users."""
 
 
 class NoTokenLeftError(GrammarError):
     """The request itself excludes every token.
 
     Args:
-        field: the one that excludes the last.
+        field: field that excludes the last token.
     """
 
     def __init__(self, field: str) -> None:
@@ -74,11 +74,11 @@ class Vocabulary:
     tokens: Sequence[bytes]
     """Bytes that each token adds to a text, or the name of a special one."""
     their_eos: tuple[int, ...]
-    """Ids that it takes for such ends."""
+    """Ids that llguidance treats as ends of an output."""
     our_eos: tuple[int, ...]
-    """Ids that end an output, of the model's vocabulary."""
+    """Ids of the model's vocabulary that end an output."""
     num_words: int
-    """Words of a mask of llguidance; those after the words of the model's vocabulary are not sampled."""
+    """Number of 32-bit words in a mask of llguidance; ids beyond the model's vocabulary are not sampled."""
 
     @functools.cached_property
     def digits(self) -> NDArray[np.uint32]:
@@ -97,21 +97,21 @@ class Vocabulary:
 
 
 class MatcherSource:
-    """Makes copies of one grammar, which share a lexer: its states, and an overflow of them.
+    """Makes copies of one grammar that share a lexer, and replaces the lexer when it is worn or full.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: vocabulary of the model.
         text: the grammar in llguidance's notation; it has been tried.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
         self.num_masks = 0
-        """Filled with the present lexer, about."""
+        """Approximate number of masks made with the present lexer."""
         self.is_full = False
-        """The present lexer has come to its limit."""
+        """True if the present lexer has reached its limit."""
         self.vocabulary, self._text = vocabulary, text
         self.bounds_numbers = has_json(text)
-        """Numbers have at most `MAX_DIGITS` digits in a row, about."""
+        """True if numbers are limited to about `MAX_DIGITS` successive digits."""
         self._lock = threading.Lock()
         started = time.monotonic()
         self._root = new_matcher(vocabulary, text)
@@ -122,12 +122,12 @@ class MatcherSource:
         return error_line(self._root.get_error()) if self._root.is_error() else None
 
     def copy(self) -> Any:
-        """A matcher at the beginning."""
+        """Return a matcher at the beginning of an output."""
         with self._lock:
             return self._root.deep_copy()
 
     def alone(self) -> Any:
-        """A matcher at the beginning with a lexer of its own; None where that would take too long."""
+        """Return a matcher with its own lexer at the beginning of an output; None if compiling would take too long."""
         self.is_full = True
         if self._compile_s > _OWN_LEXER_LIMIT_S:
             return None
@@ -135,11 +135,11 @@ class MatcherSource:
 
     @property
     def is_worn(self) -> bool:
-        """The lexer has been used for long, or is full."""
+        """True if the lexer made many masks or is full."""
         return self.num_masks > _WORN_MASKS or self.is_full
 
     def renew_if_worn(self) -> None:
-        """Compile the grammar again where its lexer is worn; not for the engine's thread."""
+        """Compile the grammar again if its lexer is worn; not to be called in the engine's thread."""
         if self.is_worn:
             self.num_masks, self.is_full = 0, False
             root = new_matcher(self.vocabulary, self._text)
@@ -155,7 +155,7 @@ class LLConstraint:
         self.matcher = source.copy()
         self._tokens: list[int] = []
         self._num_digits = 0
-        """Digits at the end of the output."""
+        """Number of digits at the end of the output."""
         self._is_alone = False
 
     @property
@@ -176,7 +176,7 @@ class LLConstraint:
         return self.check_mask(row)
 
     def check_mask(self, row: NDArray[np.int32]) -> bool:
-        """Finish a row after llguidance has written the row; see `fill_mask`."""
+        """Finish a row that llguidance has written; see `fill_mask`."""
         while self.matcher.is_error():
             self._go_on_or_raise()
             self._compute(row)
@@ -198,7 +198,7 @@ class LLConstraint:
         return True
 
     def _end_number(self, words: NDArray[np.uint32], may_end: bool) -> None:
-        """Take tokens that begin with a digit out of a mask, if it is one within a number that may end here."""
+        """Exclude tokens that begin with a digit from a mask, if the output is within a number that may end here."""
         words = words[: self.num_words]
         if (words & ~self._vocabulary.after_digits[: words.size]).any():
             return  # within a string
@@ -208,7 +208,7 @@ class LLConstraint:
 
     @property
     def num_words(self) -> int:
-        """Words of a mask of llguidance, of which a row has the first ones."""
+        """Number of words in a mask of llguidance; a row has the first ones."""
         return self._vocabulary.num_words
 
     def _compute(self, row: NDArray[np.int32]) -> None:
@@ -218,10 +218,10 @@ class LLConstraint:
             row[:] = mask[: row.size]
 
     def _go_on_or_raise(self) -> None:
-        """After an error: go on with a lexer of one's own where the one that all outputs of the grammar share is full.
+        """After an error, continue with an own lexer if the shared lexer of the grammar is full.
 
         Raises:
-            GrammarError: anything else is wrong, or it was this output's own.
+            GrammarError: the error has another cause, or the full lexer was already this output's own.
         """
         error = self.matcher.get_error()
         if error.startswith("NoExtension"):  # a vocabulary of words, none of which leads on
@@ -237,7 +237,7 @@ class LLConstraint:
 
 
 class MaskFiller:
-    """Fills the masks of a step, side by side where there are cores and rows enough."""
+    """Fills the masks of a step, in parallel if there are enough cores and rows."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = max(1, (os.cpu_count() or 1) - 1) if num_threads is None else num_threads
@@ -246,7 +246,7 @@ class MaskFiller:
     def __call__(
         self, constraints: Sequence[TokenConstraint], masks: NDArray[np.int32], rows: Sequence[int]
     ) -> list[bool | Exception]:
-        """Fill ``masks[rows[i]]`` for ``constraints[i]``; what `fill_mask` would return or raise for each."""
+        """Fill ``masks[rows[i]]`` for ``constraints[i]``; return for each the result or the exception of `fill_mask`."""
         alone = self._num_threads < 2 or len(constraints) < 4
         if alone or not all(isinstance(c, LLConstraint) for c in constraints):
             return fill_one_by_one(constraints, masks, rows)
@@ -267,7 +267,7 @@ class MaskFiller:
 def fill_one_by_one(
     constraints: Sequence[TokenConstraint], masks: NDArray[np.int32], rows: Sequence[int]
 ) -> list[bool | Exception]:
-    """Fill ``masks[rows[i]]`` for ``constraints[i]``; what `fill_mask` would return or raise for each."""
+    """Fill ``masks[rows[i]]`` for ``constraints[i]``; return for each the result or the exception of `fill_mask`."""
     return [_outcome(c.fill_mask, masks[row]) for c, row in zip(constraints, rows, strict=True)]
 
 
@@ -279,7 +279,7 @@ def _outcome(fill: Any, row: NDArray[np.int32]) -> bool | Exception:
 
 
 def new_matcher(vocabulary: Vocabulary, text: str) -> Any:
-    """A matcher at the beginning; in error where the text is wrong."""
+    """Return a matcher at the beginning of an output; it is in an error state if the grammar is invalid."""
     from llguidance import LLMatcher, LLParserLimits
 
     def make() -> Any:
@@ -293,7 +293,7 @@ def new_matcher(vocabulary: Vocabulary, text: str) -> Any:
 
 
 def _in_deep_thread(function: Any) -> Any:
-    """Run in a thread with a larger stack than the child's: what has not overflowed there does not here."""
+    """Run a function in a thread with a larger stack than the child's, so that grammars that compiled there cannot overflow here."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(function()), name="apt-jax-grammar")
     with _STACK_SIZE:
@@ -309,7 +309,7 @@ def _in_deep_thread(function: Any) -> Any:
 
 
 def error_line(message: str, most: int = 240) -> str:
-    """An error of llguidance as one line with the way out."""
+    """Return an error of llguidance as one line with advice."""
     text = " ".join(re.split("<state>|<backtrace>|<non-verbose/>", message)[0].split())
     text = text.replace("json-schema:///", "")
     _, inline, of_schema = text.partition("failed to compile JSON schema: ")

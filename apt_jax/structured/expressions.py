@@ -1,7 +1,7 @@
-"""Regular expressions of JSON schemas, taken apart: their parts, and whether a text can match two of them.
+"""Analysis of regular expressions in JSON schemas: their parts, and whether a text can match two of them.
 
-The parser is Python's own, which has no public name. Where a Python does not have it, nothing is known of any expression:
-schemas that need it are rejected.
+It uses Python's own parser, which has no public name. If a Python version lacks it, schemas that need the analysis
+are rejected.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ except ImportError:
     _parser = None
 
 Part: TypeAlias = tuple[Any, Any]
-"""An operator, whose name is its `name`, and its argument."""
+"""An operator (its name is the attribute `name`) and its argument."""
 
 _OTHER = 128
-"""Bit of a set of characters for all that are not ASCII."""
+"""Bit of a character set that stands for all non-ASCII characters."""
 _END = 1 << 129
-"""The end of a text, as a set of characters."""
+"""Bit of a character set that stands for the end of a text."""
 _ALL = (1 << 130) - 1
 _CLASSES = {
     "CATEGORY_DIGIT": "0123456789",
     "CATEGORY_WORD": "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_",
     "CATEGORY_SPACE": "\t\n\v\f\r\x1c\x1d\x1e\x1f ",
 }
-"""Their ASCII characters; others differ between languages."""
+"""ASCII characters of each class; other characters differ between languages."""
 _MAX_LEADING = 64
 _READ_OTHERWISE = re.compile(r"\[\[|\[\^\[|\[:|&&|--|~~|\{,|\\[<>AZz]|\\[xuU]\{")
-"""Parts that other languages read otherwise than Python does."""
+"""Syntax that other languages interpret differently from Python."""
 
 
 def parsed(pattern: str) -> Sequence[Part] | None:
-    """Return the parts of an expression; None: it has flags, is not understood, or there is no parser.
+    """Return the parts of an expression; None if it has flags, is not supported, or there is no parser.
 
     Raises:
-        re.error, RecursionError, OverflowError: it is not an expression of Python's.
+        re.error, RecursionError, OverflowError: it is not a valid expression in Python.
     """
     if _parser is None:
         return None
@@ -49,16 +49,16 @@ def parsed(pattern: str) -> Sequence[Part] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Facts that all matching texts have; characters are bits of a set."""
+    """Properties of all matching texts; sets of characters are bit masks."""
 
     leading: tuple[int, ...] = ()
-    """Sets of the characters with which a text begins."""
+    """Sets of possible characters at the first positions of a text."""
     is_whole: bool = False
-    """A match is as long as `leading`."""
+    """True if a match is as long as `leading`."""
     alphabet: int = _ALL
-    """The characters of a match."""
+    """Set of characters that a match may contain."""
     needed: int = 0
-    """ASCII characters that each match has."""
+    """Set of ASCII characters that every match contains."""
 
 
 _ANYTHING = _Shape()
@@ -66,8 +66,8 @@ _NOTHING = _Shape(is_whole=True, alphabet=0)
 
 
 def are_apart(first: str, second: str) -> bool:
-    """Return True if no text matches both expressions, as far as that is easy to see: they begin otherwise, end at other
-    places, or one needs a character that the other does not allow."""
+    """Return True if simple checks show that no text matches both expressions: they begin or end differently, or one
+    needs a character that the other does not allow."""
     a, b = _shape_of(first), _shape_of(second)
     if any(ours & theirs == 0 for ours, theirs in zip(a.leading, b.leading, strict=False)):
         return True
@@ -93,7 +93,7 @@ def _shape_of(pattern: str) -> _Shape:
 
 
 def _joined(parts: Iterable[Part]) -> _Shape:
-    """The shape of parts one after another."""
+    """Return the shape of a sequence of parts."""
     leading: list[int] = []
     is_whole, alphabet, needed = True, 0, 0
     for operator, argument in parts:

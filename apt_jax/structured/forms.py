@@ -1,6 +1,6 @@
-"""Constraints as users write them, in llguidance's notation.
+"""Conversion of users' constraints to llguidance's notation.
 
-`grammar_text` rewrites every form; `apt_jax.validation` has bounded its size and depth before.
+`grammar_text` converts every form; `apt_jax.validation` has already bounded size and depth.
 """
 
 import json
@@ -14,7 +14,8 @@ from apt_jax.structured.json_schema import exact_schema
 
 FIELD = "structured_outputs"
 DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
-"""Between the parts of a JSON value: what pretty-printers write. Bounded: small models go on with spaces for ever."""
+"""Whitespace between the parts of a JSON value, as pretty-printers write it. It is bounded, since small models may write
+spaces endlessly."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _SCHEMA_GRAMMAR = '{ "grammars": [{ "json_schema"'
@@ -73,10 +74,10 @@ def _as_lark(grammar: str) -> str:
 
 
 def from_response_format(response_format: object) -> StructuredOutputsParams | None:
-    """OpenAI's ``response_format`` as ours; None for plain text.
+    """Convert OpenAI's ``response_format``; None for plain text.
 
     Raises:
-        InvalidRequestError: not one of ``{"type": "text"}``, ``{"type": "json_object"}`` and
+        InvalidRequestError: it is not one of ``{"type": "text"}``, ``{"type": "json_object"}`` and
             ``{"type": "json_schema", "json_schema": {"schema": ...}}``.
     """
     if response_format is None:
@@ -101,5 +102,5 @@ def from_response_format(response_format: object) -> StructuredOutputsParams | N
 
 
 def has_json(text: str) -> bool:
-    """True if a grammar in llguidance's notation has a JSON schema in it."""
+    """Return whether a grammar in llguidance's notation contains a JSON schema."""
     return text.startswith(_SCHEMA_GRAMMAR) or (not text.startswith("{") and "%json" in text)

@@ -1,17 +1,17 @@
-"""JSON schemas as llguidance enforces them to the letter: what it reads otherwise is rewritten, or rejected by name.
+"""Rewriting of JSON schemas so that llguidance enforces them exactly; unsupported keywords are rejected by name.
 
-`exact_schema` first takes out what small models would not end: properties that a schema does not list (`closed`).
-Then it walks over the schema, its definitions and whatever else it refers to, and changes a copy:
+`exact_schema` first forbids unlisted properties (`closed`), which small models would add endlessly. Then it walks over
+the schema, its definitions and other referenced schemas, and changes a copy:
 
-* `format`: an unknown one is an annotation and is left out; dates become expressions that know leap years.
-* `oneOf` becomes `anyOf` if no value can satisfy two branches. Branches that only require properties are told apart
-  by forbidding each other's.
-* `patternProperties` whose expression matches a few names become `properties`: a comma is allowed only where one
+* `format`: an unknown format is an annotation and is left out; dates become expressions that respect leap years.
+* `oneOf` becomes `anyOf` if no value can satisfy two branches. Branches that only require properties are separated
+  by forbidding each other's properties.
+* `patternProperties` whose expression matches a few names become `properties`: a comma is allowed only if one
   of them may still follow.
-* `propertyNames` that are an expression or listed names become `patternProperties` or `properties`.
-* Bounds and constants that llguidance would round.
+* `propertyNames` with an expression or a list of names becomes `patternProperties` or `properties`.
+* Bounds and constants that llguidance would round are made exact.
 
-`minProperties` that counts names which the schema does not list is rejected: nothing keeps them from being equal.
+`minProperties` that needs unlisted names is rejected, since nothing keeps such names distinct.
 """
 
 import contextlib
@@ -47,19 +47,19 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""No year 0 and no leap seconds, which most readers reject, and at most nanoseconds."""
+"""Expressions of formats: without year 0 and leap seconds, which most readers reject, and at most nanoseconds."""
 _LABELS = r"(?:[a-zA-Z0-9]+-)*[a-zA-Z0-9]+"
 _HOST_NAME = rf"^{_LABELS}(?:\.{_LABELS})*$"
-"""Without labels that encode other characters (`xn--`): most combinations of letters there are not valid."""
+"""Expression of host names without encoded labels (`xn--`), since most letter combinations in them are invalid."""
 _MAX_LENGTHS = {"hostname": 253, "email": 254}
 FORMATS = frozenset({*_OWN_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 """The values of `format` that are enforced."""
 
 _MAX_EXACT = 2**53
 _GAP = 1e-9
-"""Least distance from an exclusive bound that is a whole number: llguidance would allow the number itself."""
+"""Distance kept from an exclusive whole-number bound: llguidance would allow the bound itself."""
 _MAX_NAMES = 64
-"""Patterns that match no more names become properties."""
+"""Maximum number of names for which a pattern becomes properties."""
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _MAYBE_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f]|\\[xucpPavN0]|\[\^|\[:")
@@ -76,11 +76,11 @@ def exact_schema(schema: Mapping[str, Any] | bool, whitespace: Mapping[str, Any]
     """Return the schema that llguidance compiles, with its options in it.
 
     Args:
-        schema: JSON values, nested no more deeply than validation allows.
-        whitespace: options of llguidance for what stands between the parts of a value.
+        schema: JSON value, whose depth validation has bounded.
+        whitespace: options of llguidance for whitespace between the parts of a value.
 
     Raises:
-        ValueError: a keyword cannot be enforced exactly; one line for users, which names it.
+        ValueError: a keyword cannot be enforced exactly; one line for users that names it.
     """
     root: Node = ({} if schema else {"enum": []}) if isinstance(schema, bool) else json.loads(json.dumps(schema))
     _Rewriter(root, _close(root)).run()
@@ -89,13 +89,13 @@ def exact_schema(schema: Mapping[str, Any] | bool, whitespace: Mapping[str, Any]
 
 
 _Place: TypeAlias = "tuple[_Place, str | int] | None"
-"""Where a schema is: the place above it, and a name or number there."""
+"""Location of a schema: the location of its parent, and a name or number there."""
 _PLAIN_NAME = re.compile(r"[\w$-]{1,64}")
 _MAX_PLACE_CHARS = 120
 
 
 def _path(place: _Place) -> str:
-    """A place as it is written, such as ``properties.a.oneOf[1]``; of a long one the end."""
+    """Return a location as text, such as ``properties.a.oneOf[1]``; long ones are cut at the beginning."""
     path = ""
     while place is not None and len(path) <= _MAX_PLACE_CHARS:
         place, part = place
@@ -109,7 +109,7 @@ def _path(place: _Place) -> str:
 
 @contextlib.contextmanager
 def _at(place: _Place) -> Iterator[None]:
-    """Begin the text of a ValueError, which begins with a keyword, with the place of the schema that has the keyword."""
+    """Put the location of a schema before the text of a ValueError about one of its keywords."""
     try:
         yield
     except ValueError as error:
@@ -118,9 +118,9 @@ def _at(place: _Place) -> Iterator[None]:
 
 
 def closed(schema: Mapping[str, Any]) -> Node:
-    """Return a schema that allows no more than the given one: objects whose properties are listed have no others, unless
-    `additionalProperties` or `patternProperties` allow them, or one of the required ones is not listed. Small models
-    would add properties without end.
+    """Return a copy in which objects with listed properties allow no other ones, so that small models do not add
+    properties endlessly. Unchanged are objects with `additionalProperties`, `patternProperties`, `const` or `enum`, objects
+    whose `required` or `minProperties` needs unlisted properties, and schemas combined with others for the same value.
     """
     root: Node = json.loads(json.dumps(schema))
     _close(root)
@@ -128,7 +128,7 @@ def closed(schema: Mapping[str, Any]) -> Node:
 
 
 def _close(root: Node) -> set[int]:
-    """Change a schema as `closed` does; return the identities of its lists `oneOf` whose branches exclude each other."""
+    """Change a schema as `closed` does; return the identities of its `oneOf` lists whose branches exclude each other."""
     branches = Branches(root)
     apart: set[int] = set()
 
@@ -180,11 +180,11 @@ def _close(root: Node) -> set[int]:
 
 
 class _Rewriter:
-    """Rewrites the nodes of one schema in place.
+    """Rewriter of the nodes of one schema, in place.
 
     Args:
         root: the schema.
-        apart: identities of lists `oneOf` whose branches exclude each other; others are compared.
+        apart: identities of `oneOf` lists whose branches exclude each other; other lists are compared.
     """
 
     def __init__(self, root: Node, apart: set[int]) -> None:
@@ -209,7 +209,7 @@ class _Rewriter:
                     self._one_of(node)
 
     def _nodes(self) -> list[tuple[Node, "_Place"]]:
-        """Every schema that is an object, and where it is: those under keywords, and those that references name elsewhere."""
+        """Yield every schema that is an object with its location: under keywords and as targets of references."""
         found: dict[int, tuple[Node, _Place]] = {}
         referred: list[tuple[Any, _Place]] = []
         stack: list[tuple[Any, _Place]] = [(self._root, None)]
@@ -322,7 +322,7 @@ class _Rewriter:
 
 
 def _drop_idle(node: Node) -> None:
-    """Take out keywords that say nothing where they are: llguidance rejects them."""
+    """Remove keywords without effect at their location, which llguidance would reject."""
     idle = {"uniqueItems"} if node.get("uniqueItems") is False or node.get("maxItems") in (0, 1) else set()
     if "if" not in node:
         idle |= {"then", "else"}
@@ -337,7 +337,7 @@ def _drop_idle(node: Node) -> None:
 
 
 def _as_properties(names: Any) -> Node | None:
-    """Return a schema of objects whose names satisfy the schema `names`; None: it is not so simple."""
+    """Return a schema of objects whose names satisfy the schema `names`; None if that is not possible."""
     if not isinstance(names, dict):
         return None
     asserts = names.keys() - {"type", "title", "description", "$comment"}
@@ -353,7 +353,7 @@ def _as_properties(names: Any) -> Node | None:
 
 
 def _check_multiples(places: list[tuple[Node, _Place]]) -> None:
-    """llguidance computes the least common multiple of combined values in 32 bits, without a check."""
+    """Raise ValueError if the least common multiple of combined `multipleOf` values exceeds llguidance's 32 bits."""
     nodes = [node for node, _ in places]
     together = [node for node in nodes if node.keys() & {"allOf", "anyOf", "oneOf", "$ref"}]
     if not any("allOf" in node or "multipleOf" in node for node in together):
@@ -377,7 +377,7 @@ def _check_multiples(places: list[tuple[Node, _Place]]) -> None:
 
 
 def _inner_bound(name: str, lower: float) -> float:
-    """A lower bound, or a mirrored upper one, as a double that allows no more."""
+    """Return a lower bound (or a negated upper bound) as a double that allows no additional values."""
     if abs(lower) <= _MAX_EXACT:
         return lower
     if abs(lower) >= 2**63:
@@ -410,7 +410,7 @@ def _add_pattern(node: Node, pattern: str) -> None:
 
 
 def _side_by_side(node: Node, keys: Sequence[str]) -> None:
-    """Move keywords to the place of the first of `keys`: llguidance reads those that belong together only there."""
+    """Move keywords next to the first one of `keys`: llguidance reads related keywords only if they are adjacent."""
     there = [key for key in keys if key in node]
     moved = {key: node[key] for key in there}
     items = list(node.items())
@@ -424,7 +424,7 @@ def _side_by_side(node: Node, keys: Sequence[str]) -> None:
 
 def _required_by_one(branches: list[Any]) -> list[Node] | None:
     """Return branches that together allow the values of exactly one of `branches`, all of which only require
-    properties; None: they do more, or there would be too many."""
+    properties; None if they have other keywords, or there would be too many branches."""
     needed: list[set[str]] = []
     for branch in branches:
         if not isinstance(branch, dict) or not isinstance(branch.get("required"), list):
@@ -444,7 +444,7 @@ def _required_by_one(branches: list[Any]) -> list[Node] | None:
 
 
 def _resolved_node(root: Node, schema: Any) -> Any:
-    """A schema, or the target of a schema that is only a reference."""
+    """Return a schema, or its target if it is only a reference."""
     if isinstance(schema, dict) and schema.keys() == {"$ref"}:
         return resolved(root, schema["$ref"])
     return schema

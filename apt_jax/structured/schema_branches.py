@@ -1,4 +1,4 @@
-"""Branches of `oneOf` that no value satisfies together."""
+"""Detects branches of `oneOf` that no value satisfies together."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from apt_jax.structured.expressions import are_apart
 Node: TypeAlias = dict[str, Any]
 
 MAX_CASES = 64
-"""Alternatives of one branch of `oneOf` that are looked at."""
+"""Maximum number of alternatives per branch of `oneOf`."""
 _MAX_COMPARISONS = 100_000
 _ATOMS = {
     "null": {"null"}, "boolean": {"boolean"}, "integer": {"integer"}, "number": {"integer", "fraction"},
@@ -26,8 +26,8 @@ _MAX_DEPTH = 12
 class Branches:
     """Tells which schemas no value satisfies together.
 
-    A schema is seen as alternatives, each of which is a list of nodes that a value satisfies all at once. What is not
-    understood is left out, which allows more: `overlap` may miss a difference and never invents one.
+    A schema is a list of alternatives, each of which is a list of nodes that a value must satisfy together. Unsupported
+    keywords are ignored, which allows more values: `overlap` may miss a difference but never invents one.
     """
 
     def __init__(self, root: Node) -> None:
@@ -37,7 +37,7 @@ class Branches:
         self._resolves = not any("$id" in part for part in _objects(root) if part is not root)
 
     def overlap(self, branches: list[Any]) -> tuple[int, int] | None:
-        """Return the numbers of two schemas that a value may satisfy together; None: no value satisfies two of them."""
+        """Return the numbers of two schemas that a value may satisfy together; None if no value satisfies two of them."""
         pairs = itertools.combinations(enumerate(branches), 2)
         return next(((i, j) for (i, a), (j, b) in pairs if not self._disjoint(a, b, _MAX_DEPTH)), None)
 
@@ -87,7 +87,7 @@ class Branches:
         return all(self._impossible(atom, ours, theirs, depth) for atom in atoms)
 
     def _values_of(self, node: Node) -> dict[str, str] | None:
-        """Return the values that a node lists, in a form that is the same for equal ones, with their kinds."""
+        """Return the values that a node lists, in a canonical form, with their types."""
         if "const" not in node and not isinstance(node.get("enum"), list):
             return None
         if id(node) not in self._values:
@@ -127,23 +127,23 @@ _FORMAT_SHAPES = {
     "uri": "^[a-zA-Z][a-zA-Z0-9+.-]*:",
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
 }
-"""Expressions that at least all texts of a format match."""
+"""Expressions that every text of a format matches; other texts may match too."""
 
 
 def _expression(node: Node) -> str | None:
-    """An expression that each text that satisfies a node matches; None: any text."""
+    """Return an expression that matches every text which satisfies a node; None: any text."""
     pattern = node.get("pattern")
     return pattern if isinstance(pattern, str) else _FORMAT_SHAPES.get(str(node.get("format")))
 
 
 def _extreme(nodes: list[Node], key: str, of: Any) -> float:
-    """The tightest bound under a keyword."""
+    """Return the tightest bound under a keyword."""
     found = [node[key] for node in nodes if is_number(node.get(key))]
     return of(found) if found else -math.inf if of is max else math.inf
 
 
 def _property(node: Node, name: str) -> Any:
-    """A schema that a property with this name satisfies."""
+    """Return a schema that a property with this name satisfies."""
     properties = node.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -158,7 +158,7 @@ def _atom(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """A text that is the same for equal JSON values."""
+    """Return a text that is identical for equal JSON values."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -196,5 +196,5 @@ def resolved(root: Node, reference: Any) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for a number of JSON."""
+    """Return whether a value is a number in JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool)

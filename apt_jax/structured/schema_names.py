@@ -1,4 +1,4 @@
-"""Names that the expressions of a schema match."""
+"""Lists the names that expressions of a schema match."""
 
 import re
 from collections.abc import Iterable
@@ -7,26 +7,26 @@ from typing import TypeAlias
 from apt_jax.structured.expressions import Part, parsed
 
 _MAX_NAME_CHARS = 128
-"""A longer name is not listed."""
+"""Maximum length of a listed name."""
 _MAX_CHARS = 400_000
-"""Characters of names that are put together for one schema."""
+"""Maximum number of characters of all names of one schema."""
 
 _BEGIN, _END = "begin", "end"
 _Text: TypeAlias = tuple[str, ...]
-"""Characters and the two marks."""
+"""Characters of a text, including the marks of its beginning and end."""
 
 
 class Names:
-    """Lists the texts that expressions match; bounded in work over all of them."""
+    """Lists the texts that expressions match, with a bound on the total work."""
 
     def __init__(self) -> None:
         self._left = _MAX_CHARS
 
     def matched(self, pattern: str, most: int) -> frozenset[str] | None:
-        """Return the texts that match an expression of JSON Schema; None: more than `most`, or it cannot be told.
+        """Return the texts that match an expression of JSON Schema; None if there are more than `most`, or the expression is not supported.
 
         Raises:
-            ValueError: the expressions are too large together.
+            ValueError: all expressions together are too large.
         """
         try:
             parts = parsed(pattern)
@@ -46,7 +46,7 @@ class Names:
         return None if texts is None or len(found) > most else frozenset(found)
 
     def _texts(self, tree: Iterable[Part], most: int) -> set[_Text] | None:
-        """Return the texts that a parsed expression matches; None: more than `most`, or unsupported parts."""
+        """Return the texts that a parsed expression matches; None if there are more than `most`, or parts are unsupported."""
         made: set[_Text] = {()}
         for operator, argument in tree:
             parts: set[_Text] | None = None
@@ -71,7 +71,7 @@ class Names:
         return made
 
     def _joined(self, before: set[_Text], after: set[_Text], most: int) -> set[_Text]:
-        """Return each text of `before` with each of `after` behind it; none: more than `most`, or too long."""
+        """Return each text of `before` followed by each of `after`; empty if there are more than `most`, or one is too long."""
         longest = max(map(len, before), default=0) + max(map(len, after), default=0)
         if len(before) * len(after) > most or longest > _MAX_NAME_CHARS:
             return set()

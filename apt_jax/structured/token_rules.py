@@ -1,7 +1,7 @@
-"""Requests that allow only a part of the vocabulary, or forbid sequences of tokens: masks, as for structured output.
+"""Masks for requests that allow only a part of the vocabulary, or forbid sequences of tokens.
 
-As in vLLM, `allowed_token_ids` is a whitelist, of end tokens too, and of each of `bad_words` the last token is
-forbidden where the output ends in those before it. Both go together with a structured output constraint.
+As in vLLM, `allowed_token_ids` is a whitelist that also covers end tokens. The last token of each of `bad_words` is
+forbidden if the output ends in the tokens before it. Both can be combined with structured output.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from apt_jax.structured.constraint import NoTokenLeftError
 
 
 def start_constraint(request: EngineRequest) -> TokenConstraint | None:
-    """Return the constraint of a request at the beginning of its output; None: any token may come at any time."""
+    """Return the constraint of a request at the beginning of its output; None if all tokens are always allowed."""
     inner = None if request.grammar is None else request.grammar.start()
     if not request.has_token_rules:
         return inner
@@ -22,12 +22,12 @@ def start_constraint(request: EngineRequest) -> TokenConstraint | None:
 
 
 class RestrictedConstraint:
-    """A `TokenConstraint` that takes tokens away from another one's masks.
+    """A `TokenConstraint` that removes tokens from the masks of another constraint.
 
     Args:
-        inner: the other one; None: every token is allowed.
-        allowed: ids that are; None: all.
-        bad_words: sequences of ids that the output must not hold.
+        inner: the other constraint; None: every token is allowed.
+        allowed: allowed ids; None: all.
+        bad_words: sequences of ids that the output must not contain.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RestrictedConstraint:
         self._bad_words = [(tuple(ids[:-1]), ids[-1]) for ids in bad_words]
         self._longest = max((len(before) for before, _ in self._bad_words), default=0)
         self._last: tuple[int, ...] = ()
-        """The last tokens of the output, as many as bad words look at."""
+        """The last tokens of the output, as many as the bad words need."""
 
     @property
     def ended(self) -> bool:

@@ -346,7 +346,7 @@ def _up_to_end(text: str, mark: str) -> str:
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return checked descriptions of functions, or None if there are none.
+    """Return checked descriptions of functions, or None for no functions.
 
     Raises:
         InvalidRequestError: they are malformed.

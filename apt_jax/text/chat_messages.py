@@ -110,7 +110,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _content(where: str, message: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:
-    """Return the content of a message, or None if it has none."""
+    """Return the content of a message, or None if it has no content."""
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         audio = message.get("audio")

@@ -18,7 +18,7 @@ class _Form(NamedTuple):
     middle: str | None
     """Token after the texts; None: there is no such token."""
     suffix_first: bool = False
-    """Whether the suffix comes before the prefix."""
+    """True if the suffix comes before the prefix."""
     ends: tuple[str, ...] = ()
     """Tokens that end an answer, besides the end tokens of every output and the tokens of the form."""
     names: tuple[str, ...] = ()

@@ -227,7 +227,7 @@ def _parts(text: Text, parts: Sequence[str], sep: str | None) -> list[str]:
 
 
 def _formatted(text: Text, values: Any) -> str:
-    """Return the pieces of `text % values`, if all its conversions are supported."""
+    """Return `text % values` with marks, if all its conversions are supported."""
     pieces: list[str] = []
     at = taken = 0
     for found in _CONVERSION.finditer(text):

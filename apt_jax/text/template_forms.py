@@ -38,7 +38,7 @@ class TemplateForms:
     no_text_roles: frozenset[str] = frozenset()
     """Roles whose content must be a list of parts."""
     arguments_as_text: bool = False
-    """Whether the arguments of calls are JSON text."""
+    """True if the arguments of calls are JSON text."""
 
     def content(self, role: str, content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
         """Return a content in a form that the template accepts."""

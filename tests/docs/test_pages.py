@@ -43,7 +43,7 @@ def _where(page: Path, what: str) -> str:
 
 
 class _Facts(NamedTuple):
-    """What pages may name of a file."""
+    """Names and texts of a file that pages may quote."""
 
     defined: set[str]
     """Functions and classes."""
