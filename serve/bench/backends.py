@@ -17,24 +17,24 @@ class Target:
     address: str
     """``HOST:PORT`` for gRPC, a base URL for HTTP."""
     model: str | None = None
-    """Name of the served model; None: the server's."""
+    """Name of the served model; None: ask the server."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
-    """Sent along where it is finite."""
+    """Objectives to send with each request; infinite ones are left out."""
     ignore_eos: bool = True
     temperature: float = 0.0
     vocab_size: int | None = None
-    """Random prompts have token ids below it; None: the server is asked."""
+    """Random prompts use token ids below it; None: ask the server."""
     api_key: str | None = None
     tls_ca: str | None = None
-    """PEM file of the CAs that the server's certificate is held against; None with gRPC: no TLS."""
+    """PEM file of the CAs that verify the server's certificate; None with gRPC: no TLS."""
 
     def slo_ms(self) -> dict[str, float]:
-        """The finite SLOs, milliseconds, by the arguments of `serve.client.make_request`."""
+        """Return the finite SLOs in milliseconds, by the argument names of `serve.client.make_request`."""
         parts = {"slo_ttft_ms": self.slo.ttft_s * 1e3, "slo_tbt_ms": self.slo.tbt_s * 1e3}
         return {name: round(ms, 6) for name, ms in parts.items() if ms < float("inf")}
 
     def slo_headers(self) -> dict[str, str]:
-        """The same as headers or metadata."""
+        """Return the finite SLOs as HTTP headers or gRPC metadata."""
         names = {"slo_ttft_ms": "x-slo-ttft-ms", "slo_tbt_ms": "x-slo-tpot-ms"}
         ms = self.slo_ms()
         return {names[name]: np.format_float_positional(ms[name], trim="-") for name in ms}
@@ -47,7 +47,7 @@ class StreamEvent:
     num_tokens: int = 0
     """New output tokens."""
     finish_reason: str | None = None
-    """In the last message: "stop", "length", or something else if it did not end well."""
+    """Finish reason in the last message: "stop", "length", or another text after a failure."""
     prompt_tokens: int | None = None
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
@@ -55,7 +55,7 @@ class StreamEvent:
 
 
 class RequestFailed(Exception):
-    """A request was rejected or broke off.
+    """A request was rejected or interrupted.
 
     Attributes:
         status: short text for tables: an HTTP status, the name of a gRPC status, "connection", "broken".
@@ -67,34 +67,34 @@ class RequestFailed(Exception):
 
 
 class Backend(Protocol):
-    """A server, opened."""
+    """A connection to a server."""
 
     def prepare(self, request: BenchRequest) -> Any:
         """Do everything that can be done before a request is due.
 
         Raises:
-            ConfigError: this backend cannot send it.
+            ConfigError: this backend cannot send the request.
         """
         ...
 
     def send(self, prepared: Any) -> AsyncGenerator[StreamEvent]:
-        """Send it and stream its events. Closing the generator cancels the request.
+        """Send a prepared request and stream its events. Closing the generator cancels the request.
 
         Raises:
-            RequestFailed: rejected, or broken off.
+            RequestFailed: the request was rejected or interrupted.
         """
         ...
 
     model: str
     """Name of the served model."""
     max_model_len: int | None
-    """Longest prompt plus output, tokens; None: the server does not say."""
+    """Longest prompt plus output, tokens; None: unknown."""
 
     async def close(self) -> None: ...
 
 
 def random_token_ids(request: BenchRequest, vocab_size: int) -> list[int]:
-    """Random token ids of a prompt, different for each request of the run, so that nothing of it is cached."""
+    """Return random token ids of a prompt, different for each request of a run, so that no prefix is cached."""
     # Special tokens lie at either end of a vocabulary.
     low, high = vocab_size // 8, max(vocab_size - vocab_size // 8, 1)
     rng = np.random.default_rng([request.seed, request.index, 0x1D5])

@@ -1,7 +1,7 @@
-"""OpenAI's completions and chat completions, streamed, from any server that has them.
+"""Backend for streamed completions and chat completions of any OpenAI-compatible server.
 
-Tokens are counted by the usage that servers put into every chunk when asked (vLLM's `continuous_usage_stats`); where it
-is missing a chunk with text is one token, and what the last usage counts beyond that comes with the last chunk.
+Tokens are counted by the usage in every chunk, which servers send on request (vLLM's `continuous_usage_stats`). Without
+it a chunk with text counts as one token, and the remaining tokens of the final usage are added to the last chunk.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class HttpBackend:
         return backend
 
     async def _ask_model(self) -> None:
-        """Name and longest context; a server need not have a list where the model is named."""
+        """Ask for the model's name and longest context. The server needs no list of models if the name is given."""
         async with self._session.get(f"{self._base}/v1/models", timeout=_OPEN_TIMEOUT) as response:
             answer = await _json(response)
         models = answer.get("data") if isinstance(answer, dict) else None
@@ -72,8 +72,8 @@ class HttpBackend:
         self.max_model_len = longest if isinstance(longest, int) else None
 
     async def _measure_words(self) -> None:
-        """Measure tokens per word by the server's `/tokenize` (vLLM's and ours); without it a word counts as one
-        token."""
+        """Measure tokens per word with the server's `/tokenize` (vLLM and apt-jax have it); otherwise a word counts as
+        one token."""
         tokens = await self._tokenize({"prompt": _TEXT, "add_special_tokens": False})
         if not tokens:
             return
@@ -92,7 +92,7 @@ class HttpBackend:
         return tokens if isinstance(tokens, list) else []
 
     def _prompt(self, request: BenchRequest) -> Any:
-        """Text, token ids or messages."""
+        """Return the prompt as text, token ids or messages."""
         prompt = request.prompt
         if prompt is None and not self._chat and self._target.vocab_size is not None:
             return random_token_ids(request, self._target.vocab_size)
@@ -179,7 +179,7 @@ def _error_text(answer: Any) -> str:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
-    """The data of server-sent events; each is one line in OpenAI's streams."""
+    """Yield the data of server-sent events, one line each in OpenAI's streams."""
     rest = b""
     async for data in response.content.iter_any():
         *lines, rest = (rest + data).split(b"\n")

@@ -29,14 +29,14 @@ class BenchRequest:
 
     index: int
     at_s: float
-    """Time to send it after the start; 0 without a schedule."""
+    """Time to send the request, in seconds after the start; 0 without a schedule."""
     max_tokens: int
     prompt_tokens: int = 0
     """Length of a random prompt; 0 if `prompt` is given."""
     prompt: Prompt | None = None
-    """None: a random prompt of `prompt_tokens` tokens."""
+    """The prompt; None: a random one of `prompt_tokens` tokens."""
     slo_class: str | None = None
-    """rt or be; None: the server's default."""
+    """SLO class, rt or be; None: the server's default."""
     seed: int = 0
     """Seed of the run; together with the index it determines the random prompt."""
 
@@ -53,17 +53,17 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """When requests are sent."""
+    """Schedule of a run."""
 
     rate: float | None = None
-    """Requests a second; infinite: all at once, or as many as `max_concurrency` of the run allows. None: as
+    """Requests per second; infinite: all at once, or as many as `max_concurrency` of the run allows. None: as
     recorded."""
     burstiness: float | None = None
-    """Shape of the Gamma distribution of the gaps, as vLLM has it: their coefficient of variation is 1 /
-    sqrt(burstiness). None: recorded arrivals, stretched to `rate`, where the trace has them; else 1 (Poisson)."""
+    """Shape of the Gamma distribution of gaps between arrivals, as in vLLM: their coefficient of variation is 1 /
+    sqrt(burstiness). None: recorded arrivals of the trace, stretched to `rate`; without them 1 (Poisson)."""
     num_requests: int | None = None
     duration_s: float | None = None
-    """Nothing is sent after this; without `num_requests` as many as arrive within it."""
+    """Seconds after which no request is sent; without `num_requests`, all arrivals within this time are sent."""
 
     def __post_init__(self) -> None:
         if self.burstiness is not None and not 1e-4 <= self.burstiness <= 400:
@@ -78,10 +78,10 @@ class Arrivals:
 
 
 def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = None) -> Source:
-    """A trace by name or file (`apt_jax.sim.trace`), requests longer than `max_len` tokens in all left out.
+    """Return a trace by name or file (`apt_jax.sim.trace`), without requests of more than `max_len` tokens in total.
 
     Raises:
-        ConfigError: no such trace, a broken one, or nothing is left of it.
+        ConfigError: the trace is unknown or broken, or no request is left.
     """
     trace = load_trace(name).scale_outputs(output_scale)
     if max_len is not None:
@@ -93,18 +93,20 @@ def trace_source(name: str, *, output_scale: float = 1.0, max_len: int | None = 
 
 
 def fixed_source(input_len: int, output_len: int) -> Source:
-    """Every request of these lengths, in tokens."""
+    """Return a source of requests with these lengths in tokens."""
     return Source(trace=_lengths("random", [input_len], [output_len]))
 
 
 def prompts_source(path: str, *, output_len: int) -> Source:
-    """JSON lines: objects with `prompt` (text or token ids) or `messages`, and optionally `output_tokens` and `class`.
+    """Read prompts from JSON lines: objects with `prompt` (text or token ids) or `messages`, and optionally
+    `output_tokens` and `class`.
 
     Args:
-        output_len: tokens of the output where a line says nothing.
+        path: the file.
+        output_len: tokens of the output of lines without `output_tokens`.
 
     Raises:
-        ConfigError: no such file, or a line that is not one; the message names it.
+        ConfigError: the file is missing, or a line is malformed; the message names the line.
     """
     lines = read_text(path, "--prompts").split("\n")  # in texts of JSON, other line ends stand as they are
     prompts: list[Prompt] = []
@@ -147,10 +149,10 @@ def _lengths(name: str, prompt: Sequence[int], output: Sequence[int]) -> Trace:
 
 
 def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
-    """The requests of a run with a schedule, in the order of their arrival; the same for the same seed.
+    """Return the requests of a run with a schedule, in order of arrival; the seed determines them.
 
     Raises:
-        ConfigError: no rate for a source without recorded arrivals, or no request within the duration.
+        ConfigError: a source without recorded arrivals has no rate, or no request falls within the duration.
     """
     trace, rate = source.trace, arrivals.rate
     if source.prompts is not None:  # a trace of positions: what is drawn are lines of the file
@@ -192,7 +194,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
 
 
 def endless(source: Source, seed: int) -> Iterator[BenchRequest]:
-    """Endless requests without a schedule: the source over and over, in another order each time."""
+    """Yield endless requests without a schedule: the source repeated, shuffled each time."""
     done, rng = 0, np.random.default_rng([seed, 0xA97])
     trace = source.trace
     while True:

@@ -1,4 +1,4 @@
-"""The backends by name."""
+"""Registry of the backends by name."""
 
 from serve.bench.backends import Backend, Target
 
@@ -9,8 +9,8 @@ async def open_backend(name: str, target: Target) -> Backend:
     """Connect to the server and learn its model and vocabulary.
 
     Raises:
-        CommandError: no server answers there, or not as expected.
-        ConfigError: a flag that this backend cannot use.
+        CommandError: no server answers, or the answer is not as expected.
+        ConfigError: a flag cannot be used with this backend.
     """
     if name in ("aptjax-grpc", "vllm-grpc"):
         from serve.bench.grpc_backends import open_grpc

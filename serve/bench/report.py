@@ -1,4 +1,4 @@
-"""Summary of a run, and how it is shown and kept."""
+"""Summary of a run, and its table, files and plots."""
 
 import collections
 import csv
@@ -33,7 +33,7 @@ _SPOILS = 0.1
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Everything about a run in plain values; the definitions are those of docs/metrics.md.
+    """Return a run as plain values, with the definitions of docs/metrics.md.
 
     Raises:
         CommandError: no request was sent.
@@ -74,7 +74,7 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def _by_class(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Each class in numbers; none where there is only one."""
+    """Return the numbers of each class; empty if there is only one class."""
     records: dict[str, list[RequestRecord]] = {}
     for outcome in outcomes:
         records.setdefault(outcome.request.slo_class or "rt", []).append(outcome.record)
@@ -89,7 +89,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def client_facts(client: ClientHealth) -> dict[str, Any]:
-    """Percentiles of lateness and lag, milliseconds, and shares of a CPU."""
+    """Return percentiles of lateness and lag in milliseconds, and shares of a CPU."""
 
     def ms(values: Sequence[float]) -> dict[str, float | None]:
         found = {"p50": percentile(values, 50), "p99": percentile(values, 99)}
@@ -104,7 +104,7 @@ def client_facts(client: ClientHealth) -> dict[str, Any]:
 
 
 def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
-    """Warning if the client has distorted its measurement: it was late by a tenth of the measured times, or busy.
+    """Return a warning if the client distorted the measurement: it was late by a tenth of the measured times, or busy.
 
     Args:
         values: a summary with `ttft_s` and `gap_s`.
@@ -124,7 +124,7 @@ def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
 
 
 def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
-    """The table for people."""
+    """Return the rows of the printed table."""
 
     def span(name: str, values: dict[str, Any] = values, scale: float = 1e3) -> str:
         p = values[name]
@@ -175,7 +175,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
 
 
 def provenance() -> dict[str, Any]:
-    """Date and versions."""
+    """Return date and versions."""
     found = {"apt-jax": __version__, "python": platform.python_version()}
     for name in ("aiohttp", "grpcio", "numpy"):
         try:
@@ -190,7 +190,7 @@ def provenance() -> dict[str, Any]:
 
 
 def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
-    """One request by `COLUMNS`; "" where there is nothing to say."""
+    """Return one request as a row of `COLUMNS`; "" for missing values."""
     record = outcome.record
 
     def ms(seconds: float | None) -> float | str:
@@ -224,7 +224,7 @@ def csv_row(outcome: Outcome, start_s: float) -> dict[str, Any]:
 
 
 def write_csv(path: str, run: Run) -> None:
-    """A row a request.
+    """Write one row per request.
 
     Raises:
         CommandError: the file cannot be written.
@@ -233,7 +233,7 @@ def write_csv(path: str, run: Run) -> None:
 
 
 def write_probes(path: str, probes: Sequence[Probe]) -> None:
-    """A row a run of a search.
+    """Write one row per run of a search.
 
     Raises:
         CommandError: the file cannot be written.
@@ -253,7 +253,7 @@ def _write(path: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) ->
 
 
 def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
-    """Cumulative distributions of TTFT and of gaps, and the attainment.
+    """Plot cumulative distributions of TTFT and of gaps, and the attainment.
 
     Raises:
         CommandError: the file cannot be written.
@@ -283,7 +283,7 @@ def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
 
 
 def plot_search(path: str, probes: Sequence[Probe], targets: Sequence[float], title: str) -> None:
-    """Attainment over the rate, a mark a run.
+    """Plot attainment over rate, one mark per run.
 
     Raises:
         CommandError: the file cannot be written.

@@ -1,7 +1,7 @@
-"""Sends requests on time, notes when every token comes, and watches whether the client keeps up.
+"""Sends requests on time, records when each token arrives, and checks whether the client keeps up.
 
-Open loop: every request is sent when it is due, whether earlier ones have been answered or not. Closed loop: a fixed
-number of requests is always under way. Everything runs in one event loop of one thread, so a client that cannot keep up
+Open loop: every request is sent when it is due, even if earlier requests are unanswered. Closed loop: a fixed
+number of requests is always in flight. Everything runs in one event loop of one thread, so a client that cannot keep up
 shows in three places: requests are sent late, timers fire late, and the thread's share of a CPU nears one.
 """
 
@@ -20,7 +20,7 @@ from serve.bench.load import BenchRequest
 
 _PROBE_S = 0.01
 _LEAD_S = 0.05
-"""Between the start of the loop and the first arrival."""
+"""Seconds between the start of the loop and the first arrival."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,18 +35,18 @@ class Outcome:
     token_times_s: list[float] = dataclasses.field(default_factory=list)
     finished_s: float | None = None
     status: str = "ok"
-    """"ok", or why not: an HTTP status, the name of a gRPC status, "timeout", "connection", "broken", "abort"."""
+    """"ok", or the kind of failure: an HTTP status, the name of a gRPC status, "timeout", "connection", "broken", "abort"."""
     error: str = ""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
-    """As the server counts."""
+    """Prompt length as counted by the server."""
     num_preemptions: int | None = None
     recomputed_tokens: int | None = None
     cache_kind: str | None = None
 
     @property
     def record(self) -> RequestRecord:
-        """For the definitions of `apt_jax.metrics`."""
+        """Return the record that `apt_jax.metrics` takes."""
         return RequestRecord(
             arrival_s=self.sent_s,
             token_times_s=self.token_times_s,
@@ -68,7 +68,7 @@ class ClientHealth:
     process_cpu: float
     """CPU time of this process over wall time; 1 is one core."""
     loop_cpu: float
-    """The same for the event loop's thread only, at most 1."""
+    """CPU time of the event loop's thread over wall time, at most 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,16 +87,16 @@ class Run:
 
 
 Observer = Callable[[str, Outcome], None]
-"""Told ("sent", outcome) and ("done", outcome)."""
+"""Function called with ("sent", outcome) and ("done", outcome)."""
 
 
 class Runner:
     """One run against an open backend.
 
     Args:
-        slo: the client's verdict goes by it.
-        timeout_s: a request that takes longer is broken off and has failed.
-        max_concurrency: most requests under way; None: no bound.
+        slo: objectives of the client's verdict.
+        timeout_s: seconds after which a request is aborted and counts as failed.
+        max_concurrency: maximum number of requests in flight; None: no bound.
         observe: see `Observer`.
     """
 
@@ -117,11 +117,11 @@ class Runner:
         self._open = self._peak = 0
 
     async def open_loop(self, requests: Sequence[BenchRequest], stop: asyncio.Event) -> Run:
-        """Send each request when it is due; with a bound on the concurrency as soon after that as there is room.
+        """Send each request when it is due, or later if the bound on concurrency is reached.
 
         Args:
-            requests: by `at_s`.
-            stop: set it to break the run off.
+            requests: requests ordered by `at_s`.
+            stop: event that ends the run early.
         """
         prepared = [(request, self._backend.prepare(request)) for request in requests]
         room = contextlib.nullcontext() if self._max_concurrency is None else asyncio.Semaphore(self._max_concurrency)
@@ -145,10 +145,10 @@ class Runner:
     async def closed_loop(
         self, requests: Iterable[BenchRequest], stop: asyncio.Event, *, duration_s: float | None
     ) -> Run:
-        """Keep `max_concurrency` requests under way until the last request, or until `duration_s` has passed.
+        """Keep `max_concurrency` requests in flight until the last request, or until `duration_s` has passed.
 
         Args:
-            requests: may be endless where there is a duration.
+            requests: requests to send; may be endless if there is a duration.
         """
         assert self._max_concurrency is not None
         coming: Iterator[BenchRequest] = iter(requests)
@@ -250,7 +250,8 @@ class Runner:
 
 
 async def _probe(lags: list[float]) -> None:
-    """A timer due every 10 ms; those that a busy loop has missed count too, so that percentiles are over time."""
+    """Measure the event loop's lag with a 10 ms timer. Ticks missed by a busy loop count too, so that percentiles are
+    weighted by time."""
     due_s = time.perf_counter()
     while True:
         due_s += _PROBE_S

@@ -1,4 +1,4 @@
-"""The highest request rate that holds a target of attainment (effective throughput, docs/metrics.md)."""
+"""Search for the highest request rate that meets a target of attainment (effective throughput, docs/metrics.md)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ class Probe:
     attainment: float
     num_sent: int
     alone: bool
-    """No two requests were under way at once: lower rates would measure the same."""
+    """True if no two requests were in flight at once: lower rates would give the same result."""
     late: bool = False
-    """The client did not keep up."""
+    """True if the client did not keep up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,20 +37,20 @@ def find_rates(
     guess: float,
     tolerance: float,
 ) -> list[Found]:
-    """Bisection for every target and seed; runs are shared between targets.
+    """Bisect the rate for every target and seed; runs are shared between targets.
 
     Args:
-        measure: makes a run at (requests a second, seed).
+        measure: function that makes a run at (requests per second, seed).
         targets: attainments in (0, 1].
-        guess: where to begin, requests a second.
+        guess: rate to begin with, in requests per second.
         tolerance: relative width of the bracket at which a search ends.
 
     Returns:
-        One for each of `targets`, in their order.
+        One result for each of `targets`, in order.
     """
     known: dict[tuple[str, int], Probe] = {}
     alone: dict[int, Probe] = {}
-    """By seed, the run at the highest rate at which requests never met."""
+    """Run at the highest rate without overlapping requests, by seed."""
 
     def attainment_at(rate: float, seed: int) -> float:
         lonely = alone.get(seed)

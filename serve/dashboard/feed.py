@@ -1,14 +1,14 @@
 """The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
 
-1. The first `Viewer` starts the feed and the last one ends it. Without viewers a point is recorded every five seconds, so
-   that charts have no holes, and nothing else runs.
+1. The first `Viewer` starts the feed and the last one ends it. Without viewers only a point is recorded
+   every five seconds, so that charts have no holes.
 2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the
-   current values of `/metrics`, by the same code, the scheduler's decisions since the last snapshot, and the state of
-   the last requests.
-3. It is encoded once for each owner of an API key that watches: tenants see the ids of their own requests and no
-   others, operators all. Where there are operators, tenants see nothing of others at all: their own rows, tokens,
-   queue and distributions, and neither sums over all tenants, numbers of iterations, nor past points.
-4. A viewer waits for the newest snapshot. A slow reader skips the older ones and delays no one.
+   current values of `/metrics` (by the same code), the scheduler's decisions since the last snapshot, and the state of
+   recent requests.
+3. The snapshot is encoded once per API key owner with a viewer: tenants see only the ids of their own requests,
+   operators see all ids. On a server with operators, tenants see only their own rows, tokens, queue and distributions,
+   but no sums over all tenants, iteration numbers or past points.
+4. A viewer waits for the newest snapshot. A slow reader skips older snapshots and delays nobody.
 5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
 """
 
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 1.0
 
 _READ_TIMEOUT_S = 5.0
-"""An engine that does not respond for this long is shown as stalled."""
+"""Seconds without a response after which the engine is shown as stalled."""
 _HISTORY_S, _LONG_HISTORY_S = 300.0, 3600.0
-"""Points that are kept: all, and those with distributions."""
+"""Seconds for which points are kept: all points, and points with distributions."""
 _RECORD_S, _SUMS_S = 5.0, 10.0
-"""Between two points without viewers, and between two with distributions."""
+"""Seconds between points without viewers, and between points with distributions."""
 _DISTRIBUTIONS = {
     "ttft": "vllm:time_to_first_token_seconds",
     "tbt": "vllm:inter_token_latency_seconds",
@@ -66,33 +66,33 @@ _SHOWN = frozenset(
 """Metric families on the dashboard."""
 
 Numbers = dict[str, dict[str, float]]
-"""Values by metric name, then by the values of its own labels, joined by commas."""
+"""Values by metric name, then by label values joined by commas."""
 Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """Copied in the engine's thread."""
+    """State copied in the engine's thread."""
 
     at_s: float
     metrics: Collector
     updates: IterationBatch
     requests: dict[str | None, Rows]
-    """The last requests of each tenant that watches; None: those of all, for operators."""
+    """Recent requests of each tenant with a viewer; key None: requests of all tenants, for operators."""
     own: dict[str, Numbers]
-    """Metrics of each tenant that watches."""
+    """Metrics of each tenant with a viewer."""
 
 
 class _Snapshot:
     """One moment, for all viewers.
 
     Args:
-        common: of the server, visible to every tenant.
+        common: state of the server, visible to every tenant.
         totals: sums over all tenants.
         own: metrics of each tenant.
-        requests: by tenant; None: of all.
-        batch, changes: rows of all tenants; as in `requests` their `request_id` is the engine's.
-        last: it ends the stream.
+        requests: recent requests by tenant; key None: of all tenants.
+        batch, changes: rows of all tenants, with the engine's `request_id` as in `requests`.
+        last: True for the snapshot that ends the stream.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class _Snapshot:
         self._events: dict[tuple[Caller, bool], bytes] = {}
 
     def event(self, caller: Caller, sees_totals: bool) -> bytes:
-        """Encode it for one owner of an API key."""
+        """Encode the snapshot for one owner of an API key."""
         if (caller, sees_totals) not in self._events:
             value = {
                 **self._common,
@@ -126,7 +126,7 @@ class _Snapshot:
         return self._events[caller, sees_totals]
 
     def _of_tenant(self, caller: Caller) -> dict[str, Any]:
-        """Metrics of a tenant, in place of sums over all."""
+        """Return the metrics of a tenant, instead of sums over all tenants."""
         numbers = self._own.get(caller.tenant or "")
         if numbers is None:  # it has just joined
             return {}
@@ -136,7 +136,7 @@ class _Snapshot:
 class Viewer:
     """An asynchronous iterator of server-sent events, for one reader; made by `DashboardFeed.join`.
 
-    The first event, `history`, holds past points; then come events `snapshot`, always the newest.
+    The first event, `history`, has past points; then follow `snapshot` events, always the newest.
     """
 
     def __init__(self, feed: "DashboardFeed", caller: Caller) -> None:
@@ -162,7 +162,7 @@ class Viewer:
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Stop watching; may be called more than once."""
+        """Stop the viewer; may be called more than once."""
         self._over = True
         self._news.set()
         self._feed._leave(self)
@@ -172,9 +172,9 @@ class DashboardFeed:
     """The snapshots of one server; for one event loop.
 
     Args:
-        period_s: between two snapshots.
-        max_viewers: at a time.
-        sees_totals: tells whether the owner of a key may see sums over all tenants; asked for each event.
+        period_s: seconds between two snapshots.
+        max_viewers: maximum number of viewers at a time.
+        sees_totals: returns whether the owner of a key may see sums over all tenants; called for each event.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class DashboardFeed:
         self._sums_at_s = -_SUMS_S
         self._recording: asyncio.Task[None] | None = None
         self.starting: Callable[[], object] = lambda: None
-        """Tells how far the start is."""
+        """Returns the progress of the start."""
 
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
         """Show a warm engine."""
@@ -209,16 +209,16 @@ class DashboardFeed:
             self._recording = asyncio.create_task(self._record())
 
     def stop_recording(self) -> None:
-        """Keep no more points: the engine has ended, or is about to."""
+        """Stop recording points, since the engine has ended or will end."""
         if self._recording is not None:
             self._recording.cancel()
 
     def drain(self) -> None:
-        """Show that the server is about to stop."""
+        """Show that the server is draining."""
         self._draining = True
 
     def join(self, caller: Caller) -> Viewer:
-        """Add a viewer; close it at the end.
+        """Add a viewer; the caller closes it.
 
         Raises:
             QueueFullError: there are too many viewers.
@@ -233,7 +233,7 @@ class DashboardFeed:
         return viewer
 
     async def close(self) -> None:
-        """Send the last snapshot to all viewers, later ones included."""
+        """Send the last snapshot to all viewers, including later ones."""
         if self._closed:
             return
         self._closed = True
@@ -267,7 +267,7 @@ class DashboardFeed:
                 watch.close()
 
     async def _record(self) -> None:
-        """Keep points without viewers."""
+        """Record points while there are no viewers."""
         while True:
             engine, metrics = self._engine, self._metrics
             if not self._viewers and engine is not None and metrics is not None and self._state() == "serving":
@@ -297,7 +297,7 @@ class DashboardFeed:
         return point
 
     def history(self) -> Rows:
-        """Points of the last hour: those of the last five minutes, and before them those with distributions."""
+        """Return points of the last hour: all points of the last five minutes, and earlier points with distributions."""
         return [*self._long_history, *self._history]
 
     async def _refresh(self, watch: IterationSubscription | None, *, last: bool = False) -> None:
@@ -350,7 +350,7 @@ class DashboardFeed:
         return "starting" if engine is None else "serving"
 
     def _note(self, reading: _Reading) -> None:
-        """Keep the last iteration, and the last preemptions and cache-kind switches."""
+        """Store the last iteration, and the last preemptions and cache-kind switches."""
         for iteration in reading.updates.iterations:
             at = {"iteration": iteration.number, "at_s": iteration.at_s}
             for row in iteration.preempted:
@@ -406,7 +406,7 @@ def _read(
 
 
 def _own_numbers(engine: AsyncEngine, metrics: ServerMetrics, tenant: str) -> Numbers:
-    """Metrics of one tenant; called in the engine's thread."""
+    """Return the metrics of one tenant; called in the engine's thread."""
     usage = engine.parts.engine.usage_of(tenant)
     return {
         **metrics.own_numbers(tenant),
@@ -418,7 +418,7 @@ def _own_numbers(engine: AsyncEngine, metrics: ServerMetrics, tenant: str) -> Nu
 
 
 def _numbers(metrics: Collector) -> Numbers:
-    """The metrics on the dashboard, as `/metrics` has them."""
+    """Return the values of the dashboard's metrics, as in `/metrics`."""
     numbers: Numbers = {}
     for family in metrics.collect():
         if family.name in _SHOWN:
@@ -429,7 +429,7 @@ def _numbers(metrics: Collector) -> Numbers:
 
 
 def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
-    """One point of the page's time series."""
+    """Return one point of the page's time series."""
     blocks = numbers.get("aptjax:blocks", {})
     return {
         "at_s": round(at_s, 3),
@@ -442,8 +442,8 @@ def _point(at_s: float, numbers: Numbers) -> dict[str, float]:
 
 
 def _sums(numbers: Numbers) -> dict[str, Any]:
-    """Distributions since the start: cumulative counts by bucket, in the order of /metrics, and requests by how they
-    ended."""
+    """Return distributions since the start: cumulative counts by bucket in the order of /metrics, and requests by finish
+    reason."""
     sums: dict[str, Any] = {
         name: [int(count) for count in numbers.get(f"{metric}_bucket", {}).values()]
         for name, metric in _DISTRIBUTIONS.items()
@@ -452,12 +452,12 @@ def _sums(numbers: Numbers) -> dict[str, Any]:
 
 
 def _scope(caller: Caller) -> str | None:
-    """The tenant whose requests are listed; None: those of all."""
+    """Return the tenant whose requests are listed; None: all tenants."""
     return None if caller.is_operator else caller.tenant
 
 
 def _seen_by(caller: Caller, rows: Rows, *, others: bool) -> Rows:
-    """Rows with the ids that the caller may see; `others`: those of other tenants are there, without ids."""
+    """Return rows with the ids that the caller may see; with `others`, rows of other tenants are included without ids."""
     shown = [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
     if others:
         return shown

@@ -1,5 +1,5 @@
-"""The static pages of the dashboard and the chat: no data, no build step, nothing from other servers. `vendor/` holds a
-library as its authors publish it, with its licence."""
+"""The static pages of the dashboard and the chat, without data, build step or files from other servers. `vendor/` has an
+unchanged third-party library with its licence."""
 
 import functools
 from pathlib import Path

@@ -1,8 +1,8 @@
 """`apt-jax demo`: one bursty load, four schedulers, over gRPC, on the bundled model with a small pool.
 
-The same arrivals of real prompts are replayed under first-come-first-served, Apt-Serve's scheduling with keys and
-values alone and with the hybrid cache, and apt-plus. Rate and objectives come from the calibration of this machine, so
-that the picture holds on a slower one.
+The same arrivals of real prompts are replayed with first-come-first-served, Apt-Serve's scheduling with keys and
+values only and with the hybrid cache, and apt-plus. Rate and objectives come from the calibration of this machine, so
+that a slower machine shows the same picture.
 """
 
 import argparse
@@ -54,7 +54,7 @@ MAX_MODEL_LEN = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
+    """Add the flags of the command."""
     parser.add_argument("--model", metavar="MODEL", default="tiny-opt", help="model to serve (default: tiny-opt)")
     parser.add_argument(
         "--num-blocks",
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo_config(model: str, num_blocks: int) -> EngineConfig:
-    """Small steps and a small pool: about five requests with keys and values fit at once."""
+    """Return a configuration with small steps and a small pool, which holds about five requests with keys and values."""
     return EngineConfig(
         model=model,
         max_model_len=MAX_MODEL_LEN,
@@ -99,7 +99,7 @@ def demo_config(model: str, num_blocks: int) -> EngineConfig:
 
 
 def make_workload(parts: EngineComponents, duration_s: float, seed: int) -> Workload:
-    """The demo's arrivals, for an engine that has been calibrated."""
+    """Return the demo's arrivals for a calibrated engine."""
     assert parts.cost_model is not None
     assert parts.tokenizer is not None
     prompts = sonnet_prompts(64, seed)
@@ -145,7 +145,7 @@ class DemoDisplay:
 async def _run(
     parts: EngineComponents, workload: Workload, board: DemoDisplay
 ) -> tuple[list[Answer], pb.GetStatsResponse]:
-    """One policy behind its own gRPC server on an ephemeral port, and the load through its client."""
+    """Run one policy behind its own gRPC server on an ephemeral port, and send the load through the client."""
     engine = AsyncEngine(parts)
     server = GrpcServer(ServerConfig(port=0))
     await server.start()
@@ -223,7 +223,7 @@ def _numbers(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo. 0: the runs ended and every request was served."""
+    """Run the demo. Returns 0 if the runs ended and every request was served."""
     console = Console()
     started = time.monotonic()
     bars = starting_bars()

@@ -17,14 +17,14 @@ from apt_jax.costs.fit import CostModel
 from apt_jax.metrics import RequestRecord, Summary, summarize
 
 ARRIVAL_CV = 2.0
-"""Coefficient of variation of the gaps between arrivals; 1 would be a Poisson process."""
+"""Coefficient of variation of the gaps between arrivals; a Poisson process has 1."""
 
 LOAD = 0.72
-"""Mean arrival rate, over the geometric mean of the rates that keys and values and the hidden cache sustain."""
+"""Mean arrival rate, divided by the geometric mean of the sustained rates of keys and values and the hidden cache."""
 TTFT_IN_STEPS = 25.0
 """TTFT SLO, in (decode step + full prefill step)."""
 TBT_IN_STEPS = 5.0
-"""TBT SLO, in the same unit."""
+"""TBT SLO, in (decode step + full prefill step)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Arrival:
     """One request of a workload."""
 
     at_s: float
-    """After the start of the replay."""
+    """Arrival time in seconds after the start of the replay."""
     prompt: str
     max_tokens: int
     seed: int
@@ -45,11 +45,11 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     slo: SLO
     rate: float
-    """Requests a second, mean."""
+    """Mean number of requests per second."""
     kv_capacity: float
-    """Requests a second that the pool sustains with keys and values only, by the cost model."""
+    """Requests per second that the pool sustains with keys and values only, by the cost model."""
     hybrid_capacity: float
-    """The same with the smaller hidden cache."""
+    """Requests per second that the pool sustains with the smaller hidden cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def sustained_rate(
     prompt_len: float,
     output_len: float,
 ) -> float:
-    """Requests a second at which the device is always busy and the pool always full, by the cost model.
+    """Return the requests per second at which device and pool are fully used, by the cost model.
 
     A request holds about `prompt_len + output_len / 2` tokens while it decodes; as many run at once as fit.
     """
@@ -89,7 +89,7 @@ def sustained_rate(
 
 
 def _prompt_s(model: CostModel, length: int) -> float:
-    """Predicted time of one prompt on its own, in as many steps as it takes, seconds."""
+    """Return the predicted time of one prompt without other requests, over all its steps, in seconds."""
     most = model.programs.max_num_batched_tokens
     return sum(model.prefill_s([min(most, length - done)], [done]) for done in range(0, length, most))
 
@@ -109,13 +109,13 @@ def derive_workload(
     min_requests: int = 40,
     max_requests: int = 400,
 ) -> Workload:
-    """Arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with SLOs in steps.
+    """Return arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with SLOs in steps.
 
-    Everything is a multiple of calibrated step times, so that a slower machine sees the same picture, later.
+    Everything is a multiple of calibrated step times, so that a slower machine shows the same picture over a longer time.
 
     Args:
         prompts: texts to draw from, with their lengths in tokens in `prompt_lens`.
-        duration_s: about how long the arrivals last.
+        duration_s: approximate duration of the arrivals, in seconds.
     """
     rng = np.random.default_rng(seed)
     shortest, longest = 48, 96
@@ -159,7 +159,7 @@ Send = Callable[[Arrival, SLO], AsyncIterator[tuple[int, str, dict[str, Any]]]]
 async def replay(
     workload: Workload, send: Send, on_event: Callable[[str, Answer | None], None] | None = None
 ) -> list[Answer]:
-    """Send every arrival at its time, whether earlier ones have been served or not (open loop).
+    """Send every arrival at its time, even if earlier requests are unanswered (open loop).
 
     Args:
         on_event: called with ("sent", None), ("first", None) and ("done", answer).
@@ -202,15 +202,15 @@ async def replay(
 
 
 def summary_of(answers: Sequence[Answer]) -> Summary:
-    """Attainment and latencies over all sent requests."""
+    """Return attainment and latencies over all sent requests."""
     return summarize([a.record for a in answers])
 
 
 def plot_runs(runs: dict[str, list[Answer]], workload: Workload, path: Path | None = None) -> Any:
-    """One row a policy: time to first token of every request over its arrival; beside them the attainment.
+    """Plot one row per policy: time to first token of every request over its arrival, and the attainment.
 
     Returns:
-        The matplotlib figure, also written to `path` where one is given.
+        The matplotlib figure, also written to `path` if given.
     """
     import matplotlib.pyplot as plt
 

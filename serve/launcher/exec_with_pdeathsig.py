@@ -1,4 +1,4 @@
-"""Replace this process by COMMAND, which the kernel kills when process PARENT ends, however it ends.
+"""Replace this process by COMMAND. The kernel kills COMMAND when process PARENT ends for any reason.
 
     python exec_with_pdeathsig.py PARENT CPUS COMMAND...
 

@@ -1,5 +1,5 @@
-"""Plan of `apt-jax launch`: the replicas, each on its own devices, and the gateway in front of them. Nothing is started
-here."""
+"""Plan of `apt-jax launch`: the replicas, each on its own devices, and the gateway in front of them. This module starts
+nothing."""
 
 import argparse
 import contextlib
@@ -49,12 +49,13 @@ _GATEWAY_FLAGS = (
 )
 """Dead, silent and failing replicas are detected, and restarted ones used, within seconds.
 
-A request is sent at most twice (smg counts the first attempt as a retry): one that kills its replica kills no third.
+A request is sent at most twice (smg counts the first attempt as a retry), so a request that kills its replica kills at
+most two.
 """
 
 
 ServeCommand = Callable[..., list[str]]
-"""Makes the command line of a replica: `apt-jax serve` with the launcher's flags for it, and `flags`, but those of
+"""Builds the command line of a replica: `apt-jax serve` with the launcher's flags and `flags`, except the flags in
 `without`."""
 
 
@@ -65,7 +66,7 @@ class Plan:
     replicas: Sequence[ProcessSpec]
     gateway: ProcessSpec | None = None
     where: str
-    """A line with their addresses."""
+    """Line for the user with the addresses of the endpoints."""
 
 
 def plan(
@@ -80,8 +81,8 @@ def plan(
     Args:
         args: flags of `apt-jax launch`.
         env: environment of the launcher.
-        command: of a replica.
-        check: of the flags that a replica gets; raises ConfigError.
+        command: builds the command line of a replica.
+        check: checks the flags of a replica; raises ConfigError.
 
     Raises:
         ConfigError: flags are wrong, there are too few devices, or no gateway is installed.
@@ -230,10 +231,10 @@ def _replica(
 
 
 def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str, str]]:
-    """Divide the GPUs: an environment for each replica, with `size` of them, or `env` as it is without GPUs.
+    """Return an environment for each replica with `size` GPUs, or with `env` unchanged on a machine without GPUs.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few GPUs.
     """
     gpus = visible_gpus(env)
     if not gpus:
@@ -246,7 +247,7 @@ def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """NVIDIA GPUs that JAX would use in this environment, as CUDA_VISIBLE_DEVICES names them; found without JAX."""
+    """Return the NVIDIA GPUs that JAX would use in this environment, as named in CUDA_VISIBLE_DEVICES, without importing JAX."""
     platforms = env.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
@@ -267,7 +268,8 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def _divide_cpus(count: int) -> list[Sequence[int]]:
-    """Divide the CPUs by whole cores; (): all replicas share all. More threads than cores would slow every step."""
+    """Divide the CPUs among replicas by whole cores, since more threads than cores slow every step. (): all replicas share
+    all CPUs."""
     if sys.platform != "linux" or count == 1:
         return [()] * count
     cpus = sorted(os.sched_getaffinity(0), key=_core)
@@ -277,7 +279,7 @@ def _divide_cpus(count: int) -> list[Sequence[int]]:
 
 
 def _core(cpu: int) -> tuple[int, ...]:
-    """A sort key that keeps the threads of a core together, and the cores of a socket."""
+    """Return a sort key that keeps the threads of a core and the cores of a socket together."""
     directory = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     try:
         place = [int((directory / n).read_text()) for n in ("physical_package_id", "core_id")]
@@ -329,7 +331,7 @@ def _replica_probe(address: str) -> Callable[[], bool]:
 
 
 def _gateway_probe(host: str, port: int, count: int) -> Callable[[], bool]:
-    """Make a probe: healthy once the gateway knows all replicas; after that, as long as it has one."""
+    """Return a health probe: the gateway is healthy once it knows all replicas, and later as long as it has one."""
     seen_all = False
 
     def ask() -> bool:

@@ -1,7 +1,7 @@
 """Run the gateway smg with the given flags and a random admin key: python -m serve.launcher.run_gateway FLAGS.
 
-Without such a key every client could change the gateway's list of servers. It is made here and never leaves this
-process: every user of the machine can read the arguments of a process.
+Without an admin key, every client could change the gateway's list of servers. The key is created here and never leaves
+this process, since every user of the machine can read the arguments of a process.
 """
 
 import secrets

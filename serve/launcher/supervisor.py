@@ -4,7 +4,7 @@
 2. A process that ends is restarted after 1 s, 2 s, 4 s, up to 60 s; `STEADY_S` of health reset the count.
 3. At SIGTERM or SIGINT the replicas drain; then the gateway ends. A second signal kills all.
 
-All are children that the kernel kills with this process, however it ends (serve/launcher/exec_with_pdeathsig.py).
+The kernel kills all child processes when this process ends (serve/launcher/exec_with_pdeathsig.py).
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from serve.signals import Signals
 logger = logging.getLogger(__name__)
 
 STEADY_S = 60.0
-"""After this much health a process has started well: its next failure counts as the first."""
+"""Seconds of health after which the next failure of a process counts as its first."""
 
 _USAGE_ERROR = 2
 _MAX_RESTART_DELAY_S = 60.0
 _PROBE_S = 0.25
 _GRACE_S = 10.0
-"""Added to the time that a process has to drain."""
+"""Seconds added to the drain time of a process before it is killed."""
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -51,13 +51,13 @@ class ProcessSpec:
     """Absolute path of the executable, and arguments."""
     env: Mapping[str, str]
     cpus: Sequence[int] = ()
-    """CPUs that it is bound to; (): it may use all."""
+    """CPUs that the process is bound to; (): no restriction."""
     is_healthy: Callable[[], bool] | None
-    """Health probe, called in a thread; None: there is none."""
+    """Health probe, called in a thread; None: no probe."""
     keeps_json: bool = False
     """Forward lines that are JSON objects without the prefix."""
     hides: re.Pattern[str] | None = None
-    """Lines that match are dropped."""
+    """Pattern of output lines that are dropped."""
 
 
 class Supervisor:
@@ -66,11 +66,11 @@ class Supervisor:
     def __init__(self, program: ProcessSpec, max_restarts: int) -> None:
         self.program = program
         self.was_healthy = False
-        """In any of its runs."""
+        """True if any run was healthy."""
         self.code: int | None = None
         """Exit code after `stop`; None: it was not running then."""
         self._is_healthy = False
-        """In this run."""
+        """True if the present run is healthy."""
         self._max_restarts = max_restarts
         self._process: asyncio.subprocess.Process | None = None
         self._may_start, self._stopping = asyncio.Event(), asyncio.Event()
@@ -80,8 +80,8 @@ class Supervisor:
         """Run the process from `start` until it ends after `stop`.
 
         Raises:
-            ConfigError: it does not accept its flags.
-            CommandError: it has ended too often.
+            ConfigError: the program does not accept its flags.
+            CommandError: the program ended too often.
         """
         await self._may_start.wait()
         failures = 0
@@ -107,14 +107,14 @@ class Supervisor:
         self._may_start.set()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it by a signal and do not restart it."""
+        """End the process by a signal and do not restart it."""
         self._stopping.set()
         self._may_start.set()
         self._signal(number)
 
     def tell(self, number: int) -> None:
-        """Forward a signal that does not end the process, if the process handles it by now: one that is starting would
-        die of it, and reads its files anyway."""
+        """Forward a signal such as SIGHUP if the process already handles it. A starting process would die from it, and
+        reads its files anyway."""
         if self._is_healthy:
             self._signal(number)
 
@@ -124,7 +124,7 @@ class Supervisor:
                 self._process.send_signal(number)
 
     async def _live(self) -> float:
-        """Run the process once; returns for how long it was healthy, seconds."""
+        """Run the process once; return the seconds for which it was healthy."""
         program, loop = self.program, asyncio.get_running_loop()
         cpus = ",".join(map(str, program.cpus))
         wrapper = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
@@ -156,7 +156,7 @@ class Supervisor:
         return loop.time() - health.result() if health.done() else 0.0
 
     async def _wait_healthy(self) -> float:
-        """Wait until the process is healthy; returns the time."""
+        """Wait until the process is healthy; return the time of that moment."""
         if self.program.is_healthy is None:
             await asyncio.sleep(STEADY_S)
         else:
@@ -201,14 +201,14 @@ async def launch(
     drain_s: float,
     where: str,
 ) -> int:
-    """Run processes until a signal; returns the exit code.
+    """Run processes until a signal; return the exit code.
 
     Args:
-        replicas: end first.
-        gateway: ends after them.
-        max_restarts: of one program in a row.
+        replicas: programs that end first.
+        gateway: program that ends after the replicas.
+        max_restarts: maximum number of successive restarts of one program.
         drain_s: time that replicas have to end after the first signal.
-        where: printed when all with a probe are healthy.
+        where: line to print when all programs with a probe are healthy.
 
     Raises:
         ConfigError: a program does not accept its flags.

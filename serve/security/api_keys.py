@@ -3,8 +3,8 @@
 A protocol's server passes the `authorization` header to `ApiKeys.caller_of`. Endpoints that need no key are listed
 there by exact name, so that new endpoints need one by default.
 
-The owner of a key is a tenant. Every lookup by id is by tenant and id (`Caller.engine_id`), and every id that is shown
-goes through `Caller.shown_id`, so that a tenant cannot reach the requests of another one. Operators see and reach all.
+The owner of a key is a tenant. Every lookup by id uses tenant and id (`Caller.engine_id`), and every shown id
+goes through `Caller.shown_id`, so that a tenant cannot reach requests of another tenant. Operators can reach all requests.
 """
 
 import hashlib
@@ -31,15 +31,15 @@ class Caller(NamedTuple):
     """The owner of a call's API key, and its rights."""
 
     tenant: str | None
-    """The owner of the call's API key; None: there are no keys."""
+    """The owner of the call's API key; None: the server has no keys."""
     is_operator: bool
 
     def engine_id(self, given: str) -> str:
-        """The engine's id of the request that the caller means. Operators name those of others as ``TENANT:ID``."""
+        """Return the engine's id for an id from the caller. Operators name requests of tenants as ``TENANT:ID``."""
         return given if self.is_operator and ":" in given else engine_id(self.tenant, given)
 
     def shown_id(self, request_id: str) -> str | None:
-        """Return the caller's form of an engine's id, which it may send back; None: not its own."""
+        """Return the id that the caller may see and send back; None: the request belongs to another tenant."""
         tenant, label = split_engine_id(request_id)
         if tenant == self.tenant:
             return label
@@ -54,11 +54,12 @@ class ApiKeys:
     """The accepted keys.
 
     Args:
-        keys: of tenants.
-        operators: of operators, each of which is a tenant as well.
+        keys: keys of tenants.
+        operators: keys of operators, each of which is also a tenant.
 
     Raises:
-        ConfigError: there is none, one is short or holds what a header cannot, or one is in both lists.
+        ConfigError: there is no key, a key is too short or has characters that a header cannot carry, or a key is in both
+            lists.
     """
 
     def __init__(self, keys: Sequence[str], operators: Sequence[str] = ()) -> None:
@@ -70,15 +71,15 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None, operator_path: str | None = None, key: str | None = None) -> "ApiKeys":
-        """Read files of one key a line; empty lines and lines that begin with ``#`` are left out.
+        """Read files with one key per line; empty lines and lines that begin with ``#`` are ignored.
 
         Args:
-            path: keys of tenants; None: there are none.
-            operator_path: keys of operators; None: there are none.
-            key: one more of a tenant (`serve.security.single_key`).
+            path: file with keys of tenants; None: no file.
+            operator_path: file with keys of operators; None: no file.
+            key: another key of a tenant (`serve.security.single_key`).
 
         Raises:
-            ConfigError: a file cannot be read, anybody on the machine could, or it holds no usable key.
+            ConfigError: a file cannot be read, is readable by every user, or has no usable key.
         """
         if key is not None:
             _digests([key], f"{KEY_FLAG}, {KEY_VARIABLE}")
@@ -89,7 +90,7 @@ class ApiKeys:
         return bool(self._operators)
 
     def replace(self, other: "ApiKeys") -> None:
-        """Accept the other's keys from now on."""
+        """Accept the keys of `other` from now on."""
         self._tenants, self._operators = other._tenants, other._operators
 
     def accepts(self, authorization: str | bytes | None) -> bool:
@@ -97,7 +98,8 @@ class ApiKeys:
         return self.caller_of(authorization) is not None
 
     def caller_of(self, authorization: str | bytes | None) -> Caller | None:
-        """The owner of the key, whose name reveals nothing of it; None: the key is not accepted. As `accepts`."""
+        """Return the owner of the key, whose name reveals nothing about the key; None: the key is not accepted. The time does
+        not depend on the keys."""
         if authorization is None:
             return None
         raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization
@@ -115,12 +117,12 @@ def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = Fal
     """Check that a call may be made by this caller.
 
     Args:
-        keys: None: there are none.
-        caller: who makes the call.
-        totals: it only shows sums over all tenants, which every key may see while there are no operators.
+        keys: accepted keys; None: the server has no keys.
+        caller: owner of the call's key.
+        totals: True if the call only shows sums over all tenants, which every key may see on a server without operators.
 
     Raises:
-        OperatorKeyError: it is for operators.
+        OperatorKeyError: the call is for operators.
     """
     if caller.is_operator or keys is None or (totals and may_see_totals(keys, caller)):
         return
@@ -130,12 +132,12 @@ def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = Fal
 
 
 def may_see_totals(keys: ApiKeys | None, caller: Caller) -> bool:
-    """True if a caller may see sums over all tenants; without operators every key may."""
+    """Return whether a caller may see sums over all tenants; every caller may on a server without operators."""
     return caller.is_operator or keys is None or not keys.has_operators
 
 
 def _read(path: str | None, flag: str) -> list[str]:
-    """The keys of a file, of which there must be one."""
+    """Return the keys of a file, at least one."""
     if path is None:
         return []
     try:

@@ -1,7 +1,7 @@
-"""One API key of a server from its environment or, for tries on one's own machine, from the command line.
+"""A single API key of a server, from its environment or, for local tests, from the command line.
 
-The variable is removed from the environment when it is read, so that no process that the server starts has it. What is
-on the command line every user of the machine can read in the list of processes, and the server says so.
+The variable is removed from the environment when it is read, so that child processes do not inherit it. Every user of
+the machine can read the command line in the list of processes; the server warns of this.
 """
 
 import logging
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def take_api_key(given: str | None, env: MutableMapping[str, str]) -> str | None:
-    """Return the key, and remove it from the environment; None: there is none.
+    """Return the key, and remove it from the environment; None if there is no key.
 
     Args:
         given: value of the flag.
         env: environment of the process.
 
     Raises:
-        ConfigError: flag and variable name two keys.
+        ConfigError: flag and variable have different keys.
     """
     found = env.pop(KEY_VARIABLE, None)
     if given is None:
@@ -39,7 +39,7 @@ def take_api_key(given: str | None, env: MutableMapping[str, str]) -> str | None
 
 
 def without_key(argv: list[str]) -> list[str]:
-    """Command-line arguments with the key hidden, for output and logs."""
+    """Return command-line arguments with the key hidden, for output and logs."""
     shown, hidden = [], False
     for word in argv:
         name = word.partition("=")[0]

@@ -19,13 +19,13 @@ class Tls:
         client_ca: PEM file of the CAs whose clients are accepted; None: clients need no certificate.
 
     Raises:
-        ConfigError: a file cannot be read or is not what it should be; the message names the flag.
+        ConfigError: a file cannot be read or has the wrong contents; the message names the flag.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str | None = None) -> None:
         self._files = cert, key, client_ca
         self.context = _context(cert, key, client_ca)
-        """For servers of the `ssl` module."""
+        """SSL context for servers that use the `ssl` module."""
         self._pem = _pem(*self._files)
 
     @property
@@ -37,7 +37,7 @@ class Tls:
         """Reload the files of certificate and key for new connections; the clients' CAs stay.
 
         Raises:
-            ConfigError: as at first; then the old ones stay in use.
+            ConfigError: see the class; the old certificate and key stay in use.
         """
         cert, key, client_ca = self._files
         _context(cert, key, client_ca)  # both files belong together
@@ -45,7 +45,7 @@ class Tls:
         self.context.load_cert_chain(cert, key, password="")
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For gRPC servers."""
+        """Return credentials for gRPC servers."""
         return grpc.dynamic_ssl_server_credentials(
             self._grpc_configuration(),
             self._grpc_configuration,
@@ -53,7 +53,7 @@ class Tls:
         )
 
     def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Asked for at each handshake."""
+        """Return the configuration for a handshake; gRPC calls this at each one."""
         cert, key, client_ca = self._pem
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
