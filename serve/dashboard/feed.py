@@ -267,7 +267,7 @@ class DashboardFeed:
                 watch.close()
 
     async def _record(self) -> None:
-        """Record points while there are no viewers."""
+        """Record points while the feed has no viewers."""
         while True:
             engine, metrics = self._engine, self._metrics
             if not self._viewers and engine is not None and metrics is not None and self._state() == "serving":

@@ -58,7 +58,7 @@ class ApiKeys:
         operators: keys of operators, each of which is also a tenant.
 
     Raises:
-        ConfigError: there is no key, a key is too short or has characters that a header cannot carry, or a key is in both
+        ConfigError: the lists are empty, a key is too short or has characters that a header cannot carry, or a key is in both
             lists.
     """
 

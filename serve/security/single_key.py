@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_api_key(given: str | None, env: MutableMapping[str, str]) -> str | None:
-    """Return the key, and remove it from the environment; None if there is no key.
+    """Return the key, and remove it from the environment; None without a key.
 
     Args:
         given: value of the flag.
