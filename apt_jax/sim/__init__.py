@@ -1,2 +1,1 @@
-"""The scheduling laboratory: the engine, the scheduler and the cache that serve, on a cost model instead of a
-device."""
+"""The simulator: runs the serving engine, scheduler and cache on a cost model instead of a device."""

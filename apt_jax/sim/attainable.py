@@ -1,12 +1,11 @@
-"""A share of requests that no policy can exceed: first tokens alone, with perfect foresight and without limits of
-memory.
+"""An upper bound on the share of requests that any policy can serve in time.
 
-Before its first token all of a request's prompt must have been computed, which takes the device at least so long,
-whatever else is in the same steps. Requests are on time if that has happened by their arrival plus the TTFT objective.
-With one objective for all, deadlines fall in the order of arrivals, so that to serve the chosen ones in that order is
-best, and the most that can be chosen are found exactly (Kise, Ibaraki and Mine 1978: 1 | agreeable release and due dates | sum of U).
-Decodes, memory, TBT objectives and what the policy does not know yet count for nothing: the true maximum may be far
-lower.
+A request's whole prompt must be computed before its first token. That takes a minimum of device time, whatever else the
+same steps compute. A request is on time if its prompt is computed by its arrival plus the TTFT objective. With one
+objective for all requests, deadlines have the order of arrivals, so it is best to serve the chosen requests in that
+order, and the largest number of requests on time is found exactly (Kise, Ibaraki and Mine 1978: 1 | agreeable release
+and due dates | sum of U). The bound ignores decodes, memory and TBT objectives and assumes that all arrivals are known
+in advance, so the true maximum may be far lower.
 """
 
 import numpy as np
@@ -24,16 +23,17 @@ def attainable_share(
     step_tokens: int,
     replicas: int = 1,
 ) -> float:
-    """The share of requests whose first token can come within the objective under any policy, at most.
+    """Return an upper bound on the share of requests whose first token any policy can deliver within the objective.
 
-    Several replicas count as one that is so many times as fast, which can do all that they can.
+    `replicas` replicas count as a single one that is `replicas` times as fast, which can serve at least as many.
 
     Args:
-        arrival_s: (n,) seconds, ascending.
-        prompt_tokens: (n,) none of them cached; computed in chunks of two tokens at least.
-        costs: of which prefills are taken, and nothing of decodes.
-        ttft_s: objective of all, seconds.
-        step_tokens: most tokens of a step, so that this many share its constant part.
+        arrival_s: (n,) arrival times in seconds, ascending.
+        prompt_tokens: (n,) prompt lengths; no token is cached, and every chunk has at least two tokens.
+        costs: cost model, of which only the prefill costs are used.
+        ttft_s: TTFT objective of all requests, seconds.
+        step_tokens: maximum number of tokens per step, which share the constant cost of the step.
+        replicas: number of replicas.
     """
     if not np.isfinite(ttft_s):
         return 1.0
@@ -43,7 +43,7 @@ def attainable_share(
 
 
 def least_prefill_s(prompt_tokens: NDArray[np.int32], costs: StepCosts, step_tokens: int) -> NDArray[np.float64]:
-    """(n,) seconds of the device that each prompt takes at least, in full steps that it shares with others."""
+    """Return the (n,) minimum device seconds of each prompt, computed in full steps that it shares with others."""
     tokens = prompt_tokens.astype(np.float64)
     return (
         (costs.prefill_base_s / step_tokens + costs.prefill_per_token_s) * tokens
@@ -53,11 +53,12 @@ def least_prefill_s(prompt_tokens: NDArray[np.int32], costs: StepCosts, step_tok
 
 
 def most_on_time(arrival_s: NDArray[np.float64], work_s: NDArray[np.float64], within_s: float) -> int:
-    """The most requests that one machine can finish within `within_s` of their arrivals.
+    """Return the largest number of requests that one machine can finish within `within_s` of their arrivals.
 
     Args:
-        arrival_s: (n,) seconds, ascending.
-        work_s: (n,) seconds of the machine.
+        arrival_s: (n,) arrival times in seconds, ascending.
+        work_s: (n,) seconds of work per request.
+        within_s: time limit of each request, from its arrival, seconds.
     """
     num_done = 0
     ends_s = np.array(

@@ -1,5 +1,5 @@
-"""An executor that only takes time: the engine, the scheduler and the block accounting above it are those that
-serve."""
+"""An executor that simulates step durations without computing, below the unchanged engine, scheduler and block
+accounting."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,25 +29,26 @@ class _Handle:
 class SimulatedExecutor:
     """An `Executor` whose steps take as long as a cost model says and always sample token 0.
 
-    As on a device: `execute` takes the host's time and dispatches; a step begins when it is dispatched and the one
-    before it has ended; `result` moves the clock to the end of its step. So with `SchedulerConfig.overlap` the host of
-    the next step works while the device works, and each decision is made one step ahead of what it decides.
+    It keeps time as a device does: `execute` spends the host time and dispatches the step; the step begins when it is
+    dispatched and the step before it has ended; `result` moves the clock to the end of the step. With
+    `SchedulerConfig.overlap` the host therefore prepares a step while the device runs the previous one, and each step
+    is scheduled before the previous one has ended.
 
     Args:
         clock: the engine's clock.
-        step_s: seconds that a step takes.
-        num_blocks: usable blocks of the pool.
-        block_size: keys, or values, that a block holds.
-        hidden_block_size: layer inputs that a block holds; None: `block_size`.
-        max_num_seqs: slots of the batch.
-        host_s: seconds of the host before every dispatch.
-        can_convert: whether layer inputs may become keys and values within a step.
-        transfer_s: seconds that the transfers of a step take. They run beside the steps: one takes as long as the longer
-            of the two. None: no time.
+        step_s: function that returns the duration of a step, seconds.
+        num_blocks: number of usable blocks in the pool.
+        block_size: tokens per block of keys or values.
+        hidden_block_size: tokens per block of layer inputs; None: `block_size`.
+        max_num_seqs: maximum number of requests in a batch.
+        host_s: host time before each dispatch, seconds.
+        can_convert: whether layer inputs may be converted to keys and values within a step.
+        transfer_s: function that returns the duration of a step's transfers, seconds. Transfers run in parallel with
+            the step, which then takes the longer of the two durations. None: transfers take no time.
 
     Attributes:
-        num_steps: steps executed.
-        busy_s: seconds that the simulated device has worked, without the host's.
+        num_steps: number of executed steps.
+        busy_s: time that the simulated device has worked, seconds, without host time.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class SimulatedExecutor:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedHostMemory:
-    """Host memory whose transfers never fail."""
+    """Simulated host memory whose transfers never fail."""
 
     num_blocks: int
     block_bytes: int = 0
 
     def save_now(self, saves: NDArray[np.int32]) -> None:
-        """Nothing happens: blocks have no contents."""
+        """Do nothing: simulated blocks have no contents."""
 
     def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.ones(len(spans), np.bool_)

@@ -1,11 +1,12 @@
-"""Hardware that is not here: what a model costs on it, as a small data file a model, card and number of devices.
+"""Hardware descriptions: data files that hold the costs of a model on a card, one per model, card and number of devices.
 
     descriptions/opt-13b_a100-40gb_x1.json  ->  load_hardware("opt-13b", "a100-40gb")  ->  Hardware
 
-A description holds the pool (blocks that are left beside the weights) and the coefficients of `sched.view.StepCosts`
-for each way to attend over hidden cache. It says where each number comes from (`basis`, `source`) and how well a fit
-meets its points (`fit`). `tools/hardware_descriptions.py` writes the files that come with the package, from
-measured public profiles; ``apt-jax calibrate --describe FILE`` writes one for the machine that it runs on.
+A description holds the pool size (blocks that fit in memory besides the weights) and the coefficients of
+`apt_jax.costs.model.StepCosts` for each way to attend over hidden cache. It names the source of each number (`basis`,
+`source`) and the errors of the fit (`fit`). `tools/hardware_descriptions.py` writes the files that come with the
+package, from measured public profiles; ``apt-jax calibrate --describe FILE`` writes one for the machine that it runs
+on.
 """
 
 import dataclasses
@@ -32,7 +33,11 @@ FORMAT_VERSION = 1
 
 
 def save_hardware(hardware: Hardware, path: Path | str) -> None:
-    """Write a description that `load_hardware` reads; replaces the file as a whole. Raises OSError."""
+    """Write a description file that `load_hardware` reads, replacing an existing file atomically.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     path = Path(path)
     data = {"format": FORMAT_VERSION, **dataclasses.asdict(hardware)}
     if hardware.hidden_block_size is None:
@@ -48,21 +53,21 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
 
 
 def known_hardware() -> list[tuple[str, str, int]]:
-    """(model, hardware, num_devices) of the descriptions that come with the package, sorted."""
+    """Return (model, hardware, num_devices) of each description that comes with the package, sorted."""
     return sorted(_bundled())
 
 
 def load_hardware(model: str, hardware: str, num_devices: int | None = None) -> Hardware:
-    """A description by name or from a file.
+    """Return a hardware description, by name or from a file.
 
     Args:
         model: name of the model.
         hardware: a name from `known_hardware`, or the path of a ``.json`` file of the same format.
-        num_devices: devices that share every layer; None: the fewest that are described.
+        num_devices: number of devices that share every layer; None: the smallest number that has a description.
 
     Raises:
-        ConfigError: nothing described under these names (the message lists what is), a file that cannot be read (the
-            message names the field), or a file about another model or number of devices.
+        ConfigError: no description has these names (the message lists the known ones), the file cannot be read or has
+            an invalid field (the message names it), or it describes another model or number of devices.
     """
     if hardware.endswith(".json"):
         found = _read(Path(hardware))
@@ -119,7 +124,11 @@ def _parse(text: str, where: str) -> Hardware:
 
 
 def _hardware(data: object) -> Hardware:
-    """Check types field by field; `Hardware` checks values. Raises ValueError that starts with the field's name."""
+    """Build a `Hardware`, checking the type of each field; `Hardware` checks the values.
+
+    Raises:
+        ValueError: a field is missing, unknown or invalid; the message starts with its name.
+    """
     fields = _object(data, "description")
     version = fields.pop("format", None)
     if version != FORMAT_VERSION:

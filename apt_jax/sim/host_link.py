@@ -1,4 +1,4 @@
-"""The link between host and device of simulated hardware: how long blocks travel that leave the pool or come back."""
+"""Transfer times of blocks between host and device on simulated hardware."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ from apt_jax.errors import ConfigError
 from apt_jax.utils.swap_space import blocks_of
 
 _PCIE_BYTES_PER_S = {"a100": 32e9, "h100": 64e9, "h200": 64e9}
-"""Each way, of one device: half of the 64 GB/s (PCIe 4.0 x16; A100) and 128 GB/s (PCIe 5.0 x16; H100, H200) of NVIDIA's
-data sheets, which count both."""
+"""Bandwidth of one device in each direction: half of the 64 GB/s (PCIe 4.0 x16; A100) and 128 GB/s (PCIe 5.0 x16; H100,
+H200) of NVIDIA's data sheets, which count both directions."""
 _EFFICIENCY = 0.8
-"""Share of it that large copies reach. An assumption."""
+"""Share of the PCIe bandwidth that large copies reach (an assumption)."""
 
 
 def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
-    """Bytes of one block over all layers and devices, with keys and values of 16 bits.
+    """Return the bytes of one block over all layers and devices; keys and values have `dtype_bytes` bytes each.
 
     Raises:
         ConfigError: the size of the model is not known.
@@ -31,19 +31,21 @@ def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
 
 
 def num_host_blocks(hardware: Hardware, swap_space: float) -> int:
-    """Number of blocks that fit in the given GiB of host memory.
+    """Return the number of blocks that fit in `swap_space` GiB of host memory.
 
     Raises:
-        ConfigError: fewer than two, or the size of the model is not known.
+        ConfigError: fewer than two blocks fit, or the size of the model is not known.
     """
     return blocks_of(swap_space, block_bytes(hardware))
 
 
 def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:
-    """Costs with the time of transfers added if missing: each device has a link, over which its share of a block goes.
+    """Return the costs with transfer times, which are added if missing.
+
+    Each device transfers its share of a block over its own link.
 
     Raises:
-        ConfigError: nothing is known of the link.
+        ConfigError: the bandwidth of the link is not known.
     """
     if costs.load_per_block_s:
         return costs

@@ -1,12 +1,14 @@
-"""Durations of real steps, taken once and given back: the engine decides the same over the model and in the simulator.
+"""Recording and replay of real step durations, to check that the engine decides the same with a model and simulated.
 
-    JaxExecutor ──► RecordingExecutor ──► VirtualClock                     run 1: the model computes, its time moves the clock
+    JaxExecutor ──► RecordingExecutor ──► VirtualClock                     run 1: the model computes; measured durations
+                                                                           advance the clock
                         │ durations_s
                         ▼
     SimulatedExecutor(step_s=Replay(durations_s)) ──► VirtualClock         run 2: no model
 
-A policy decides by time, table and pool. With the same arrivals, times of steps and lengths of outputs (no end of
-sequence, exact `max_tokens`) both runs must make the same decisions, one by one. `difference` says where two runs part.
+A policy decides by the time, the request table and the pool. With equal arrivals, step durations and output lengths (no
+end of sequence, exact `max_tokens`) both runs must make the same decisions, one by one. `difference` describes the
+first decision or time that differs between two runs.
 """
 
 import dataclasses
@@ -46,15 +48,15 @@ class _Done:
 
 
 class RecordingExecutor:
-    """Runs each step of another executor to its end, notes how long it took, and lets a clock go on by that.
+    """Runs each step of another executor to its end, records its duration, and advances a clock by it.
 
     Args:
         inner: the executor that computes.
-        clock: the engine's clock; `result` moves it to the end of its step.
-        timer: seconds, of the machine.
+        clock: the engine's clock; `result` moves it to the end of the step.
+        timer: function that returns the real time in seconds.
 
     Attributes:
-        durations_s: seconds of all steps, in order, from the call of `execute` to the sampled tokens.
+        durations_s: duration of each step in seconds, in order, from the call of `execute` to the sampled tokens.
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class RecordingExecutor:
 
     @property
     def num_steps(self) -> int:
-        """Steps executed."""
+        """Number of executed steps."""
         return len(self.durations_s)
 
     @property
     def busy_s(self) -> float:
-        """Seconds that they took together."""
+        """Total duration of the executed steps, seconds."""
         return sum(self.durations_s)
 
     def reset(self) -> None:
@@ -108,10 +110,10 @@ class RecordingExecutor:
 
 
 class Replay:
-    """Gives recorded durations back in order: a `step_s` for `SimulatedExecutor` or `simulate`.
+    """Returns recorded durations in order: a `step_s` for `SimulatedExecutor` or `simulate`.
 
     Args:
-        durations_s: from `RecordingExecutor`.
+        durations_s: step durations in seconds, from `RecordingExecutor`.
     """
 
     def __init__(self, durations_s: Sequence[float]) -> None:
@@ -119,7 +121,11 @@ class Replay:
         self.num_used = 0
 
     def __call__(self, batch: StepBatch) -> float:
-        """Seconds of the next step. Raises AssertionError when there are more steps than were recorded."""
+        """Return the duration of the next step in seconds.
+
+        Raises:
+            AssertionError: there are more steps than recorded durations.
+        """
         if self.num_used >= len(self.durations_s):
             raise AssertionError(f"more steps than the {len(self.durations_s)} that were recorded")
         self.num_used += 1
@@ -128,27 +134,29 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One iteration, independent of the run: requests are identified by their number."""
+    """The plan of one iteration, with requests identified by their order of arrival so that runs can be compared."""
 
     now_s: float
-    """Time of the decision."""
+    """Time of the decision, seconds."""
     iteration: str
     """`Plan.iteration`."""
     rows: tuple[tuple[int, int, int], ...]
-    """(request, tokens, kind) in the order of the plan."""
+    """(request, number of tokens, cache kind) of each scheduled row, in the order of the plan."""
     preempt: tuple[int, ...]
+    """Preempted requests."""
     convert: tuple[int, ...] = ()
+    """Requests converted from layer inputs to keys and values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """The decisions of a run and their results."""
+    """The decisions and the result of a run."""
 
     decisions: list[Decision]
     durations_s: list[float]
-    """Times of its steps."""
+    """Duration of each step, seconds."""
     can_convert: bool
-    """Counters of its executor."""
+    """True if the executor can convert layer inputs to keys and values."""
     result: SimulationResult
 
 
@@ -180,13 +188,13 @@ def recording_policy(config: SimulationConfig) -> RecordingPolicy:
 
 
 def run_recorded(config: SimulationConfig, hardware: Hardware, workload: Workload, executor: Executor) -> Run:
-    """Serve a workload with a real executor in virtual time: each step lasts as long as it really took.
+    """Serve a workload with a real executor in virtual time: each step advances the clock by its measured duration.
 
     Args:
-        config: policy, kinds, limits, objectives and seed; its bounds must be within the executor's.
-        hardware: costs that the policy weighs. Block sizes and pool are the executor's.
+        config: policy, cache kinds, limits, objectives and seed; its limits must be within the executor's.
+        hardware: costs that the policy uses. Block sizes and pool are taken from the executor.
         workload: requests that the executor's pool and model can hold.
-        executor: computes; prompts are token 0 throughout, outputs are ignored but for their number.
+        executor: the executor that computes; prompts consist of token 0, and only the number of output tokens counts.
     """
     policy, recorders = recording_policy(config), list[RecordingExecutor]()
 
@@ -210,10 +218,17 @@ def run_recorded(config: SimulationConfig, hardware: Hardware, workload: Workloa
 
 
 def run_replayed(config: SimulationConfig, hardware: Hardware, workload: Workload, recorded: Run) -> Run:
-    """Simulate the workload of `run_recorded` with its durations; `hardware` has the same pool.
+    """Simulate the workload of `run_recorded` with its recorded durations.
+
+    Args:
+        config: as for `run_recorded`.
+        hardware: costs that the policy uses, with the block sizes and the pool of the recorded run's executor.
+        workload: as for `run_recorded`.
+        recorded: the recorded run.
 
     Raises:
-        AssertionError, RuntimeError: more steps than were recorded, or fewer: the runs have parted.
+        AssertionError: the simulation runs more steps than were recorded.
+        RuntimeError: the simulation runs fewer steps than were recorded.
     """
     policy, replay = recording_policy(config), Replay(recorded.durations_s)
     result = simulate(
@@ -236,8 +251,8 @@ def run_replayed(config: SimulationConfig, hardware: Hardware, workload: Workloa
 
 
 def difference(first: Run, second: Run) -> str | None:
-    """Describe the first difference of two runs; None where every decision, its time and every token's time are the
-    same."""
+    """Describe the first difference between two runs; None if all decisions, their times and the request metrics are
+    equal."""
     for i, (a, b) in enumerate(zip(first.decisions, second.decisions, strict=False)):
         if a != b:
             return f"iteration {i}: {a} and {b}"

@@ -18,22 +18,22 @@ from apt_jax.sim.routing import ReplicaState
 from apt_jax.utils.clock import VirtualClock
 
 IDLE_S = 0.01
-"""Time step where a policy lets requests wait with nothing running, unless the next arrival is earlier."""
+"""Seconds until the next iteration if a policy keeps all requests waiting and nothing runs; an arrival ends the wait."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaCounts:
-    """One replica's part of a run."""
+    """Counts of one replica over a run."""
 
     num_sent: int
-    """Requests that were routed to it."""
+    """Number of requests routed to this replica."""
     iterations: int
     preemptions: int
     device_busy_fraction: float
 
 
 class TimedExecutor(Executor, Protocol):
-    """An executor that counts its steps and its busy time."""
+    """An executor that counts its steps and its busy time in seconds."""
 
     @property
     def num_steps(self) -> int: ...
@@ -43,22 +43,22 @@ class TimedExecutor(Executor, Protocol):
 
 
 class Replica:
-    """An engine with its clock, the requests sent to it, and the state that a router may see."""
+    """An engine with its own clock, the requests sent to it, and the state that a router may see."""
 
     def __init__(self, engine: Engine, executor: TimedExecutor, clock: VirtualClock, overlap: bool) -> None:
         self.engine, self.executor, self._clock = engine, executor, clock
         self._overlap = overlap
         self.next_s = math.inf
-        """Start of its next iteration; infinite: there is nothing to do."""
+        """Start time of the next iteration, seconds; infinite if no request is left."""
         self.num_sent = self.hidden_tokens = 0
         self._inbox: list[EngineRequest] = []
         self._pending = PendingArrivals()
         self._rate = TokenRate()
         self._in_step: ReplicaState | None = None
-        """State when the last step was built, with the expected time of its end as `busy_s`."""
+        """State when the last step was dispatched; its `busy_s` is the expected end time of that step."""
 
     def watch(self) -> None:
-        """Record states from now on, for `state`."""
+        """Record the state at each dispatch from now on; `state` needs it."""
         self.engine.before_dispatch = self._look_at_step
 
     def _look_at_step(self, batch: StepBatch) -> None:
@@ -85,7 +85,7 @@ class Replica:
         )
 
     def state(self, now_s: float) -> ReplicaState:
-        """Return the state of the replica at `now_s`, which lies between the starts of two iterations."""
+        """Return the state of the replica at `now_s`, a time in seconds between the starts of two iterations."""
         if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
             left_s = max(self._in_step.busy_s - now_s, 0.0)
             return dataclasses.replace(self._in_step, busy_s=left_s, pending=self._pending)
@@ -96,7 +96,7 @@ class Replica:
         return self._look(left_s)
 
     def send(self, request: EngineRequest) -> None:
-        """A request comes, now."""
+        """Add a request that arrives now; the next iteration passes it to the engine."""
         self._inbox.append(request)
         self.num_sent += 1
         num_tokens = int(request.prompt_token_ids.size)
@@ -112,7 +112,7 @@ class Replica:
         self.next_s = max(self._clock.now_s(), request.arrival_s)
 
     def turn(self) -> tuple[list[StepOutput], int]:
-        """Run one iteration of the engine; returns its outputs, and how many of the arrived requests were rejected."""
+        """Run one iteration of the engine; return its outputs and the number of newly arrived requests it rejected."""
         self._clock.advance_to(self.next_s)
         num_rejected = 0
         for request in self._inbox:

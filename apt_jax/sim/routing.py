@@ -1,9 +1,9 @@
-"""Routing of a request to one of several replicas, decided once, on arrival.
+"""Routing of each request to one of several replicas, decided once, on arrival.
 
-A router knows of a replica what a server could tell it at that moment: how things stood when the step that runs was put
-together (`apt_jax.engine.admission.QueueSnapshot`), when that step should end by the cost model, and what was sent
-there since. Lengths of outputs it never knows. Of equally good replicas it takes the one with the lowest index, so that
-a run depends on its seed alone.
+A router knows only facts about a replica that a server could report at that moment: its state when the running step was
+built (`apt_jax.engine.admission.QueueSnapshot`), the expected end of that step by the cost model, and the requests sent
+to the replica since then. It never knows output lengths. Among equally good replicas it takes the lowest index, so that
+a run depends only on its seed.
 """
 
 import dataclasses
@@ -27,34 +27,36 @@ class ReplicaState:
     admission: Admission
     queue_snapshot: QueueSnapshot
     pending: PendingArrivals
-    """Requests sent to it since then."""
+    """Requests sent to the replica since `queue_snapshot`."""
     busy_s: float
-    """Time until the running step should end; 0: none runs."""
+    """Expected time until the running step ends, seconds; 0: no step runs."""
     num_running: int
-    """Requests that hold cache."""
+    """Number of requests that hold cache."""
     num_blocks: int
+    """Blocks in the pool."""
     free_blocks: int
+    """Free blocks in the pool."""
     queued_tokens: int
-    """Positions that the waiting requests have to compute."""
+    """Number of tokens that the waiting requests have to compute."""
     tokens_per_s: float
-    """Output tokens per second of step time, over the last ten seconds; 0: there were none."""
+    """Output tokens per second of step time, over the last ten seconds; 0: no output."""
     min_blocks_for: Callable[[int], int]
-    """Minimum number of blocks of these positions."""
+    """Function that returns the minimum number of blocks for a number of tokens."""
 
 
 Router = Callable[[EngineRequest, Sequence[ReplicaState]], int]
-"""Returns the index of the replica for a request; one object per run."""
+"""Function that returns the index of the replica for a request; it may keep state, so each run needs a new one."""
 
 
 def round_robin() -> Router:
-    """Route to the replicas in turn."""
+    """Return a router that takes the replicas in turn."""
     turns = itertools.count()
     return lambda request, states: next(turns) % len(states)
 
 
 def least_load() -> Router:
-    """Route to the shortest drain time as the gateway smg 1.13 estimates it (its `least_load`), from loads that are
-    never stale."""
+    """Return a router to the replica with the shortest drain time, as estimated by the policy `least_load` of the
+    gateway smg 1.13 but from loads that are always current."""
 
     def score_s(state: ReplicaState) -> float:
         tokens = state.queued_tokens + state.pending.tokens + _RUNNING_TOKENS * state.num_running
@@ -66,8 +68,11 @@ def least_load() -> Router:
 
 
 def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
-    """Estimate the TTFT of a new request in seconds, as admission does: the rest of the running step, the wait for
-    other requests (prompts, memory, slots), and the prefill of its own prompt."""
+    """Estimate the TTFT of a new request in seconds, as admission does.
+
+    It is the sum of the rest of the running step, the wait for other requests (prompts, memory, slots) and the prefill
+    of the request's own prompt.
+    """
     num_tokens, snapshot = int(request.prompt_token_ids.size), state.queue_snapshot
     queue = snapshot.queue_before(
         state.pending,
@@ -83,9 +88,12 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
 
 
 def expected_slack() -> Router:
-    """Route to the largest slack between the expected first token and the TTFT SLO; among slacks within a twentieth of
-    the SLO of the largest, to the least used pool. Requests without an SLO go where their first token is expected
-    first."""
+    """Return a router to the replica with the largest slack between the expected first token and the TTFT SLO.
+
+    Slacks that are smaller than the largest one by up to a twentieth of the SLO count as equal; among these replicas
+    the router takes the one with the smallest claimed share of its pool. A request without an SLO goes to the replica
+    with the earliest expected first token.
+    """
 
     def choose(request: EngineRequest, states: Sequence[ReplicaState]) -> int:
         objective_s = request.slo.ttft_s
@@ -101,7 +109,7 @@ def expected_slack() -> Router:
 
 
 def _share_claimed(state: ReplicaState) -> float:
-    """The claimed share of the pool: by requests that hold cache, and by the prompts of those that wait."""
+    """Return the share of the pool claimed by requests that hold cache and by the prompts of waiting requests."""
     queue = state.queue_snapshot.queues[1]
     return (queue.missing_blocks + state.pending.blocks_before[1]) / state.num_blocks
 

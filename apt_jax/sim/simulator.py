@@ -1,21 +1,20 @@
-"""One simulated run: a workload through the engine that serves, on a cost model and a virtual clock; or through several
-engines.
+"""One simulated run: one or several serving engines process a workload on a cost model and a virtual clock.
 
     trace, arrivals ──► router ──► Engine (policy, cache accounting, metrics) ──► SimulatedExecutor (step_s) ──►
     VirtualClock
                           └──────► Engine ...
 
-Each replica has a clock of its own. What comes next of all goes first: an iteration of the replica that is furthest
-behind (of several the one of lowest index), or the next request, which is routed when every replica's next iteration
-begins at its arrival or later. It joins that iteration. A replica's engine is not told of requests that went elsewhere,
-so it does what it would do alone.
+Each replica has its own clock. The earliest event runs first: an iteration of the replica whose next iteration starts
+earliest (at equal times the replica with the lowest index), or the arrival of the next request. A request is routed
+when the next iteration of every replica starts at its arrival or later, and joins that iteration. A replica's engine
+does not know of requests that went to other replicas.
 
-Everything above the executor is the code that serves. A run depends on its configuration alone: the same seed draws the
-same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
+Everything above the executor is the same code that serves requests. A run depends only on its configuration: the same
+seed draws the same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
 
-Prefix caching is on where the trace says which prompts begin alike (its column `hash_ids`): prompts are then made of
-such tokens that the engine finds what is common. Most traces tell lengths and no contents. Outputs are never found in a
-later prompt, since nothing is known of them, and a request that is drawn twice is found whole.
+Prefix caching is on if the trace says which prompts share a prefix (its column `hash_ids`); prompts are then made of
+tokens that are equal in the shared prefix. Most traces hold lengths but no contents. Outputs are never found in the
+cache by a later prompt, as their contents are not known; a request that is drawn twice finds its whole prompt cached.
 """
 
 import collections
@@ -58,13 +57,13 @@ from apt_jax.utils.clock import VirtualClock
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TenantCounts:
-    """One tenant's part of a run."""
+    """Counts of one tenant over a run."""
 
     num_sent: int
     slo_attainment: float
     output_tokens: int
     ttft_p50_s: float | None
-    """None: no request of it came to a first token."""
+    """Median TTFT in seconds; None: no request of the tenant produced a token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,12 +77,13 @@ class SimulationResult:
     recomputed_by_cause: dict[str, int]
     """`recomputed_tokens` by the cause of their loss, as in `EngineStats.recomputed_by_cause`."""
     fallback_iterations: int
-    """Iterations that `fcfs` scheduled, because the policy failed: the run is not the policy's where there are any."""
+    """Iterations that `fcfs` scheduled because the policy failed; if above 0, the run does not show the policy."""
     num_left_out: int
-    """Requests of the trace that can never fit this model and pool: none of them was drawn."""
+    """Requests of the trace that can never fit this model and pool and are left out."""
     slo_attainment_bound: float | None
-    """Share of the requests that no policy can exceed (`apt_jax.sim.attainable`). None: with prefix caching, classes,
-    objectives of single requests, and step times that are not `StepCosts` of a description."""
+    """Upper bound on the SLO attainment of any policy (`apt_jax.sim.attainable`). None: not computed, with prefix
+    caching, best-effort requests, objectives of single requests, or step times other than the `StepCosts` of a
+    description."""
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
@@ -94,30 +94,32 @@ class SimulationResult:
     restores: dict[str, int]
     """See `EngineStats.restores`."""
     conversions: int
-    """Times that a running request went from layer inputs to keys and values."""
+    """Number of conversions of a running request from layer inputs to keys and values."""
     hidden_token_fraction: float
-    """Share of decoded tokens whose request held the hidden kind."""
+    """Scheduled rows with hidden cache, prefill chunks included, divided by generated tokens."""
     iterations: int
     iterations_by_type: dict[str, int]
     device_busy_fraction: float
-    """Share of the run that the simulated devices worked."""
+    """Fraction of the run's duration that the simulated devices worked, mean over replicas."""
     schedule_ms: tuple[float, float]
-    """p50 and p99 of a scheduling call on this host, ms, of several replicas the longest; the only numbers that are not
-    deterministic with the next."""
+    """p50 and p99 of the duration of a scheduling call on this host, ms; with several replicas the largest. Only this
+    value and `sim_wall_s` differ from run to run."""
     sim_wall_s: float
+    """Real time that the simulation took, seconds."""
     requests: list[RequestMetrics | None]
-    """Replica of each request in order of arrival; None: rejected."""
+    """Metrics of each request in order of arrival; None: rejected."""
     replicas: tuple[ReplicaCounts, ...]
     routed_to: NDArray[np.int32]
-    """(requests,) index of the replica of each."""
+    """(requests,) index of the replica that each request was routed to."""
     tenants: tuple[TenantCounts, ...] = ()
-    """Counts by tenant; empty where there is only one."""
+    """Counts per tenant; empty if there is only one tenant."""
     by_class: dict[str, Summary] = dataclasses.field(default_factory=dict)
-    """The run of real-time requests (rt) and of best-effort ones (be) in numbers; empty where there is one class."""
+    """Summary of the real-time requests ("rt") and of the best-effort requests ("be"); empty if all requests have the
+    same class."""
 
     @property
     def slo_attainment(self) -> float:
-        """Share of the requests that attained their objectives."""
+        """Share of the requests that met their objectives."""
         return self.summary.slo_attainment
 
     @property
@@ -127,16 +129,16 @@ class SimulationResult:
 
     @property
     def ttft_p99_s(self) -> float | None:
-        """P99 of TTFT over completed requests, seconds: how long the last ones wait."""
+        """P99 of TTFT over completed requests, seconds."""
         return self.summary.ttft_s.p99
 
     @property
     def duration_s(self) -> float:
-        """First arrival to last token, seconds (makespan)."""
+        """Time from the first arrival to the last token, seconds (makespan)."""
         return self.summary.duration_s
 
     def as_dict(self) -> dict[str, Any]:
-        """The result keys of `apt-jax simulate --json`."""
+        """Return the result as `apt-jax simulate --json` prints it."""
         s = self.summary
         config = dataclasses.asdict(self.config)
         return {
@@ -192,21 +194,22 @@ def simulate(
     """Run one simulation.
 
     Args:
-        config: what to run.
-        hardware: None: the one that `config` names.
-        workload: None: drawn from the trace that `config` names.
-        policy: None: the one that `config` names. An object serves one replica.
-        step_s: durations of steps; None: the hardware's cost model.
-        executor: makes another one than `SimulatedExecutor` for the run's clock, which it must advance
-            (`apt_jax.sim.recording`); its pool and block size must be the hardware's. `host_s` is then only predicted.
-        progress: called with (ended requests, all) at times.
-        on_step: called with the engine that has run it after every iteration, for pictures.
+        config: configuration of the run.
+        hardware: hardware description; None: the one that `config` names.
+        workload: requests to serve; None: drawn from the trace that `config` names.
+        policy: scheduling policy, for a run with one replica; None: the one that `config` names.
+        step_s: function that returns the duration of a step in seconds; None: the hardware's cost model.
+        executor: function that builds an executor for the run's clock, which the executor must advance
+            (`apt_jax.sim.recording`); its pool and block size must be the hardware's. `host_s` then only affects
+            predictions. None: `SimulatedExecutor`.
+        progress: called every 512 iterations and at the end with (number of ended requests, number of requests).
+        on_step: called with the engine after each iteration in which it has executed a step.
         can_convert: whether policies may convert layer inputs to keys and values, at
-            `StepCosts.convert_per_hidden_token_s` a token.
-        debug: the engine checks its accounting after every step.
+            `StepCosts.convert_per_hidden_token_s` per token.
+        debug: whether the engine checks its accounting after every step.
 
     Raises:
-        ConfigError: unknown names, impossible settings, a trace that cannot be served.
+        ConfigError: unknown name, impossible setting, or a trace that cannot be served.
     """
     started = time.perf_counter()
     hardware = hardware or load_hardware(config.model, config.hardware, config.num_devices)
@@ -395,7 +398,7 @@ def _by_tenant(tenant: NDArray[np.int32] | None, records: Sequence[RequestRecord
 
 
 def _bounds(config: SimulationConfig, hardware: Hardware) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens) of a run."""
+    """Return (max_num_seqs, max_num_batched_tokens) of a run."""
     programs = hardware.programs
     if programs is None:
         budget = min(max(2048, hardware.max_model_len), 16384)
@@ -418,7 +421,7 @@ def _run(
     progress: Callable[[int, int], None] | None,
     on_step: Callable[[Engine], None] | None,
 ) -> tuple[list[RequestMetrics | None], NDArray[np.int32]]:
-    """Serve all requests; returns their metrics, and which replica each went to."""
+    """Serve all requests; return the metrics of each, and the index of the replica that each was routed to."""
     n = len(requests)
     metrics: list[RequestMetrics | None] = [None] * n
     routed_to = np.zeros(n, np.int32)

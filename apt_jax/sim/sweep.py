@@ -1,7 +1,7 @@
-"""Many runs in parallel processes, kept as they finish; effective throughput by bisection.
+"""Many runs in parallel processes, stored as they finish; effective throughput by bisection.
 
-A store is a file of JSON lines, one finished run each, under a key made of everything that the run depends on. A sweep
-that was interrupted and is started again with the same store runs only what is missing.
+A store is a file of JSON lines. Each line holds a finished run and its key, a hash of everything that the run depends
+on. An interrupted sweep that is started again with the same store runs only the missing runs.
 """
 
 import concurrent.futures
@@ -41,7 +41,7 @@ class EffectiveRate:
 
     @property
     def std(self) -> float:
-        """Spread over the seeds: sample standard deviation, 0 with one seed."""
+        """Sample standard deviation over the seeds; 0 with one seed."""
         return float(np.std(self.rates, ddof=1)) if len(self.rates) > 1 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,11 +49,17 @@ class EffectiveRate:
 
 
 def run_key(config: SimulationConfig, **more: Any) -> str:
-    """Names a run in a store: the configuration, the contents of files it names, those of a policy from outside among
-    them, and the version of this package.
+    """Return the key of a run in a store.
+
+    The key is a hash of the configuration, the contents of the files that it names, the source of a policy from outside
+    this package, and the version of this package.
+
+    Args:
+        config: configuration of the run.
+        more: further values that the result depends on.
 
     Raises:
-        ConfigError: no such policy.
+        ConfigError: unknown policy.
     """
     facts: dict[str, Any] = {"version": __version__, **dataclasses.asdict(config), **more}
     for field in ("trace", "hardware"):
@@ -68,7 +74,7 @@ def run_key(config: SimulationConfig, **more: Any) -> str:
 
 
 class Store:
-    """Finished runs on disk, or in memory without a path. A line that was cut off is dropped."""
+    """Finished runs by key, in a file or, without a path, only in memory; incomplete lines of the file are ignored."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -92,7 +98,7 @@ class Store:
             raise ConfigError(f"{path}: cannot be used to keep runs ({reason}) (--store)") from None
 
     def _keep(self, line: str) -> None:
-        """Keep the run of a line; one that was cut off is run again."""
+        """Add the run of a line; an incomplete line is ignored, so its run is repeated."""
         try:
             entry = json.loads(line)
             if isinstance(entry["run"], dict):
@@ -132,12 +138,20 @@ def bisect_rate(
     guess: float = 2.0,
     tolerance: float = 0.02,
 ) -> tuple[float, dict[str, float]]:
-    """The highest rate whose attainment reaches `target`, taken to fall with the rate; and the runs made.
+    """Find the highest rate whose attainment reaches `target`, assuming that attainment falls with the rate.
 
-    Doubles or halves from `guess` until the rate is bracketed, then bisects to a relative width of `tolerance`.
+    The search multiplies or divides `guess` by 1.6 until the rate is bracketed, then bisects to a relative width of
+    `tolerance`.
+
+    Args:
+        attainment_at: function that returns the attainment at a rate in requests per second.
+        target: attainment to reach.
+        guess: rate to try first, requests per second.
+        tolerance: relative width of the final interval.
 
     Returns:
-        Requests per second (0.0 where even a hundredth of one misses), and attainment by rate.
+        The rate in requests per second (0.0 if no rate down to about 0.01 reaches the target), and the attainment at
+        each tried rate.
     """
     runs: dict[str, float] = {}
 
@@ -175,16 +189,16 @@ def sweep(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Run every configuration once; results (`SimulationResult.as_dict`) in the same order.
+    """Run every configuration once; return the results (`SimulationResult.as_dict`) in the same order.
 
     Args:
-        configs: what to run.
-        store: runs that are there already are taken from it, new ones put into it.
-        workers: processes; None: one a core. One: no processes at all.
-        progress: called with (done, total).
+        configs: configurations to run.
+        store: finished runs; runs that it holds are not repeated, and new ones are added to it.
+        workers: number of processes; None: one per CPU core. With 1, the runs use this process.
+        progress: called with (number of finished runs, number of runs).
 
     Raises:
-        ConfigError: of the first configuration that is refused; finished runs are kept.
+        ConfigError: a configuration is invalid; runs that finished before are kept in the store.
     """
     store = Store() if store is None else store
     keys = [run_key(config) for config in configs]
@@ -203,11 +217,19 @@ def find_rates(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> list[EffectiveRate]:
-    """Effective throughput of each configuration (its `rate` and `seed` do not count), by bisection for every seed.
+    """Find the effective throughput of each configuration by bisection, once per seed.
+
+    The fields `rate` and `seed` of the configurations are ignored.
 
     Args:
-        guesses: where to begin, requests per second, one per configuration; None: 2 for each replica.
-        store, workers, progress: as in `sweep`; a unit of work is one configuration and seed.
+        configs: configurations to run.
+        target: SLO attainment to reach, in (0, 1].
+        seeds: random seeds.
+        guesses: rate to try first for each configuration, requests per second; None: 2 per replica.
+        tolerance: relative precision of the rates.
+        store: see `sweep`.
+        workers: see `sweep`.
+        progress: see `sweep`; it counts searches, one per configuration and seed.
     """
     store = Store() if store is None else store
     if not 0 < target <= 1:
@@ -241,7 +263,7 @@ def _map(
     workers: int | None,
     progress: Progress | None,
 ) -> None:
-    """Run the tasks that the store lacks, each result stored when it is there."""
+    """Run the tasks that the store lacks, and store each result as soon as it is finished."""
     missing = {key: task for key, task in tasks.items() if store.get(key) is None}
     total, done = len(tasks), len(tasks) - len(missing)
     if progress is not None:
@@ -271,6 +293,6 @@ def _map(
 
 
 def check_hardware(configs: Iterable[SimulationConfig]) -> None:
-    """Raise the `ConfigError` of an unknown model or hardware before any process is started."""
+    """Raise `ConfigError` if a configuration names an unknown model or hardware."""
     for model, hardware, devices in sorted({(c.model, c.hardware, c.num_devices) for c in configs}, key=str):
         load_hardware(model, hardware, devices)

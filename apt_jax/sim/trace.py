@@ -1,11 +1,11 @@
-"""Traces: how long prompts and outputs are, and when requests arrive.
+"""Traces: prompt lengths, output lengths and arrival times of requests.
 
 A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_tokens` and optionally `arrival_s`
-(seconds, not falling), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds those that the
-papers use, by name.
+(seconds, in ascending order), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds the
+traces that the papers use, by name.
 
-`hash_ids` are whole numbers, separated by spaces, one per block of so many prompt tokens (`prompts_of`): requests that
-begin with the same numbers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
+`hash_ids` are integers, separated by spaces, one per block of `block_tokens` prompt tokens (`prompts_of`). Requests that
+begin with the same integers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
 """
 
 import csv
@@ -34,26 +34,26 @@ _COLUMNS = ("prompt_tokens", "output_tokens", "arrival_s", "class", "hash_ids")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """Requests of a workload; arrays of one length."""
+    """Requests of a workload; all arrays have one entry per request."""
 
     name: str
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     arrival_s: NDArray[np.float64] | None = None
-    """Recorded arrivals, not falling; None: only lengths are known."""
+    """Recorded arrival times in seconds, ascending; None: not recorded."""
     best_effort: NDArray[np.bool_] | None = None
-    """Class "be"; None: all real-time."""
+    """True for requests of class "be"; None: all are real-time."""
     hash_ids: Sequence[NDArray[np.int64]] | None = None
-    """Names of the blocks of each prompt, from its beginning; None: nothing is known of the contents."""
+    """Identifiers of the blocks of each prompt, from its beginning; None: the contents are not known."""
     lines: NDArray[np.int32] | None = None
-    """Line of the file that each request came from, for messages."""
+    """Line of the file that holds each request, for messages."""
 
     @property
     def num_requests(self) -> int:
         return self.prompt_tokens.size
 
     def take(self, index: NDArray[np.integer]) -> "Trace":
-        """The requests of these positions, in this order."""
+        """Return a trace of the requests with these indices, in this order."""
 
         def pick(values: NDArray | None) -> NDArray | None:
             return None if values is None else values[index]
@@ -69,7 +69,7 @@ class Trace:
         )
 
     def scale_outputs(self, factor: float) -> "Trace":
-        """Output lengths times `factor`, rounded, at least one token."""
+        """Return the trace with output lengths multiplied by `factor`, rounded, at least one token each."""
         if factor == 1.0:
             return self
         scaled = np.maximum(np.rint(self.output_tokens * factor), 1).astype(np.int32)
@@ -129,17 +129,17 @@ def _synthetic(name: str) -> Trace:
 
 
 def known_traces() -> list[str]:
-    """Names that `load_trace` takes."""
+    """Return the trace names that `load_trace` accepts, sorted."""
     folder = resources.files("apt_jax.sim") / "traces"
     bundled = [f.name.removesuffix(".csv.gz") for f in folder.iterdir() if f.name.endswith(".csv.gz")]
     return sorted([*bundled, *SYNTHETIC])
 
 
 def load_trace(name: str | Path) -> Trace:
-    """A trace by name (`known_traces`), or from a file.
+    """Return a trace by name (`known_traces`), or read it from a file.
 
     Raises:
-        ConfigError: no such trace, or a file that is not one; the message names file, line and column.
+        ConfigError: unknown name, or a file that is not a valid trace; the message names file, line and column.
     """
     text = str(name)
     known = _known_trace(text)
@@ -164,7 +164,7 @@ def load_trace(name: str | Path) -> Trace:
 
 @functools.lru_cache(maxsize=16)
 def _known_trace(name: str) -> Trace | None:
-    """One of `known_traces`, with read-only arrays; None: unknown name."""
+    """Return the trace of this name with read-only arrays; None if the name is unknown."""
     if name in SYNTHETIC:
         trace = _synthetic(name)
     else:
@@ -271,17 +271,17 @@ def _hashes(cell: str, name: str, line: int) -> NDArray[np.int64]:
 
 
 def prompts_of(trace: Trace, block_tokens: int) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt, made from its `hash_ids`: equal where the blocks have equal names, and nowhere else.
+    """Make token ids for each prompt from its `hash_ids`; blocks are equal if and only if their identifiers are.
 
-    Positions [j * block_tokens, (j + 1) * block_tokens) are block j. What goes on after the last named block is the
-    request's own.
+    Positions [j * block_tokens, (j + 1) * block_tokens) are block j. Tokens after the last identified block are unique
+    to the request.
 
     Args:
-        trace: has `hash_ids`.
-        block_tokens: prompt tokens of a block.
+        trace: a trace that has `hash_ids`.
+        block_tokens: prompt tokens per block.
 
     Raises:
-        ConfigError: a request names more blocks than its prompt has.
+        ConfigError: a request has more `hash_ids` than its prompt has blocks.
     """
     assert trace.hash_ids is not None
     prompts = []
@@ -304,7 +304,7 @@ _OWN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits without pattern (the finaliser of SplitMix64)."""
+    """Map 64-bit integers one to one to values without a visible pattern (the finaliser of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -326,7 +326,7 @@ def _number(cell: str, name: str, line: int) -> float:
 
 
 def draw_arrivals(num_requests: int, rate: float, cv: float, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Arrival times, seconds: gaps are Gamma with mean 1 / rate and coefficient of variation `cv` (1: Poisson).
+    """Draw arrival times in seconds; gaps are Gamma with mean 1 / rate and coefficient of variation `cv` (1: Poisson).
 
     The same generator state gives the same pattern at every rate, only stretched.
     """
@@ -336,7 +336,8 @@ def draw_arrivals(num_requests: int, rate: float, cv: float, rng: np.random.Gene
 
 
 def scale_arrivals(arrival_s: NDArray[np.float64], rate: float | None) -> NDArray[np.float64]:
-    """Recorded arrivals from 0 on, stretched to a mean of `rate` requests per second (None: as recorded)."""
+    """Shift recorded arrivals to start at 0 and stretch them to a mean of `rate` requests per second (None: no
+    stretching)."""
     arrival_s = arrival_s - arrival_s[0]
     if rate is None or arrival_s[-1] <= 0:
         return arrival_s

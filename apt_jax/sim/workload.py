@@ -21,44 +21,44 @@ def _read_only_zeros(length: int) -> NDArray[np.int32]:
 
 
 _STOP_TOKEN = 1
-"""Never sampled: what has it may end before `max_tokens`."""
+"""Stop token that is never sampled; it marks requests that may end before `max_tokens`."""
 _NO_TEXT = _read_only_zeros(1 << 20)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """The requests of one run: lengths, arrivals, classes."""
+    """The requests of one run; all arrays have one entry per request."""
 
     prompt_tokens: NDArray[np.int32]
     output_tokens: NDArray[np.int32]
     arrival_s: NDArray[np.float64]
     best_effort: NDArray[np.bool_]
     slos: Sequence[SLO] | None = None
-    """Objectives of each request; None: `SimulationConfig.slo` of all."""
+    """Objectives of each request; None: `SimulationConfig.slo` for all."""
     tenant: NDArray[np.int32] | None = None
-    """Number of the sender of each request; None: one sender."""
+    """Number of the tenant that sends each request; None: one tenant."""
     prompts: Sequence[NDArray[np.int32]] | None = None
-    """Token ids of each prompt, of `prompt_tokens` length; None: only lengths are known, and nothing is found
-    cached."""
+    """Token ids of each prompt, `prompt_tokens` in length; None: only lengths are known, so prefix caching is not
+    possible."""
 
     def slo(self, index: int, default: SLO) -> SLO:
-        """The objectives of one request."""
+        """Return the objectives of one request."""
         return default if self.slos is None else self.slos[index]
 
     def share_with_gaps(self, more_than: int = 100) -> float:
-        """Share of the requests with more than this number of gaps between output tokens.
+        """Return the share of the requests with more than `more_than` gaps between output tokens.
 
-        The P99 of more than 100 gaps forgives the longest one, so that such a request may be preempted once and still
-        attain.
+        The P99 of more than 100 gaps ignores the longest one, so such a request can meet its TBT objective despite one
+        preemption.
         """
         return float(np.mean(self.output_tokens - 1 > more_than))
 
 
 def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -> Trace:
-    """The trace with scaled outputs, without (or refused for) requests that the hardware can never serve.
+    """Return the trace with scaled outputs, without requests that the hardware can never serve.
 
     Raises:
-        ConfigError: a request that can never fit, unless `drop_too_long` or the trace is a bundled one.
+        ConfigError: a request of a trace file can never fit and `drop_too_long` is false, or no request fits.
     """
     trace = trace.scale_outputs(config.output_scale)
     limit = longest_request(hardware, config)
@@ -82,7 +82,8 @@ def drop_oversized(trace: Trace, hardware: Hardware, config: SimulationConfig) -
 
 
 def longest_request(hardware: Hardware, config: SimulationConfig) -> int:
-    """Tokens of prompt and output that a request can have: the model's positions, or what the pool holds."""
+    """Return the maximum number of prompt and output tokens of a request: the smaller of the model's maximum length and
+    the tokens that the pool can hold."""
     kinds = hardware.kinds(config.cache, config.hidden_attention)
     num_blocks = config.num_blocks or hardware.num_blocks
     sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
@@ -92,7 +93,7 @@ def longest_request(hardware: Hardware, config: SimulationConfig) -> int:
 
 
 def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
-    """Requests and arrivals of a run, from its seed."""
+    """Draw the requests and arrivals of a run from a trace, with the run's seed."""
     rng = np.random.default_rng([config.seed, 0xA97])
     n = config.num_requests
     recorded = trace.arrival_s is not None and config.cv is None
@@ -131,19 +132,19 @@ def _draw_tenants(num_requests: int, config: SimulationConfig) -> NDArray[np.int
 
 
 def with_distinct_prompts(workload: Workload, seed: int) -> Workload:
-    """The workload with a text for each prompt, unlike all others: a request that is preempted finds its own cache."""
+    """Return the workload with random prompts, so that a preempted request finds only its own blocks in the cache."""
     rng = np.random.default_rng([seed, 0x50A])
     prompts = [rng.integers(0, 1 << 30, length, dtype=np.int32) for length in workload.prompt_tokens.tolist()]
     return dataclasses.replace(workload, prompts=prompts)
 
 
 def engine_requests(workload: Workload, config: SimulationConfig, longest: int = 2**31) -> list[EngineRequest]:
-    """The workload as the engine takes it, in order of arrival; the id is the index.
+    """Return the workload as engine requests, in order of arrival; the index of a request is its id.
 
     Args:
         workload: the requests.
-        config: of the run; with its `max_tokens`, `TraceEnds` ends them.
-        longest: tokens of prompt and output that there is room for (`longest_request`).
+        config: configuration of the run; if its `max_tokens` is set, `TraceEnds` must end the outputs.
+        longest: maximum number of prompt and output tokens of a request (`longest_request`).
     """
     greedy: dict[int, SamplingParams] = {}
     stops = () if config.max_tokens is None else (_STOP_TOKEN,)
@@ -178,17 +179,17 @@ def engine_requests(workload: Workload, config: SimulationConfig, longest: int =
 
 
 class TraceEnds:
-    """The engine's output processor of a run with `SimulationConfig.max_tokens`: outputs end where the trace says.
+    """The engine's output processor in a run with `SimulationConfig.max_tokens`: ends outputs at their trace lengths.
 
     Args:
-        lengths: (requests,) output tokens, by request id.
+        lengths: (requests,) number of output tokens, indexed by request id.
     """
 
     def __init__(self, lengths: NDArray[np.int32]) -> None:
         self._left = lengths.tolist()
 
     def on_token(self, request: EngineRequest, token_id: int) -> str | None:
-        """Count a token; an empty stop string ends the output."""
+        """Count a token; return an empty stop string, which ends the output, at the last token, else None."""
         number = int(request.request_id)
         self._left[number] -= 1
         return None if self._left[number] else ""
