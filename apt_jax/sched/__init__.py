@@ -1,4 +1,4 @@
-"""Scheduling: the view that a policy gets, the knapsack and its solvers, the value model, the policies."""
+"""Scheduling: the view that policies read, the knapsack problem and its solvers, the value model, and the policies."""
 
 import importlib
 
@@ -102,34 +102,34 @@ POLICIES: dict[str, PolicyMaker] = {
         summary="one order by when the next token is due, mixed steps of 2048 tokens; preempt the one that is due last",
     ),
 }
-"""Policies to serve with, by the name that `--scheduling-policy` takes. `all_policies` has those for comparisons too."""
+"""Serving policies by the name that `--scheduling-policy` accepts; `all_policies` adds the policies for comparison."""
 
 _LAB = "apt_jax.lab.policies"
-"""The module of the other bundled policies, loaded by name when one of them is asked for."""
+"""Module of the bundled policies for comparison, imported when a name is not in `POLICIES`."""
 
 
 def all_policies() -> dict[str, PolicyMaker]:
-    """`POLICIES` and the policies of the laboratory, by name."""
+    """Return `POLICIES` and the policies of `apt_jax.lab`, by name."""
     return POLICIES | importlib.import_module(_LAB).POLICIES
 
 
 def _bundled(text: str) -> dict[str, PolicyMaker]:
-    """Bundled policies among which the one that `text` names is found, if it is bundled."""
+    """Return a table of bundled policies; it holds the policy that `text` names if that policy is bundled."""
     name = text.partition("?")[0]
     return POLICIES if name in POLICIES or ":" in name else all_policies()
 
 
 def make_policy(name: str | None = None, config: SchedulerConfig | None = None, *, seed: int = 0) -> Policy:
-    """A policy by name.
+    """Build a policy by name.
 
     Args:
-        name: a key of `all_policies`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`; with options
-            of its constructor, as in `apt?violation_decay=0.4`. None: `config.policy`.
-        config: names the policy, and says whether best-effort requests come last.
-        seed: of policies that draw at random.
+        name: a key of `all_policies`, an entry point of the group `ENTRY_POINTS`, or `package.module:Class`, optionally
+            with options of its constructor, as in `apt?violation_decay=0.4`. None: `config.policy`.
+        config: scheduler configuration; its `best_effort_last` wraps a policy without classes in `RealTimeFirst`.
+        seed: random seed, for policies that draw random numbers.
 
     Raises:
-        ConfigError: no policy has this name, or it cannot be made; one line.
+        ConfigError: no policy has this name, or it cannot be built; the message is one line.
     """
     config = SchedulerConfig() if config is None else config
     text = config.policy if name is None else name
@@ -140,10 +140,10 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
 
 
 def check_policy(name: str) -> None:
-    """Raise the `ConfigError` of a name or of options that `make_policy` would refuse, without making the policy."""
+    """Raise `ConfigError` if `make_policy` would reject the name or the option names, without building the policy."""
     find_policy(name, _bundled(name))
 
 
 def policy_digest(name: str) -> str | None:
-    """Digest of the source files of a policy from outside this package; None for a bundled one."""
+    """Return a digest of the source files of a policy from outside this package; None for a bundled policy."""
     return source_digest(name, _bundled(name))

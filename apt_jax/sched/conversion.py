@@ -1,12 +1,13 @@
 """Rule for converting hidden requests to keys and values (`Plan.convert`), from measured costs.
 
-Apt-Serve charges a hidden request its extra time t = c0 + c1 * tokens in every decode step (Eq. 6) for as long as it
-runs, and changes the kind of a request by a preemption alone. With rotary embedding, where keys must be restored in
-every step, that makes the small cache expensive in the long run. A conversion costs about one such step, and blocks:
+A hidden request costs the extra time t = c0 + c1 * tokens in every decode step (Apt-Serve Eq. 6) for as long as it
+runs, and in Apt-Serve only a preemption changes the kind of a request. With rotary embedding, where keys must be
+restored in every step, the small cache is therefore expensive for long outputs. A conversion costs about the extra time
+of one step, and blocks:
 
-    gain = t * (decode steps that are left) - conversion_s        seconds
+    gain = t * (remaining decode steps) - conversion_s        seconds
 
-Blocks that nobody needs are worth it wherever the gain is positive; those that the next admissions need are not.
+Blocks that no other request needs are used if the gain is positive; blocks that the next admissions need are not.
 """
 
 import dataclasses
@@ -19,14 +20,18 @@ from apt_jax.sched.step_packer import Rows, held_blocks_for, start_options
 from apt_jax.sched.view import Plan, SchedulerView
 
 FEW_OUTPUTS = 20
-"""Ended requests with fewer longer outputs than this say nothing about how long a request goes on."""
+"""Minimum number of ended requests with longer outputs from which the remaining steps of a request are estimated."""
 
 
 def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Extra time of hidden requests of (n,) `tokens` over KV ones in a decode step, seconds; may be negative.
+    """Return the extra seconds that hidden requests take in a decode step compared with KV requests; may be negative.
 
-    By the measured `StepCosts`, whatever policies are told to charge (``--rho-us``); by `CacheKindSpec` where nothing
-    is measured.
+    The costs are the measured `StepCosts`, independent of the cost that policies assume (``--rho-us``), or those of
+    `CacheKindSpec` if nothing was measured.
+
+    Args:
+        view: the scheduler's view.
+        tokens: (n,) cached tokens of each request.
     """
     costs = view.costs
     base_s = costs.decode_per_hidden_request_s - costs.decode_per_request_s
@@ -39,10 +44,11 @@ def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np
 
 
 def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """(n,) decode steps that `rows` are expected to take part in, the next one included.
+    """Return the (n,) number of decode steps, at least 1, that `rows` are expected to need, the next one included.
 
-    What ended requests with at least as many outputs had beyond them, on average; where too few are known, what the
-    request allows itself. At least 1.
+    The estimate is the mean number of further outputs of ended requests that had more outputs than the row has now,
+    but at most the tokens left to `max_tokens`; if too few such requests have ended, it is the tokens left to
+    `max_tokens`.
     """
     table = view.table
     most = (table.max_tokens_total.take(rows) - table.num_tokens.take(rows)).astype(np.float64)
@@ -59,8 +65,11 @@ def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
-    """The part of `free_blocks` that the first `waiting` requests would not take if a step began as many as it has
-    slots and tokens for (at least one), with the kind that takes fewest; at least 0."""
+    """Return how much of `free_blocks` remains if the next step starts waiting requests, at least 0.
+
+    It starts the first `waiting` requests for which it has slots and tokens, but at least one if there is a slot. Each
+    takes the offered kind that needs the fewest blocks.
+    """
     slots = max(view.max_num_seqs - view.running.size, 0)
     next_ones = waiting[:slots]
     if not next_ones.size:
@@ -74,17 +83,17 @@ def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
 
 
 def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> NDArray[np.int32]:
-    """Rows worth converting in this step, most expensive decode steps first.
+    """Return the rows worth converting in this step, by falling extra time per decode step.
 
     Args:
-        view: the state.
+        view: the scheduler's view.
         rows: decoding rows of this step, of any kind.
-        room: blocks that may be used for it, after what the rows of the step need (`spare_blocks` leaves the next
-            admissions theirs). A row takes the KV blocks of all its positions; its hidden ones are free only
-            afterwards.
+        room: number of blocks that conversions may take, beyond the blocks that the rows of the step need
+            (`spare_blocks` also leaves blocks to the next admissions). A converted row takes KV blocks for all its
+            positions; its hidden blocks become free only after the step.
 
     Returns:
-        For `Plan.convert`; none where `view.can_convert` is False.
+        Rows for `Plan.convert`; empty if `view.can_convert` is False.
     """
     table = view.table
     if not view.can_convert or room < 1:
@@ -115,13 +124,13 @@ def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> 
 
 
 def with_conversions(view: SchedulerView, plan: Plan, rows: Rows, reserved: int = 0) -> Plan:
-    """A decode plan that also converts the `rows` worth converting.
+    """Return a decode plan that also converts the `rows` worth converting.
 
     Args:
-        view: the state.
-        plan: rows of one token each, all of which hold cache, and who is preempted.
-        rows: some of the plan's.
-        reserved: blocks that are promised to others, beside those of the next admissions (`spare_blocks`).
+        view: the scheduler's view.
+        plan: decode plan: rows of one token each that all hold cache, and the preempted rows.
+        rows: rows of the plan that may be converted.
+        reserved: blocks reserved for other requests, in addition to those of the next admissions (`spare_blocks`).
     """
     if not view.can_convert:
         return plan

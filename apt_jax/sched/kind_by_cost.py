@@ -1,4 +1,4 @@
-"""The cache kind of a waiting request, by the value of its memory (docs/apt-plus.md, rule 2)."""
+"""Choice of a waiting request's cache kind by the value of the memory that it saves (docs/apt-plus.md, rule 2)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,21 +8,22 @@ from apt_jax.sched.step_packer import Rows, allowed_kinds
 from apt_jax.sched.view import SchedulerView
 
 TYPICAL_TOKENS = 256
-"""Least length at which memory is priced: requests grow."""
+"""Minimum number of tokens that a request counts with when its memory is valued, as requests grow."""
 
 
 def kinds_by_cost(view: SchedulerView, rows: Rows) -> NDArray[np.int8]:
-    """Return the kind that each waiting row would take.
+    """Return the cache kind that each waiting row should take.
 
-    Say the pool is full of N typical requests with KV and a step takes T. A request of m tokens that takes the
-    hidden kind instead saves a share s of the pool. Filled, that brings s N more requests per step: the rate N / T
-    gains s, and loses the share by which the step grows, of its own slower reads and of the newcomers':
+    Assume that the pool is full of N typical requests with KV and that a step takes time T. A request of m tokens that
+    takes the hidden kind instead saves a share s of the pool, in which s N more requests run in every step. The rate
+    N / T rises by the factor 1 + s, but the step grows by the extra time t(m) of the request's hidden cache and by the
+    time of the additional requests. Hidden is better if
 
         s T > t(m) + s N (per request + per token * typical length)
 
     Args:
-        view: kinds on offer, costs, the pool, and the prefixes that are found in either kind.
-        rows: (n,) waiting requests.
+        view: the scheduler's view.
+        rows: (n,) rows of waiting requests.
 
     Returns:
         (n,) `KV` or `HIDDEN`.

@@ -1,20 +1,20 @@
-"""Online estimate of output lengths: histograms over all requests, and over those whose prompts begin alike.
+"""Online estimate of output lengths from histograms over all requests and over requests with equal prompt beginnings.
 
 InferMax (§6) maintains "an online histogram to estimate the output lengths of requests"; it says neither which statistic
 of it is used nor how old requests are forgotten. Here:
 
-* A request that ends by itself has shown its length. One that is cut off (by `max_tokens`, or by its client) has shown
-  that its length is greater. The Kaplan-Meier estimate takes both in: S(l) = product over lengths i <= l of
-  1 - ended_i / at_risk_i, where at risk are all that were seen with i tokens or more.
-* The estimate for a request is a quantile of its length L, given that it has o tokens already: the least l with
-  P(L <= l | L > o) >= q. Where what was cut off leaves that open, there is none but `max_tokens`.
-* A request's weight halves with every `half_life` later ones of the same histogram.
-* Prompts begin alike where their first 32, 128 or 512 tokens are the same, of one tenant and one adapter: requests of
-  one application, with one system prompt. The longest beginning whose histogram has enough to say about o is used, the
-  histogram of all requests where none has.
+* A request that ends by itself shows its length. A request that is cut off (by `max_tokens` or by its client) shows
+  only that its length is greater. The Kaplan-Meier estimate uses both: S(l) = product over lengths i <= l of
+  1 - ended_i / at_risk_i, where at_risk_i counts the requests seen with i tokens or more.
+* The estimate for a request is a quantile of its length L, given that it has o tokens already: the smallest l with
+  P(L <= l | L > o) >= q. If too many requests were cut off to determine it, only `max_tokens` bounds the length.
+* A request's weight in a histogram halves with every `half_life` later requests in it.
+* Two prompts have equal beginnings if their first 32, 128 or 512 tokens are equal and they belong to one tenant and one
+  adapter: usually requests of one application with one system prompt. The longest beginning whose histogram holds
+  enough requests beyond o tokens is used, or the histogram of all requests if there is no such beginning.
 
-Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of one), and
-histograms of beginnings that were not seen for longest make room for others.
+Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of a bucket),
+and the histogram of the beginning that has not been seen for longest is replaced first.
 """
 
 import collections
@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 BEGINNINGS = (32, 128, 512)
-"""Tokens of the beginnings of a prompt that have histograms of their own."""
+"""Lengths in tokens of the prompt beginnings that have their own histograms."""
 
 FEW_OUTPUTS = 20
-"""A histogram with a smaller weight of requests beyond o tokens says nothing about a request that has o."""
+"""Minimum weight of requests with more than o tokens for a histogram to give an estimate for a request with o tokens."""
 
 _EXACT = 64
 _PER_OCTAVE = 16
@@ -39,21 +39,21 @@ ENDS = np.concatenate(
         np.floor(_EXACT * 2 ** (np.arange(1, _PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE)).astype(np.int64),
     ]
 ).astype(np.int32)
-"""(buckets,) greatest length of each bucket; longer ones count as the last."""
+"""(buckets,) greatest length of each bucket; longer outputs count in the last bucket."""
 
 UNBOUNDED = np.iinfo(np.int32).max
-"""A quantile of `OutputLengths` that nothing which has ended bounds."""
+"""Value of `OutputLengths.quantile` if the ended requests do not bound the length."""
 
 _REBASE_AT = 1e100
 _TOLERANCE = 1e-9  # of probabilities, for rounding
 
 
 class OutputLengths:
-    """Histograms of output lengths; number 0 is that of all requests.
+    """Histograms of output lengths; histogram 0 covers all requests.
 
     Args:
-        num_histograms: at most; 1: none by beginnings.
-        half_life: requests of a histogram after which an older one counts half.
+        num_histograms: maximum number of histograms; 1: only the histogram of all requests.
+        half_life: number of later requests in a histogram after which a request's weight is halved.
     """
 
     def __init__(self, num_histograms: int = 256, half_life: float = 1000.0) -> None:
@@ -64,10 +64,10 @@ class OutputLengths:
         self._cut_off = np.zeros(shape)
         self._growth = 2.0 ** (1.0 / half_life)
         self._unit = np.ones(num_histograms)
-        """Weight of the next request; divided by it, all weights are as if the newest had weight 1."""
+        """(histograms,) weight of the newest request; weights divided by it are relative to the newest request."""
         self._at_risk = np.zeros(shape)
         self._survival = np.ones((num_histograms, ENDS.size + 1))
-        """[h, b]: share of requests that are longer than all of the buckets before b."""
+        """[h, b]: share of the requests in histogram h that are longer than all buckets before b."""
         self._stale = np.zeros(num_histograms, np.bool_)
         self._num_users = [0] * num_histograms
         self._by_key: collections.OrderedDict[bytes, int] = collections.OrderedDict()
@@ -77,16 +77,16 @@ class OutputLengths:
     # --- beginnings of prompts -------------------------------------------------------------------------------------
 
     def begin(self, root: bytes, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the histograms of a new request's beginnings, which stay its own until `end`.
+        """Return the histograms of a new request's prompt beginnings; they are not replaced until `end`.
 
-        A beginning gets a histogram when it comes the second time: most beginnings come once.
+        A beginning gets a histogram when it occurs for the second time, as most occur only once.
 
         Args:
-            root: only prompts of the same root can begin alike.
+            root: key of the tenant and adapter; only prompts with equal roots share histograms.
             prompt: (n,) token ids.
 
         Returns:
-            (`BEGINNINGS`,) numbers of histograms, from the shortest beginning to the longest; 0: it has none.
+            (`BEGINNINGS`,) histogram numbers, from the shortest beginning to the longest; 0: no histogram.
         """
         numbers = [0] * len(BEGINNINGS)
         tokens = prompt[: BEGINNINGS[-1]].tobytes()
@@ -99,7 +99,7 @@ class OutputLengths:
         return np.array(numbers, np.int32)
 
     def end(self, numbers: NDArray[np.int32]) -> None:
-        """Give back the reservation that `begin` returned."""
+        """Release the histograms that `begin` returned, so that they may be replaced."""
         for number in numbers.tolist():
             self._num_users[number] -= number > 0
 
@@ -131,9 +131,9 @@ class OutputLengths:
         """Count a request that has ended.
 
         Args:
-            numbers: histograms of its beginnings; that of all requests is always meant.
-            length: output tokens, at least 1.
-            cut_off: it would have gone on: its length is greater.
+            numbers: histograms of its prompt beginnings; the histogram of all requests is always updated.
+            length: number of output tokens, at least 1.
+            cut_off: True if the request did not end by itself, so that its natural length is greater.
         """
         bucket = min(int(np.searchsorted(ENDS, length)), ENDS.size - 1)
         for number in {0, *map(int, numbers)}:
@@ -146,7 +146,7 @@ class OutputLengths:
             self._stale[number] = True
 
     def _refresh(self, numbers: NDArray[np.intp]) -> None:
-        """Kaplan-Meier, of these histograms."""
+        """Update the Kaplan-Meier estimates of these histograms."""
         unit = self._unit[numbers, None]
         ended = self._ended[numbers] / unit
         of_each = ended + self._cut_off[numbers] / unit
@@ -161,15 +161,15 @@ class OutputLengths:
     def quantile(
         self, numbers: NDArray[np.int32], num_outputs: NDArray[np.int32], quantile: float
     ) -> NDArray[np.int32]:
-        """Least lengths that requests do not exceed with a probability, given how long they are already.
+        """Return quantiles of the output lengths of requests, given the tokens that they already have.
 
         Args:
-            numbers: (n, `BEGINNINGS`) histograms of each request, as of `begin`.
-            num_outputs: (n,) tokens that each has, which were not its last.
-            quantile: that probability, above 0 and below 1.
+            numbers: (n, `BEGINNINGS`) histograms of each request, as returned by `begin`.
+            num_outputs: (n,) number of output tokens that each request has; it continues after them.
+            quantile: probability that the length is not exceeded, above 0 and below 1.
 
         Returns:
-            (n,) output tokens; 0: too few requests are known, `UNBOUNDED`: all that is known is that they go on.
+            (n,) output tokens; 0: too few requests are known; `UNBOUNDED`: the known requests do not bound the length.
         """
         if not numbers.shape[0]:
             return np.zeros(0, np.int32)

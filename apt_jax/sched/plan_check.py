@@ -1,8 +1,7 @@
-"""Checks that a plan keeps the promises of `Plan`: for tests, and for policies from outside this package, each
-iteration.
+"""Checks that a plan keeps the promises of `Plan`, for tests and, in each iteration, for policies from outside.
 
-Speed: rows are looked up in arrays over the table, and words are made only for what is wrong. A plan of 256 rows with
-1,600 waiting takes about 0.1 ms.
+Speed: rows are looked up in arrays over the table, and messages are built only for errors. Checking a plan of 256 rows
+with 1,600 waiting requests takes about 0.1 ms.
 """
 
 import dataclasses
@@ -23,15 +22,15 @@ _WAITING, _RUNNING = 1, 2
 
 
 class PlanError(AssertionError):
-    """A plan breaks a promise in the docstring of `Plan`; the message says which, and by whom."""
+    """A plan breaks a promise in the docstring of `Plan`; the message names the promise and the rows."""
 
 
 def checked_schedule(policy: Policy, view: SchedulerView) -> Plan:
-    """Run an outside policy: it reads a table that it cannot write to, and its plan is checked.
+    """Run a policy from outside this package on a read-only table, check its plan and return it.
 
     Raises:
-        PlanError: a promise is broken.
-        Exception: what the policy raises.
+        PlanError: the plan breaks a promise of `Plan`.
+        Exception: any exception that the policy raises.
     """
     view = dataclasses.replace(view, table=view.table.read_only())
     plan = policy.schedule(view)
@@ -40,10 +39,10 @@ def checked_schedule(policy: Policy, view: SchedulerView) -> Plan:
 
 
 def check_plan(view: SchedulerView, plan: Plan) -> None:
-    """Check `plan` against the `view` that it was made from.
+    """Check `plan` against the `view` from which the policy made it.
 
     Raises:
-        PlanError: a promise is broken.
+        PlanError: the plan breaks a promise of `Plan`.
     """
     _check_types(plan)
     table, rows, num_tokens, preempt = view.table, plan.rows, plan.num_tokens, plan.preempt

@@ -1,8 +1,8 @@
-"""Policies by name, with options: those of this package, of installed packages, and classes of any module.
+"""Lookup of policies by name, with options: policies of this package, of installed packages, and of any module.
 
     NAME                    a bundled policy, or an entry point of the group `apt_jax.scheduling_policies`
-    package.module:Class    a class, imported from where Python looks and then from the current directory
-    ...?option=value&...    either, with keyword arguments of its constructor
+    package.module:Class    a class, imported from Python's search path or else from the current directory
+    ...?option=value&...    one of the above, with keyword arguments of its constructor
 
 A class from outside this package must declare `interface_version` (see `apt_jax.sched.view.INTERFACE_VERSION`).
 """
@@ -29,29 +29,29 @@ from apt_jax.errors import ConfigError, nearest, one_line
 from apt_jax.sched.view import INTERFACE_VERSION, Policy
 
 ENTRY_POINTS = "apt_jax.scheduling_policies"
-"""Group of entry points: a package that declares one is found by its name."""
+"""Entry point group in which installed packages declare their policies by name."""
 
 _FLAG = "(--scheduling-policy)"
 _HOW = "(docs/writing_a_policy.md, --scheduling-policy)"
 
 _loaded: dict[str, bytes] = {}
-"""Digests of the files of modules from outside, as they were when they were imported."""
+"""SHA-256 digest of each outside module's file at the time it was imported, by module name."""
 _process = secrets.token_hex(16)
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyMaker:
-    """A policy's class and the arguments that make it the one of this name.
+    """A policy's class and the constructor arguments that belong to its name.
 
-    A constructor argument called `seed` gets the seed of the engine, unless `settings` or the options do.
+    A constructor argument called `seed` gets the engine's seed unless `settings` or the options set it.
     """
 
     cls: type[Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
-    """The paper or the server that it is taken from."""
+    """Paper or server that the policy comes from."""
     summary: str = ""
-    """One line for lists of policies."""
+    """One-line description for lists of policies."""
 
     def __call__(self, seed: int, options: Mapping[str, Any] | None = None) -> Policy:
         values = {"seed": seed} if "seed" in _parameters(self.cls) else {}
@@ -62,13 +62,13 @@ class PolicyMaker:
         return _is_ours(self.cls.__module__)
 
     def options(self) -> dict[str, inspect.Parameter]:
-        """Arguments that may be given as options; the name of a bundled policy is its own."""
+        """Return the constructor arguments that may be set as options; the `name` of a bundled policy is fixed."""
         accepted = _parameters(self.cls)
         return {n: p for n, p in accepted.items() if not (n == "name" and self.is_bundled)}
 
 
 def is_bundled(policy: Policy) -> bool:
-    """Return True if a policy is of this package: its plans keep their promises, by its tests."""
+    """Return True if a policy belongs to this package, so that its tests ensure valid plans."""
     return _is_ours(type(getattr(policy, "first", policy)).__module__)
 
 
@@ -77,10 +77,11 @@ def _is_ours(module: str) -> bool:
 
 
 def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMaker, dict[str, Any]]:
-    """Find the policy that `--scheduling-policy` names, and the values of its options; nothing is built yet.
+    """Find the policy that `--scheduling-policy` names, and the values of its options, without building the policy.
 
     Raises:
-        ConfigError: one line: no such policy or option, a module that cannot be imported, another interface.
+        ConfigError: unknown policy or option, a module that cannot be imported, or another interface version; the
+            message is one line.
     """
     name, mark, query = text.partition("?")
     if name in bundled:
@@ -93,10 +94,10 @@ def find_policy(text: str, bundled: Mapping[str, PolicyMaker]) -> tuple[PolicyMa
 
 
 def make(text: str, bundled: Mapping[str, PolicyMaker], seed: int) -> Policy:
-    """The policy that `text` names.
+    """Build the policy that `text` names.
 
     Raises:
-        ConfigError: see `find_policy`; or it cannot be made with these options, or has no name.
+        ConfigError: the policy is not found (`find_policy`), cannot be built with these options, or has no `name`.
     """
     maker, options = find_policy(text, bundled)
     try:
@@ -112,9 +113,9 @@ def make(text: str, bundled: Mapping[str, PolicyMaker], seed: int) -> Policy:
 
 
 def source_digest(text: str, bundled: Mapping[str, PolicyMaker]) -> str | None:
-    """Digest of the files that define a policy from outside, its base classes among them; None for a bundled one.
+    """Return a digest of the files that define an outside policy and its base classes; None for a bundled policy.
 
-    Of a class that has no file (a notebook's) it is another one in each process.
+    The digest of a class without a file (as in a notebook) differs from process to process.
     """
     maker, _ = find_policy(text, bundled)
     if maker.is_bundled:
@@ -131,7 +132,7 @@ def source_digest(text: str, bundled: Mapping[str, PolicyMaker]) -> str | None:
 
 
 def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
-    """`package.module:Class` of the entry point of this name."""
+    """Return `package.module:Class` of the entry point with this name."""
     points = importlib.metadata.entry_points(group=ENTRY_POINTS)
     found = sorted({f"{p.module}:{p.attr}" for p in points if p.name == name})
     if len(found) > 1:
@@ -145,7 +146,15 @@ def _installed(name: str, bundled: Mapping[str, PolicyMaker]) -> str:
 
 
 def _load_class(path: str, name: str) -> type:
-    """The class at `package.module:Class`, which `name` stands for in errors, with the interface of this version."""
+    """Load a policy class and check its interface version.
+
+    Args:
+        path: `package.module:Class`.
+        name: name of the policy in error messages.
+
+    Raises:
+        ConfigError: the class cannot be imported, is not a policy, or has another interface version.
+    """
     what = f"policy={name!r:.200}" + ("" if path == name else f" ({path})")
     module_name, _, attribute = path.partition(":")
     if not all(map(str.isidentifier, module_name.split("."))) or not attribute:
@@ -188,7 +197,7 @@ def _load_class(path: str, name: str) -> type:
 
 
 def _import(name: str) -> types.ModuleType:
-    """Import a module; again where its file has changed since, as notebooks want it."""
+    """Import a module, or reload it if its file has changed since the import (as happens in notebooks)."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # last: nothing that is installed is hidden by a file that lies about
@@ -206,12 +215,12 @@ def _import(name: str) -> types.ModuleType:
 
 
 def _prefixes(name: str) -> set[str]:
-    """A module and the packages that it is in."""
+    """Return the full names of a module and of all packages that contain it."""
     return set(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 def _told(error: BaseException) -> str:
-    """One-line description of an exception from third-party code, with file and line."""
+    """Return a one-line description of an exception from third-party code, with file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _in_this_package(frames[-1].filename):
         return f"{one_line(str(error)):.300}"  # it names the option and its bounds
@@ -229,7 +238,7 @@ def _in_this_package(filename: str) -> bool:
 
 
 def _parameters(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """Arguments of a constructor that can be given by name."""
+    """Return the arguments of a constructor that can be passed by name."""
     try:
         found = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # not written in Python
@@ -270,7 +279,7 @@ _TYPES = {float: "a number", int: "an integer", bool: "true or false", type(None
 
 
 def _told_types(hints: Sequence[Any]) -> str:
-    """The types of a union in words."""
+    """Return the types of a union as words for a message."""
     words = []
     for hint in hints:
         words += typing.get_args(hint) or [_TYPES.get(hint, str(hint))]
@@ -278,10 +287,10 @@ def _told_types(hints: Sequence[Any]) -> str:
 
 
 def _value(text: str, hint: Any) -> Any:
-    """`text` as a value of the type that a constructor asks for: numbers, truth, one of some words, text, nothing.
+    """Convert `text` to the type of a constructor argument: a number, bool, literal, string, None or a union of them.
 
     Raises:
-        ValueError: it is none; the message is the predicate of a sentence.
+        ValueError: the text is not a value of this type; the message is the predicate of a sentence.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

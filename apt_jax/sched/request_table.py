@@ -26,12 +26,12 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def column(dtype: type[_Scalar], *, fill: int = 0, width: int | None = None) -> NDArray[_Scalar]:
-    """Declare a column of a `ColumnTable`: (capacity,) or (capacity, `width`) values, `fill` in a fresh row."""
+    """Declare a column of a `ColumnTable`: (capacity,) or (capacity, `width`) values, which are `fill` in a new row."""
     return cast("NDArray[_Scalar]", _Column(dtype, fill, width))
 
 
 class ColumnTable:
-    """Struct of arrays over rows. A subclass declares each array once, as a class attribute made by `column`."""
+    """Table stored as one array per column; a subclass declares each column as a class attribute made by `column`."""
 
     COLUMNS: ClassVar[dict[str, _Column]] = {}
 
@@ -44,12 +44,12 @@ class ColumnTable:
             setattr(self, name, declared.make(capacity))
 
     def clear_row(self, row: int) -> None:
-        """Reset all columns of a row."""
+        """Reset all columns of a row to their fill values."""
         for name, declared in self.COLUMNS.items():
             getattr(self, name)[row] = declared.fill
 
     def grow(self, capacity: int) -> None:
-        """Add fresh rows; the columns are new arrays afterwards."""
+        """Add new rows up to `capacity`; the columns are then new arrays."""
         for name, declared in self.COLUMNS.items():
             more = declared.make(capacity - self.capacity)
             setattr(self, name, np.concatenate([getattr(self, name), more]))
@@ -57,10 +57,10 @@ class ColumnTable:
 
 
 class RequestTable(ColumnTable):
-    """Struct of arrays over request rows; row numbers are stable while a request lives and are then reused.
+    """Table of live requests; a row number is stable while its request lives and is then reused.
 
-    Token counts include the token of a step that is still in flight: at scheduling time `num_tokens` is what the
-    sequence will hold once all dispatched steps have ended.
+    Token counts include the tokens of steps in flight: at scheduling time `num_tokens` is the length of the sequence
+    after all dispatched steps have ended.
     """
 
     arrival_s = column(np.float64)  # time of arrival
@@ -97,11 +97,11 @@ class RequestTable(ColumnTable):
         super().__init__(capacity)
         self._free = list(range(capacity - 1, -1, -1))
         self.output_lengths = np.zeros(256, np.int64)
-        """Number of requests that ended with each number of output tokens; grows with the longest."""
+        """Number of requests that ended with each number of output tokens; grows with the longest output."""
         self.num_output_lengths = 0
-        """Their sum: how many have ended."""
+        """Sum of `output_lengths`: the number of requests that have ended."""
         self.lengths = OutputLengths()
-        """Estimate of the lengths that requests reach, by how their prompts begin (`histograms`)."""
+        """Estimate of output lengths by prompt beginnings (`histograms`)."""
 
     @property
     def hit_tokens(self) -> NDArray[np.int32]:
@@ -126,7 +126,7 @@ class RequestTable(ColumnTable):
         tenant: int = 0,
         known_length: bool = False,
     ) -> int:
-        """Take a row for a new request (no cache, no outputs) and return its number. Grows when full."""
+        """Add a new request (no cache, no outputs) and return its row number. A full table grows."""
         if not self._free:
             self._free = list(range(2 * self.capacity - 1, self.capacity - 1, -1))
             self.grow(2 * self.capacity)
@@ -145,7 +145,7 @@ class RequestTable(ColumnTable):
         return row
 
     def record_tokens(self, rows: NDArray[np.int32], now_s: float) -> None:
-        """Record one delivered token for each of `rows` (no row twice): sets `last_token_s` and counts late tokens."""
+        """Record one delivered token for each of `rows` (no row twice): set `last_token_s` and count late tokens."""
         gap_s = now_s - self.last_token_s.take(rows)
         delivered = self.num_delivered.take(rows)
         late = gap_s > self.slo_tbt_s.take(rows)
@@ -159,7 +159,7 @@ class RequestTable(ColumnTable):
         self.last_token_s[rows] = now_s
 
     def record_output_length(self, num_outputs: int) -> None:
-        """A request has come to its natural end after `num_outputs` tokens (not by an abort or an error)."""
+        """Count a request that ended by itself after `num_outputs` tokens (not by an abort or an error)."""
         size = self.output_lengths.size
         if num_outputs >= size:
             grown = np.zeros(max(num_outputs + 1, 2 * size), np.int64)
@@ -169,14 +169,14 @@ class RequestTable(ColumnTable):
         self.num_output_lengths += 1
 
     def remove(self, row: int) -> None:
-        """Give the row of an ended request back."""
+        """Free the row of an ended request."""
         assert self.live[row], f"row {row} is not live"
         self.live[row] = False
         self.kind[row] = NO_KIND
         self._free.append(row)
 
     def read_only(self) -> "RequestTable":
-        """The same columns for readers: writing to them raises ValueError. Right until the table is changed."""
+        """Return a read-only view of the table, valid until the table changes; writing to a column raises ValueError."""
         table = copy.copy(self)
         table._free = []
         for name in (*self.COLUMNS, "output_lengths"):

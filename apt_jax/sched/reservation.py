@@ -1,12 +1,12 @@
-"""Admission by the memory that requests will need: a request begins only if all can go on to their expected ends.
+"""Admission by future memory: a request starts only if all requests can continue to their expected ends.
 
-InferMax's eviction-free schedulers reserve each request's greatest length, I + O - 1 positions (§4.1), and its own one
-an estimate (§6); both add up what all requests reserve. But requests end at different times. What must fit the pool is
-the greatest sum over future time, as in the Past-Future scheduler (Gong et al., ASPLOS'25): those that end
-later grow into what those before them gave back. That sum is greatest right before some request
-ends, so it is taken there.
+InferMax's eviction-free schedulers reserve the maximum length of each request, I + O - 1 positions (§4.1), and its own
+scheduler reserves an estimate (§6); both compare the sum of all reservations with the pool. But requests end at
+different times. Only the largest sum over future time must fit the pool, as in the Past-Future scheduler (Gong et al.,
+ASPLOS'25): later requests grow into the memory that earlier ones have freed. The sum has its maximum right before a
+request ends, so it is computed at these times only.
 
-With lengths that are known, or `quantile` = 1, nobody is ever preempted for memory: see `Reservation`.
+With known lengths, or with `quantile` = 1, no request is ever preempted for memory: see `Reservation`.
 """
 
 import numpy as np
@@ -17,15 +17,16 @@ from apt_jax.sched.view import SchedulerView
 
 
 def expected_tokens(view: SchedulerView, rows: Rows, quantile: float) -> NDArray[np.int32]:
-    """(n,) tokens of prompt and output that `rows` are expected to end with, at least one more than they have.
+    """Return the (n,) expected total number of prompt and output tokens of `rows`.
 
-    A declared length (`RequestTable.known_length`) is taken as it is. Else it is the quantile of
-    `OutputLengths.quantile`, at most `max_tokens`; of a request about which too little is known the next token alone.
+    The expected number of output tokens is `max_tokens` if the length is known (`RequestTable.known_length`), else
+    `OutputLengths.quantile`, limited to `max_tokens`. The total is at least one token more than the row has now, unless
+    `max_tokens` is reached; if too few requests are known for an estimate, it is this minimum.
 
     Args:
-        view: the state.
-        rows: requests.
-        quantile: above 0; 1: all that `max_tokens` allows.
+        view: the scheduler's view.
+        rows: (n,) rows of requests.
+        quantile: quantile of the output length, above 0; 1: `max_tokens`.
     """
     table = view.table
     most = table.max_tokens_total.take(rows)
@@ -42,16 +43,17 @@ def expected_tokens(view: SchedulerView, rows: Rows, quantile: float) -> NDArray
 
 
 class Reservation:
-    """Decides how many waiting requests may begin.
+    """Decides how many waiting requests may start.
 
-    Nobody is preempted where lengths do not exceed what is expected, because the sum is an upper bound:
+    No request is preempted if outputs do not exceed the expected lengths, because the computed sum is an upper bound:
 
-    * All requests that decode take one token in the same steps. So they end in the order and at the distance that is
-      reckoned with, unless they end early. Where a step has fewer tokens than there are slots, some could stay behind;
-      then all greatest lengths are added up.
-    * A prompt has all its blocks from the beginning. When its first token comes is not certain: what it holds is that
-      of the earliest time, and it ends at the latest, when all prompts that have begun are done.
-    * What a waiting request would share with others counts as its own: they may end first.
+    * All decoding requests take one token in the same steps. So they end in the expected order and after the expected
+      number of steps, or earlier. If a step has fewer tokens than slots, some requests could fall behind; in this case
+      the final lengths of all requests are added up.
+    * A prompt holds all its blocks from its start. As the time of its first token is uncertain, its length is computed
+      from the earliest possible time, and its end from the latest, after all started prompts are done.
+    * Blocks that a waiting request would share with other requests count as its own, as the other requests may end
+      first.
 
     Args:
         quantile: see `expected_tokens`.
@@ -65,14 +67,14 @@ class Reservation:
     def num_admissible(
         self, view: SchedulerView, waiting: Rows, kind: NDArray[np.integer], prompt_budget: int | None
     ) -> int:
-        """Return how many of the first `waiting` requests may begin beside all running ones.
+        """Return how many of the first `waiting` requests may start in addition to all running requests.
 
         Args:
-            view: the state.
-            waiting: by falling priority, with room for their prompts.
-            kind: (n,) that they take.
-            prompt_budget: tokens of prompts that every step computes at least while there are any, beside a token of
-                each request that decodes; None: decodes wait until all prompts that have begun are done.
+            view: the scheduler's view.
+            waiting: (n,) waiting rows by falling priority; there are blocks for their prompts.
+            kind: (n,) cache kinds that they take.
+            prompt_budget: minimum number of prompt tokens per step while prompts are left, in addition to one token
+                per decoding request; None: decodes wait until all started prompts are done.
         """
         if not waiting.size:
             return 0
@@ -95,7 +97,7 @@ class Reservation:
 
 
 class _Future:
-    """Blocks of running and waiting requests from the coming step on."""
+    """Number of blocks that running and waiting requests will hold from the next step on."""
 
     def __init__(self, view: SchedulerView, waiting: Rows, kind: NDArray[np.integer], quantile: float) -> None:
         table = view.table
@@ -114,7 +116,7 @@ class _Future:
         self._capacity = view.free_blocks + int(table.num_blocks.take(view.running).sum())
 
     def fits(self, num_waiting: int, prompt_budget: int | None) -> bool:
-        """Return True if the first waiting ones can begin."""
+        """Return True if the first `num_waiting` waiting requests can start; see `Reservation.num_admissible`."""
         n = self._num_running + num_waiting
         tokens, last, steps, is_prompt = self._tokens[:n], self._last[:n], self._steps[:n], self._is_prompt[:n]
         kind, shared = self._kind[:n], self._shared[:n]

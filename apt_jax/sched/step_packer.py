@@ -1,7 +1,7 @@
-"""Helpers that policies share: which kinds a request may take, blocks, and how rows are packed into one step.
+"""Helpers that policies share: the kinds that a request may take, its blocks, and packing rows into one step.
 
-Speed: options are computed as (num_kinds, n), along memory, and handed out transposed; a gather is `take`, which is two
-to ten times faster than an index array.
+Speed: options are computed as (num_kinds, n) arrays, along contiguous memory, and returned transposed; gathers use
+`take`, which is two to ten times faster than an index array.
 """
 
 import numpy as np
@@ -15,11 +15,11 @@ Rows = NDArray[np.int32]
 
 
 def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Blocks that `tokens` positions of running `rows` take with the kind that they hold, shared ones left out.
+    """Return the (n,) number of blocks that `tokens` positions of running `rows` take, without shared blocks.
 
-    Shared ones of prefixes are full, so at least one is left wherever a token is still to be computed. Where two requests
-    grow into one group, the one that runs may need a group of its own for it, which nothing here counts: it waits for the
-    next step if there is none.
+    Each row counts with the kind that it holds. Shared prefix blocks are full, so the number is at least 1 if a token is
+    still to be computed. If two requests share a partly filled group, the running one may need a new group for its next
+    token; this group is not counted, and the request waits for the next step if no group is free.
     """
     table = view.table
     return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
@@ -28,13 +28,16 @@ def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) 
 def start_blocks_for(
     view: SchedulerView, rows: Rows, tokens: NDArray[np.int32], kind: NDArray[np.integer]
 ) -> NDArray[np.int32]:
-    """Blocks that must be free for waiting `rows` to have `tokens` positions with `kind`: those that others hold cost
-    nothing, those of cached prefixes that nobody holds do, for they count as free. At least one group."""
+    """Return the (n,) number of free blocks, at least one group, that waiting `rows` need for `tokens` positions.
+
+    Prefix blocks that other requests hold are subtracted. Blocks of cached prefixes that no request holds are not
+    subtracted, because they count as free.
+    """
     return view.blocks_for(tokens, kind) - view.table.shared_prefix_blocks[rows, kind]
 
 
 def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(n, num_kinds): `start_blocks_for` with each kind."""
+    """Return the (n, num_kinds) results of `start_blocks_for` with each kind."""
     blocks = view.block_options(tokens)
     hits = view.table.shared_prefix_blocks
     if hits.any():
@@ -43,10 +46,10 @@ def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) ->
 
 
 def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-    """(n, num_kinds): kinds on offer with which the whole pool holds the request at its greatest length.
+    """Return the (n, num_kinds) mask of offered kinds with which the request at its maximum length fits the whole pool.
 
-    With any other it would grow until the pool is full and could never end. Where no kind does, the smallest one on
-    offer is allowed.
+    With any other kind the request would grow until the pool is full and could never end. If no offered kind fits, the
+    one that takes the fewest blocks is allowed.
     """
     offered = view.offered
     tokens = view.table.max_tokens_total.take(rows)
@@ -65,26 +68,30 @@ def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
 
 
 def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int32]:
-    """Positions of `rows` after `ahead` more tokens, at most their greatest length."""
+    """Return the (n,) number of tokens of `rows` after `ahead` more tokens, limited to their maximum length."""
     table = view.table
     return np.minimum(table.num_tokens.take(rows) + np.int32(ahead), table.max_tokens_total.take(rows))
 
 
 def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
-    """(n,) tokens of `budget` in order: each row gets what it wants until nothing is left."""
+    """Return the (n,) tokens per row when `budget` is shared in order: each row gets its `wanted` tokens or the rest."""
     before = np.cumsum(wanted) - wanted
     return np.clip(budget - before, 0, wanted).astype(np.int32)
 
 
 def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(n,) blocks that running `rows` hold after `num_tokens` more positions, without shared blocks."""
+    """Return the (n,) number of blocks that running `rows` hold after `num_tokens` more positions, without shared
+    blocks."""
     table = view.table
     needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
     return np.maximum(needed, table.num_blocks.take(rows))
 
 
 def growth(view: SchedulerView, rows: Rows) -> int:
-    """Blocks that running `rows` lack for all their tokens: the next position, or the rest of a prompt and one more."""
+    """Return the number of additional blocks that running `rows` need for all their tokens.
+
+    A decoding row needs room for its next token, a partly computed prompt for its rest and one more token.
+    """
     if not rows.size:
         return 0
     tokens = view.table.num_tokens.take(rows)
@@ -94,10 +101,15 @@ def growth(view: SchedulerView, rows: Rows) -> int:
 
 
 def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
-    """Return how many of all running `rows`, the last to be preempted first, keep their cache and get their blocks.
+    """Return how many of the first `rows` can keep their cache and get the blocks for `num_tokens` more positions.
 
-    The rows behind them must be preempted. That is what a loop does which takes the rows one by one and preempts the
-    last of them while the next one does not fit.
+    The other rows must be preempted. A loop that takes the rows one by one, and preempts the last row while the next one
+    does not fit, keeps the same rows.
+
+    Args:
+        view: the scheduler's view.
+        rows: (n,) all running rows; the last one is preempted first.
+        num_tokens: (n,) tokens to compute of each row.
     """
     need = blocks_after(view, rows, num_tokens)
     capacity = view.free_blocks + int(view.table.num_blocks.take(rows).sum())
@@ -107,12 +119,10 @@ def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 def admissible(
     view: SchedulerView, waiting: Rows, free_blocks: int
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
-    """The first of `waiting`, in their order, for whose whole prompts there are blocks and slots.
-
-    The first one that does not fit ends it.
+    """Return the longest prefix of `waiting` for whose whole prompts there are blocks and slots.
 
     Returns:
-        Rows, the tokens that are left to compute of each, and the kinds that they take.
+        The rows, the number of tokens left to compute of each, and the kind that each takes.
     """
     waiting = waiting[: max(view.max_num_seqs - view.running.size, 0)]
     if not waiting.size or free_blocks < 1:
@@ -132,7 +142,7 @@ def step_plan(
     kind: NDArray[np.int8],
     preempt: Rows,
 ) -> Plan:
-    """The step of `rows` with tokens; its name says the phases in it."""
+    """Return a plan that runs the `rows` with at least one token; its `iteration` follows from the phases of the rows."""
     runs = num_tokens > 0
     if not runs.all():
         rows, num_tokens, kind = rows[runs], num_tokens[runs], kind[runs]
@@ -145,21 +155,22 @@ def step_plan(
 
 
 class RequestNotes:
-    """A number for each request that a policy remembers between calls, by row.
+    """Holds a number per request that a policy keeps between calls, by row.
 
-    Rows are used again by later requests; a rank is not. So a row is new where its rank is not the one noted.
+    Rows are reused by later requests, but ranks are not. So a row holds a new request if its rank differs from the noted
+    rank.
 
     Args:
-        dtype: of the numbers.
+        dtype: dtype of the numbers.
     """
 
     def __init__(self, dtype: type) -> None:
         self._rank = np.full(0, -1, np.int64)
         self.values = np.zeros(0, dtype)
-        """(capacity,) by row; valid for rows that `new` has been asked about."""
+        """(capacity,) number of each row; valid for rows that were passed to `new`."""
 
     def new(self, table: RequestTable, rows: Rows) -> NDArray[np.bool_]:
-        """(n,) which of `rows` are asked about for the first time; their numbers are set to 0."""
+        """Return the (n,) mask of `rows` that hold a new request since the last call, and set their numbers to 0."""
         if self._rank.size < table.capacity:
             more = table.capacity - self._rank.size
             self._rank = np.concatenate([self._rank, np.full(more, -1, np.int64)])
@@ -173,7 +184,7 @@ class RequestNotes:
 
 
 def split_running(view: SchedulerView) -> tuple[Rows, Rows]:
-    """Running rows that decode (one token to compute), and rows whose prompt is only partly computed."""
+    """Return the running rows that decode (one token left to compute) and the rows with partly computed prompts."""
     remaining = view.remaining(view.running)
     if (remaining == 1).all():
         return view.running, view.running[:0]
@@ -184,8 +195,8 @@ class StepPacker:
     """Collects the rows of one step within token budget, slots and blocks.
 
     Attributes:
-        tokens_left: of `max_num_batched_tokens`.
-        slots_left: of `max_num_seqs`.
+        tokens_left: tokens left of `max_num_batched_tokens`.
+        slots_left: slots left of `max_num_seqs`.
         blocks_left: free blocks that no row of the step has taken.
     """
 
@@ -204,7 +215,7 @@ class StepPacker:
         self._kind: list[int] = []
 
     def decode(self, rows: Rows) -> None:
-        """Add one token of each of `rows`, before anything else; the caller has checked that their blocks are free."""
+        """Add one token of each of `rows`, before any other rows; the caller ensures that their blocks are free."""
         table = self.view.table
         self._decoding = rows
         self.tokens_left -= rows.size
@@ -219,7 +230,7 @@ class StepPacker:
         self.blocks_left -= blocks
 
     def continue_prefill(self, partial: Rows) -> bool:
-        """Next chunks of partly computed prompts, in order; True if any of them got one."""
+        """Add the next chunks of partly computed prompts, in order; return True if any chunk was added."""
         table = self.view.table
         added = False
         for row in partial.tolist():
@@ -238,11 +249,16 @@ class StepPacker:
         return added
 
     def start(self, rows: Rows, kind: NDArray[np.int8], *, in_order: bool, split: bool = False) -> None:
-        """Begin waiting `rows`, as far as they go; the caller has seen to it that their blocks are there.
+        """Start waiting `rows` within the tokens and slots left; the caller ensures that their blocks are free.
 
-        A prompt of which more than a whole step is to be computed takes what is left of this one; any other is computed
-        in one piece or not begun, unless prompts may be `split`. With `in_order` the first that does not go ends it,
-        else later ones may still go.
+        A prompt that has more tokens to compute than a whole step takes the rest of this step. Any other prompt is
+        computed in one piece or not started, unless `split` is True.
+
+        Args:
+            rows: (n,) waiting rows, in order of priority.
+            kind: (n,) cache kinds that they take.
+            in_order: stop at the first prompt that cannot start; False: later prompts may still start.
+            split: start any prompt with the tokens left in this step.
         """
         if not rows.size:
             return
@@ -286,7 +302,7 @@ class StepPacker:
         return not self._rows and not self._decoding.size
 
     def plan(self) -> Plan:
-        """The step, an iteration of whatever is in it; idle if nothing was added."""
+        """Return the plan of the step; an idle plan if no rows were added."""
         if self.is_empty:
             return Plan.idle(self.preempt)
         decoding = self._decoding
@@ -309,7 +325,7 @@ class StepPacker:
 
 
 def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
-    """Add one token of each of `rows`, as many as a step may hold, after `preempt` have lost their cache."""
+    """Return a plan that preempts `preempt` and decodes one token of each of the first `rows` that fit a step."""
     rows = rows[: view.max_num_batched_tokens]
     if not rows.size:
         return Plan.idle(preempt)
@@ -323,10 +339,11 @@ def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
 
 
 def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
-    """Only partly computed prompts hold cache, and no prompt can go on: the youngest release their cache until the oldest can.
+    """Return a plan that preempts the youngest of the `partial` prompts until the oldest one can continue.
 
-    Policies reserve the blocks of a prompt before they begin it, so that this happens only after something outside
-    their plans (a failed allocation, another policy).
+    It is for the case that only partly computed prompts hold cache and none of them can continue. Policies reserve the
+    blocks of a prompt before they start it, so this happens only after an event outside their plans (a failed
+    allocation, another policy).
     """
     for num_kept in range(partial.size - 1, 0, -1):
         packer = StepPacker(view, partial[num_kept:])

@@ -9,11 +9,11 @@ from apt_jax.sched.step_packer import allowed_kinds
 from apt_jax.sched.view import SchedulerView
 
 NEAR_ZERO = 1e-9
-"""The near-zero constant of §4.2, seconds: the value of a request that has violated its objective. Small enough to lose
-against any other value a block, not zero, so that the request still runs where there is room."""
+"""Value of a request that has violated its objective, seconds (the near-zero constant of §4.2). It is smaller per block
+than any other value, but not zero, so that the request still runs if there is room."""
 
 SHORTEST_PENDING_S = 1e-6
-"""Pending times are at least this: a request that arrives right now is worth running, too."""
+"""Minimum pending time, seconds, so that a request that arrives right now has a positive value."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,18 +21,19 @@ class PendingValue:
     """Pending times of requests; arrays of shape (n,), in the order of the given rows."""
 
     pending_s: NDArray[np.float64]
-    """p_i: since the last token, or since arrival before the first one (Apt-Serve §4.2)."""
+    """Pending time p_i of each request, seconds: since its last token, or since its arrival before the first token
+    (Apt-Serve §4.2)."""
     violated: NDArray[np.bool_]
-    """p_i is above the objective of the state that the request is in: `slo_ttft_s` before its first token, `slo_tbt_s`
-    after it. What was late before does not count: "its tracked pending time may exceed the latency SLOs" (§4.2)."""
+    """True if p_i exceeds the objective of the request's current phase: `slo_ttft_s` before its first token, `slo_tbt_s`
+    after it. Earlier late tokens do not count: "its tracked pending time may exceed the latency SLOs" (§4.2)."""
 
     def part(self, rows: slice) -> "PendingValue":
-        """Return the pending values of some of the rows."""
+        """Return the pending times of a slice of the rows."""
         return PendingValue(self.pending_s[rows], self.violated[rows])
 
 
 def pending_value(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
-    """Pending times of `rows`, and which rows have violated an objective."""
+    """Return the pending times of `rows`, and the mask of rows that have violated an objective."""
     table = view.table
     last_s = table.last_token_s.take(rows)
     pending_s = np.maximum(view.now_s - last_s, SHORTEST_PENDING_S)
@@ -42,7 +43,11 @@ def pending_value(view: SchedulerView, rows: NDArray[np.int32]) -> PendingValue:
 
 
 def check_decay(violation_decay: float) -> float:
-    """Return a factor on the values of violated requests. Raises ValueError: it does not lie in [0, 1]."""
+    """Return `violation_decay`, the factor on the values of violated requests.
+
+    Raises:
+        ValueError: it does not lie in [0, 1].
+    """
     if not 0 <= violation_decay <= 1:
         raise ValueError(f"{violation_decay=} must lie in [0, 1]")
     return violation_decay
@@ -56,20 +61,21 @@ def option_values(
     violation_decay: float = 0.0,
     only: NDArray[np.int8] | None = None,
 ) -> NDArray[np.float64]:
-    """Values (n, num_kinds): `g_i^c = p_i - (|W| + |R|) * t_i^c` (Apt-Serve Eq. 5 and 8), -inf where a kind is not offered.
+    """Return the (n, num_kinds) values `g_i^c = p_i - (|W| + |R|) * t_i^c` (Apt-Serve Eq. 5 and 8), seconds.
 
-    `t_i^c = c0 + c1 * tokens` is the extra time of kind c: Eq. 6 with the affine cost that calibration measures; c0 = 0
-    and c1 = rho are the paper's. A request that has no choice of kind is not charged for it: its penalty would only
-    keep it from running at all. With `violation_decay=0` a violated request is worth `NEAR_ZERO` and is offered one
-    kind, KV where it may: what separates the kinds is a penalty that its value no longer has.
+    The value of a kind that is not offered to a row is -inf. `t_i^c = c0 + c1 * tokens` is the extra time of kind c:
+    Eq. 6 with the affine cost that calibration measures; in the paper c0 = 0 and c1 = rho. A request that has only one
+    kind to choose gets no penalty for it, because the penalty could only keep it from running. With `violation_decay=0`
+    the value of a violated request is `NEAR_ZERO`, without a penalty to tell the kinds apart, so it is offered a single
+    kind: KV if allowed.
 
     Args:
-        view: the state.
-        rows: (n,) requests.
-        urgent: of these rows.
+        view: the scheduler's view.
+        rows: (n,) rows of requests.
+        urgent: pending times of these rows.
         num_requests: |W| + |R|.
         violation_decay: factor on the values of violated requests (§6.6 uses 0.4); 0: the constant of §4.2.
-        only: (n,) the one kind that each row is offered; None: all that it may take.
+        only: (n,) the only kind offered to each row; None: all kinds that the row may take.
     """
     allowed = allowed_kinds(view, rows).T if only is None else np.arange(len(view.kinds))[:, None] == only
     if violation_decay <= 0 and urgent.violated.any():

@@ -1,5 +1,6 @@
-"""The interface of policies: the view that they read and the plan that they return. NumPy only: no device, no block
-ids, no clock.
+"""The interface of policies: the view that they read and the plan that they return.
+
+The interface consists of NumPy arrays and numbers, without a device, block ids or a clock.
 
 The engine owns one `RequestTable`; a policy reads it through a `SchedulerView` and returns a `Plan`.
 docs/writing_a_policy.md is the tutorial.
@@ -18,13 +19,13 @@ from apt_jax.costs.model import StepCosts
 from apt_jax.sched.request_table import RequestTable
 
 INTERFACE_VERSION = 1
-"""Version of the interface for policies from outside this package: `SchedulerView` and all that it holds, `Plan` and its
-promises, `Policy`, and what docs/writing_a_policy.md names of `apt_jax.sched.step_packer`. A policy declares the one
-that it was written for (`interface_version`).
+"""Version of the interface for policies from outside this package: `SchedulerView` and everything in it, `Plan` and its
+promises, `Policy`, and the names of `apt_jax.sched.step_packer` that docs/writing_a_policy.md lists. A policy declares
+the version that it was written for (`interface_version`).
 
-It rises when a policy that was right could misread a view or have its plan refused: something is removed, renamed or
-means something else, a promise of `Plan` is added or made stricter, a field of `Plan` has no default. It does not rise
-for columns, fields with a default and functions that are added.
+The version rises with a change that could make a correct policy misread a view or have its plan rejected: a name is
+removed, renamed or changes its meaning, a promise of `Plan` is added or made stricter, or `Plan` gets a field without a
+default. It does not rise when columns, functions or fields with a default are added.
 """
 
 
@@ -32,20 +33,20 @@ class SharedBlocks:
     """Blocks that a real-time and a best-effort request may share (BROS §5; `apt_jax.cache.block_sharing`).
 
     Args:
-        takeable: gives `takeable` of a kind; asked at most once for each, and only if somebody wants to know.
+        takeable: function that returns `takeable` for a kind; called at most once per kind, when first needed.
     """
 
     def __init__(self, takeable: Callable[[int], NDArray[np.int32]]) -> None:
         self._takeable = functools.cache(takeable)
 
     def takeable(self, kind: int) -> NDArray[np.int32]:
-        """(g,) rows of best-effort requests: one for each group of blocks that real-time requests of a kind may take beside
-        the free ones, in the order in which they are taken (`FindPreemptBlock`).
+        """Return the (g,) best-effort rows whose groups of blocks real-time requests of a kind may take.
 
-        What is overwritten there has been saved, and its request gets it back, in new blocks, when it next runs
+        There is one entry per group, in the order in which groups are taken (`FindPreemptBlock`) after the free ones.
+        Contents that are overwritten are saved first; their request gets them back, in new blocks, when it runs next
         (`RequestTable.checkpointed_blocks`). Real-time requests of a step get their blocks before best-effort ones, in
-        whatever order `Plan.rows` has them. Of a request that begins with a part of a cached group, the first new group
-        is a copy and cannot be one of these.
+        any order of `Plan.rows`. If a request starts with a part of a cached group, its first new group is a copy of
+        that group and cannot be one of the taken groups.
         """
         return self._takeable(kind)
 
@@ -57,68 +58,73 @@ class SchedulerView:
     now_s: float
     table: RequestTable
     waiting: NDArray[np.int32]
-    """Rows of requests without cache, by rank. Preempted ones are among them."""
+    """Rows of requests without cache, preempted ones included, by rank."""
     running: NDArray[np.int32]
-    """Rows of requests that hold cache, by rank: decoding ones and those whose prompt is only partly computed."""
+    """Rows of requests that hold cache, by rank: decoding requests and partly computed prompts."""
     free_blocks: int
     """Blocks that can be handed out, including blocks of idle cached prefixes."""
     total_blocks: int
-    """Usable blocks of the pool (the reserved one not counted)."""
+    """Usable blocks of the pool, without the reserved block."""
     block_size: int
-    """Keys, or values, that a block holds: token positions of a group with the KV kind."""
+    """Tokens per block of keys or values, which is also the number of token positions per group of the KV kind."""
     kinds: Sequence[CacheKindSpec]
     """Indexed by `KV` and `HIDDEN`."""
     max_num_seqs: int
     max_num_batched_tokens: int
     costs: StepCosts = StepCosts()
     shared_blocks: int = 0
-    """Blocks that two or more running requests hold. Free ones, `num_blocks` of all running requests and these make up
-    the pool. So taking cache from requests frees at least their `num_blocks`."""
+    """Number of blocks that two or more running requests hold. The pool consists of these, the free blocks and the
+    `num_blocks` of all running requests, so preempting requests frees at least their `num_blocks`."""
     hidden_block_size: int | None = None
-    """Layer inputs that a block holds; None: `block_size`."""
+    """Tokens per block of layer inputs; None: `block_size`."""
     can_convert: bool = False
-    """True if `Plan.convert` may be used: both kinds are on offer, and the executor can do it."""
+    """True if `Plan.convert` may be used: both kinds are offered, and the executor supports conversions."""
     sharing: SharedBlocks | None = None
-    """None: no two requests share blocks but those of cached prefixes."""
+    """Blocks that requests of different classes may share; None: requests share only blocks of cached prefixes."""
 
     @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
-        """(num_kinds,) token positions of a group."""
+        """(num_kinds,) token positions per group of each kind."""
         hidden = self.block_size if self.hidden_block_size is None else self.hidden_block_size
         return np.array([self.block_size, hidden], np.int32)[: len(self.kinds)]
 
     @functools.cached_property
     def blocks_per_group(self) -> NDArray[np.int32]:
-        """(num_kinds,) blocks that a group takes."""
+        """(num_kinds,) blocks per group of each kind."""
         return np.array([kind.blocks_per_group for kind in self.kinds], np.int32)
 
     @functools.cached_property
     def offered(self) -> NDArray[np.bool_]:
-        """(num_kinds,) whether the kind is on offer."""
+        """(num_kinds,) True if the kind is offered."""
         return np.array([kind.offered for kind in self.kinds])
 
     def remaining(self, rows: NDArray[np.int32], kind: NDArray[np.integer] | int | None = None) -> NDArray[np.int32]:
-        """Tokens not computed yet: 1 for a decoding request, more for one in prefill. Shape of `rows`.
+        """Return the number of tokens not computed yet, in the shape of `rows`.
 
-        With `kind`, that which waiting requests would take: without what they would find cached of it.
+        It is 1 for a decoding request and more for a request in prefill.
+
+        Args:
+            rows: rows of requests.
+            kind: kind that waiting requests would take; tokens that they would find cached of this kind are not
+                counted. None: cached prefixes are ignored.
         """
         table = self.table
         left = table.num_tokens.take(rows) - table.num_cached.take(rows)
         return left if kind is None else left - table.cached_prefix_tokens[rows, kind]
 
     def blocks_for(self, tokens: NDArray[np.int32], kind: NDArray[np.integer] | int) -> NDArray[np.int32]:
-        """Blocks that `tokens` positions take with `kind`: `blocks_per_group * ceil(tokens / block size)`.
+        """Return the number of blocks for `tokens` positions: `blocks_per_group * ceil(tokens / block size)`.
 
         Args:
-            tokens: of any shape.
-            kind: of that shape, or one for all.
+            tokens: numbers of token positions, of any shape.
+            kind: cache kinds in the shape of `tokens`, or one kind for all.
         """
         same = self.hidden_block_size in (None, self.block_size)
         size = self.block_size if same else self.block_sizes[kind]  # one number divides faster
         return -(-tokens // size) * self.blocks_per_group[kind]
 
     def block_options(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(n, num_kinds): `blocks_for` of (n,) `tokens` with each kind, made along memory and transposed."""
+        """Return the (n, num_kinds) results of `blocks_for` with each kind for (n,) `tokens`; a transposed array."""
         if self.hidden_block_size in (None, self.block_size):
             groups = -(-tokens // self.block_size)
         else:
@@ -128,40 +134,42 @@ class SchedulerView:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One iteration: the rows that run, their numbers of tokens and cache kinds, and the requests preempted before.
+    """One iteration: the rows that run, their numbers of tokens and cache kinds, and the rows preempted before it.
 
-    Promises that the engine checks before it acts:
-      * `rows` are live, unique, and none is in `preempt`; `1 <= num_tokens <= remaining` (of the row's kind: cached
-        prefixes are not computed again); their sum is at most `max_num_batched_tokens`, their count with other cache
-        holders at most `max_num_seqs`;
-      * a row that holds cache keeps its kind (to change it: `convert`, or preempt now and run it in a later iteration);
-      * rows in `convert` are unique, among `rows`, hold the hidden kind (which `kind` says), and could be held by the
-        whole pool as keys and values at their greatest length; there are none unless `SchedulerView.can_convert`;
-      * the blocks needed fit `free_blocks` plus `num_blocks` of what is in `preempt`, and, where blocks are shared, plus
-        the groups in `SharedBlocks.takeable` that real-time rows take. A row in `convert` needs the KV
-        blocks of all its positions, the new one among them, beside its hidden blocks: those are free for the next step.
-        Where they do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
-        engine defers the rows that come last in `rows`; a row that cannot be converted then runs as a hidden one.
+    Promises, which `check_plan` checks for policies from outside this package:
+      * `rows` are live and unique, and no row is in `preempt`;
+      * `1 <= num_tokens <= remaining`, where `remaining` leaves out prefixes cached with the row's kind; the sum of
+        `num_tokens` is at most `max_num_batched_tokens`;
+      * the rows that run and all other rows that keep cache are at most `max_num_seqs`;
+      * a row that holds cache keeps its kind (to change it, use `convert`, or preempt the row now and run it in a later
+        iteration);
+      * rows in `convert` are unique, are in `rows`, hold the hidden kind (and `kind` says so), and fit the whole pool as
+        keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
+      * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, if `SchedulerView.sharing`
+        is set, the groups in `SharedBlocks.takeable` that real-time rows take. A row in `convert` needs the KV blocks of
+        all its positions, including the new one, in addition to its hidden blocks, which become free for the next step.
+
+    If the blocks do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
+    engine defers the last of `rows`; a row that cannot be converted runs with its hidden cache.
     """
 
     rows: NDArray[np.int32]
     num_tokens: NDArray[np.int32]
     kind: NDArray[np.int8]
     preempt: NDArray[np.int32]
-    """Rows from `running` whose cache is dropped before anything is allocated; they are recomputed later."""
+    """Rows from `running` whose cache is dropped before any block is allocated; they are recomputed later."""
     iteration: str
     """"prefill", "decode", "mixed" or "idle"; for logs and metrics only."""
     convert: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """Rows that hold the hidden kind and shall hold KV from this step on, without being preempted: their keys and
-    values are computed from the cached layer inputs, which costs `StepCosts.convert_per_hidden_token_s` a cached
-    token."""
+    """Rows of the hidden kind that change to KV in this step without being preempted: their keys and values are
+    computed from the cached layer inputs, which takes `StepCosts.convert_per_hidden_token_s` per cached token."""
     num_first: int = 0
-    """Rows at the beginning that get their blocks in order with real-time ones, whatever their class. Where blocks are
-    shared, real-time rows take no groups of theirs (`SharedBlocks.takeable`)."""
+    """Number of leading rows that get their blocks together with the real-time rows, in order, even if they are
+    best-effort. Real-time rows take no groups from them (`SharedBlocks.takeable`)."""
 
     @classmethod
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
-        """Return a plan in which nothing runs."""
+        """Return a plan in which no row runs."""
         none = np.zeros(0, np.int32)
         return cls(
             rows=none,
@@ -173,18 +181,19 @@ class Plan:
 
 
 class Policy(Protocol):
-    """A scheduling policy: a pure decision. Stateless, or with state that `schedule` alone changes.
+    """A scheduling policy: decides from a view alone; only `schedule` may change its state.
 
-    One from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was written
-    for. One that uses `Plan.convert` has an attribute ``converts = True``: without it servers compile no programs for
-    that, and `SchedulerView.can_convert` is False. One that reads `SchedulerView.sharing` has ``shares_blocks = True``.
+    A policy from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was
+    written for. A policy that uses `Plan.convert` has an attribute ``converts = True``; without it servers do not
+    compile the conversion programs, and `SchedulerView.can_convert` is False. A policy that reads
+    `SchedulerView.sharing` has ``shares_blocks = True``.
     """
 
     name: str
     """Name in logs, metrics and tables."""
 
     def schedule(self, view: SchedulerView) -> Plan:
-        """Decide one iteration. Must not modify `view.table`."""
+        """Return the plan of one iteration. It must not modify `view.table`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The optimum, from a general solver: what the greedy one is measured against. Too slow to schedule with."""
+"""Exact knapsack solver, with which the greedy one is compared; too slow for scheduling."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ def solve_exact(problem: KnapsackProblem, *, time_limit_s: float | None = None) 
 
     Args:
         problem: the problem.
-        time_limit_s: stop after this time; None: never.
+        time_limit_s: time limit in seconds; None: no limit.
 
     Raises:
         ImportError: SciPy is not installed.

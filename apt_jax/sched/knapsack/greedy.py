@@ -8,8 +8,8 @@
       +----------- blocks             +----------- blocks
 
 An increment is an edge of the hull: it leads from one option of a request (or from not running) to the next one, and
-its efficiency is theta = (gain in value) / (blocks it adds). The paper's refinement, that hidden is avoided where
-going straight to KV has the better efficiency, is that hidden does not lie on the hull.
+its efficiency is theta = (gain in value) / (added blocks). The paper avoids hidden if KV directly has the better
+efficiency; here this follows from the hull, as hidden then does not lie on it.
 """
 
 import numpy as np
@@ -18,35 +18,35 @@ from numpy.typing import NDArray
 from apt_jax.sched.knapsack.problem import NOT_CHOSEN, KnapsackProblem, Schedule
 
 _FILL_ROUNDS = 64
-"""Most passes of the fill; each takes a maximal run of moves. Ordinary problems need fewer than ten."""
+"""Maximum number of rounds of `_fill`; ordinary problems need fewer than ten."""
 
 _CHUNK = 4096
-"""Requests whose hulls are built at a time: their arrays stay in the cache, which is several times faster."""
+"""Number of requests whose hulls are built together; their arrays fit the CPU cache, which is several times faster."""
 
 _NO_VALUE = -1e300
-"""Stands for -inf, which has no differences."""
+"""Stands for -inf in subtractions, where -inf would give NaN."""
 
 
 def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     """Solve within a factor of two of the optimum, in O(n log n) (Apt-Serve appendix, Theorem 1).
 
-    1. Options that do not fit the capacity alone, and those of no value, are dropped. Without the first rule V' would
-       not be a solution, and the guarantee void.
+    1. Options that are larger than the whole capacity or have no positive value are dropped. Otherwise V' might not be
+       a solution, and the bound would not hold.
     2. Free options (zero blocks) are taken. The upper hull of each request's remaining options gives its increments.
-    3. Increments are taken by falling efficiency while they fit: V. They are concave along a request's hull, so
-       each comes after the one that it builds on. If the first that does not fit leads to an option that is worth
-       more than all of V, that option is the solution instead: V'.
-    4. What is left is filled with further moves that fit, by efficiency. The value only grows.
+    3. Increments are taken by falling efficiency while they fit; the sum of their gains is V. Efficiency falls along a
+       request's hull, so each increment comes after the increments that it builds on. If the first increment that does
+       not fit leads to an option with a greater value V' than V, this option is the solution instead.
+    4. The capacity left is filled with further moves that fit, by efficiency, which only increases the value.
 
-    `fill=False` is the appendix to the letter: without step 4, V' is the gain of the increment alone, and the
-    alternative runs its request with the best option that fits (the listing's KV, which may be larger than M where the
-    increment led to the hidden kind).
+    `fill=False` follows the appendix exactly: step 4 is left out, V' is only the gain of the increment, and the
+    alternative solution runs its request with the best option that fits (the paper's listing takes KV, which may exceed
+    M if the increment leads to the hidden kind).
 
-    Equal efficiencies are taken in the order of the requests (first increments before later ones): a problem has one
-    solution.
+    Increments of equal efficiency are taken in the order of the requests (first increments before later ones), so the
+    solution of a problem is unique.
 
-    Differences from the appendix: any number of kinds, zero costs, and with `fill` step 4, and V' counts the whole
-    option (the increment may be an upgrade, and its option is worth more).
+    Differences from the appendix: any number of kinds and zero costs are supported; with `fill`, step 4 is added, and V'
+    counts the value of the whole option (the increment may be an upgrade, and its option has a greater value).
     """
     kind, value, cost = _take_free_options(problem)
     capacity = problem.capacity
@@ -81,7 +81,8 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
 def _take_free_options(
     problem: KnapsackProblem,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-    """Start of the hulls: the best option of no blocks and some value where there is one, else not running."""
+    """Return the start of the hulls, as (kind, value, cost) of each request: its best option of zero blocks and positive
+    value, or `NOT_CHOSEN`."""
     n = problem.num_requests
     kind = np.full(n, NOT_CHOSEN, np.int64)
     value = np.zeros(n)
@@ -105,8 +106,11 @@ def _increments(
     NDArray[np.float64],
     NDArray[np.float64],
 ]:
-    """Edges of all hulls, the first one of every request before any second one: efficiency, request, column that the
-    edge leads to, gain in value, blocks added."""
+    """Return the edges of all hulls, the first edges of all requests before the second ones.
+
+    Returns:
+        Efficiency, request, column that the edge leads to, gain in value, and added blocks of each edge.
+    """
     passes: list[list[tuple[NDArray, ...]]] = [[] for _ in range(problem.num_kinds)]
     hull_edges = _two_kind_edges if problem.num_kinds == 2 else _hull_edges
     for start in range(0, problem.num_requests, _CHUNK):
@@ -129,9 +133,9 @@ def _two_kind_edges(
     from_value: NDArray[np.float64],
     from_cost: NDArray[np.int64],
 ) -> list[tuple[NDArray, ...]]:
-    """`_hull_edges` for two kinds, the common case: the steeper option first, then the other where it adds value.
+    """Compute `_hull_edges` for two kinds, the common case: the steeper option first, then the other if it adds value.
 
-    `from_cost` is zero: what is taken before is free.
+    `from_cost` is zero, as hulls start at free options.
     """
     values = np.maximum(value.T, _NO_VALUE, order="C")
     costs = np.array(cost.T, np.float64, order="C")
@@ -171,10 +175,10 @@ def _hull_edges(
     from_value: NDArray[np.float64],
     from_cost: NDArray[np.int64] | NDArray[np.float64],
 ) -> list[tuple[NDArray, ...]]:
-    """First edges of the hulls, second edges, ...: each (efficiency, request, column, gain, blocks).
+    """Return the first edges of all hulls, the second edges, and so on: (efficiency, request, column, gain, blocks).
 
-    Gift wrapping: from where a request stands, the steepest of its options is the next corner. Each pass does one
-    corner of every request, so that the work is (number of kinds) passes over (kinds, requests).
+    The algorithm is gift wrapping: the steepest option from a request's current corner is its next corner. Each pass
+    finds one corner of every request, so the work is (number of kinds) passes over (kinds, requests).
     """
     # (num_kinds, n): every operation below then runs along contiguous memory.
     option_value = np.maximum(value.T, _NO_VALUE, order="C")
@@ -207,7 +211,10 @@ def _hull_edges(
 def _steepest(
     slope: NDArray[np.float64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return the first largest row of each column of a (num_kinds, n) matrix, its flat position, and its value."""
+    """Return the row of the largest value in each column of a (num_kinds, n) matrix, its flat index, and the value.
+
+    Of equal values the first row is taken.
+    """
     n = slope.shape[1]
     row = (slope[1] > slope[0]).astype(np.int64) if slope.shape[0] == 2 else slope.argmax(axis=0)
     at = row * n + np.arange(n)
@@ -215,9 +222,9 @@ def _steepest(
 
 
 def _falling_until(theta: NDArray[np.float64], blocks: NDArray[np.float64], capacity: int) -> NDArray[np.int64]:
-    """Positions by falling theta, equal ones in the order given: all, or as many as take more than `capacity` together.
+    """Return indices by falling theta, equal values in their given order.
 
-    Where only the beginning is needed, what comes later is left out before anything is sorted.
+    The result may end early, with increments that together take more than `capacity`; then only these are sorted.
     """
     num = theta.size
     guess = int(2.5 * num * capacity / blocks.sum()) + 64  # small requests come first
@@ -230,10 +237,10 @@ def _falling_until(theta: NDArray[np.float64], blocks: NDArray[np.float64], capa
 
 
 def _falling(theta: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Positions by falling theta, equal ones in the order given.
+    """Return indices by falling theta, equal values in their given order.
 
-    NumPy's default sort is several times faster than its stable one; runs of equal keys are put right afterwards, by
-    sorting (run, position) as one integer.
+    NumPy's default sort is several times faster than its stable one, so runs of equal values are ordered afterwards, by
+    sorting (run, index) as one integer.
     """
     order = np.argsort(-theta)
     ordered = theta[order]
@@ -255,11 +262,11 @@ def _fill(
     cost: NDArray[np.int64],
     left: int,
 ) -> None:
-    """Move requests up to better options that fit the `left` blocks. Changes `kind`, `value` and `cost`.
+    """Move requests to better options that fit the `left` blocks, changing `kind`, `value` and `cost` in place.
 
-    Where a corner of the hull does not fit, an option below the hull may: all are looked at. Each round takes the
-    steepest move of every request that has one, in order of efficiency, as far as they fit together; what no longer
-    fits then is dropped for good.
+    All options are candidates, because an option below the hull may fit if the next corner of the hull does not. Each
+    round takes the steepest move of every request, by falling efficiency, as long as the moves fit together. Requests
+    without a move that fits are not looked at again.
     """
     room = cost + left
     movable = np.zeros(problem.num_requests, np.bool_)

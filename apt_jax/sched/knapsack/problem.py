@@ -1,7 +1,7 @@
-"""The problem of one iteration: which requests run, each with one of a few options (Apt-Serve Definition 1).
+"""The knapsack problem of one iteration: choose the requests that run and their cache kinds (Apt-Serve Definition 1).
 
-A multiple-choice knapsack: every request offers one option a cache kind, with a memory in whole blocks and a value,
-and at most one of them is chosen.
+It is a multiple-choice knapsack: every request has one option per cache kind, with a cost in whole blocks and a value,
+and at most one option per request is chosen.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ NOT_CHOSEN = -1
 class KnapsackProblem:
     """Maximise the sum of values of the chosen options under a memory constraint (Apt-Serve Eq. 7 to 9).
 
-    Column c is `g_i^c` and `m_i^c` of the paper for the KV and the hidden kind; any number of kinds works. Anything
-    array-like is taken; the arrays are kept as float64 and int64.
+    Row i of `value` and `cost` holds `g_i^c` and `m_i^c` of the paper, one column per cache kind c; any number of kinds
+    works. Array-like arguments are converted to float64 and int64 arrays.
 
     Raises:
-        ValueError: shapes that differ or are not two-dimensional, a value that is NaN or +inf, a cost that is negative
-            or not an integer, a capacity that is negative or not an integer.
+        ValueError: shapes differ or are not two-dimensional, a value is NaN or +inf, a cost is negative, too large or
+            not an integer, or the capacity is negative or not an integer.
     """
 
     value: NDArray[np.float64]
     """(num_requests, num_kinds) value of running the request with this kind; -inf: the kind is not offered to it."""
     cost: NDArray[np.int64]
-    """(num_requests, num_kinds) blocks, at least 0."""
+    """(num_requests, num_kinds) blocks that the request takes with this kind, at least 0."""
     capacity: int
-    """M: blocks at hand."""
+    """Number of available blocks (M)."""
 
     def __init__(self, value: ArrayLike, cost: ArrayLike, capacity: Any) -> None:
         values, costs = np.asarray(value, np.float64), np.asarray(cost)
@@ -81,7 +81,7 @@ class Schedule:
 
     @classmethod
     def of(cls, problem: KnapsackProblem, kind: NDArray[np.int64]) -> "Schedule":
-        """The schedule that chooses `kind`, with its value and cost added up."""
+        """Return the schedule that chooses `kind`, with the sums of its values and costs."""
         chosen = np.flatnonzero(kind >= 0)
         columns = kind[chosen]
         return cls(
