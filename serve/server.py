@@ -27,7 +27,7 @@ from serve.grpc_api.server import GrpcServer, ServerConfig
 from serve.http_api.server import HttpConfig, HttpServer
 from serve.observability import call_log
 from serve.observability.prometheus import ServerMetrics
-from serve.preprocessing import Preprocessing, PreprocessingLimits
+from serve.preprocessing import Preprocessing
 from serve.signals import Signals
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ async def serve(
     find: Callable[[], object] = lambda: None,
     log_format: call_log.Format = "text",
     hosts: "WorkerRanks | None" = None,
-    preprocessing: PreprocessingLimits | None = None,
     on_busy: Callable[[], object] = lambda: None,
 ) -> int | None:
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
@@ -74,14 +73,13 @@ async def serve(
         find: looks for the model before anything is printed; in the same thread.
         log_format: of the status lines on standard output.
         hosts: the other ranks of the replica.
-        preprocessing: bounds of the work before the engine; None: the defaults.
         on_busy: called at the end if a thread is still compiling: the process must be ended by `os._exit`.
 
     Raises:
         CommandError: a port is in use.
         ModelLoadError, ConfigError: from `find` or `build`.
     """
-    server = ServerGroup(server_config, http_config, preprocessing)
+    server = ServerGroup(server_config, http_config)
     try:
         await server.start()  # before the model: a wrong port need not wait for it
     except PortInUseError as error:
@@ -160,13 +158,8 @@ async def serve(
 class ServerGroup:
     """The gRPC server, and the HTTP server if there is one, over one engine."""
 
-    def __init__(
-        self,
-        grpc_config: ServerConfig,
-        http_config: HttpConfig | None,
-        preprocessing: PreprocessingLimits | None = None,
-    ) -> None:
-        work = Preprocessing(preprocessing)
+    def __init__(self, grpc_config: ServerConfig, http_config: HttpConfig | None) -> None:
+        work = Preprocessing(grpc_config.preprocessing)
         self._grpc = GrpcServer(grpc_config, work)
         self._http = None if http_config is None else HttpServer(http_config, work)
 

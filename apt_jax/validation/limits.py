@@ -33,6 +33,8 @@ MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_BYTES = 64 << 10
 """Size of a schema, expression or grammar, and of all choices together."""
 MAX_SCHEMA_DEPTH = 64
+MAX_TOOL_CALLS = 16
+"""Calls of functions in one output: of a constraint, which ends after them; of text, where further ones stay content."""
 MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256
 MIN_TEMPERATURE = 0.01

@@ -1,11 +1,13 @@
 """The contract of the commands' completers of prompts: an engine in this process, or a server."""
 
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from apt_jax.text.chat import Message
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
+
+SLO_FIELDS = ("slo_class", "slo_ttft_ms", "slo_tbt_ms")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,12 @@ class TextChunk:
     finish: pb.Finish | None = None
 
 
+def without_slo(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split fields of a request into those of `SamplingParams`, and class and objectives (`SLO_FIELDS`)."""
+    sampling = {name: value for name, value in fields.items() if name not in SLO_FIELDS}
+    return sampling, {name: fields.get(name) for name in SLO_FIELDS}
+
+
 class Completer(Protocol):
     """Completes texts, and conversations if `has_chat`."""
 
@@ -24,14 +32,8 @@ class Completer(Protocol):
         """True if there is a chat template, so that `stream` takes messages too."""
         ...
 
-    def stream(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        slo_class: str | None = None,
-        slo_ttft_ms: float | None = None,
-        slo_tbt_ms: float | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[TextChunk]: ...
+    def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:
+        """Complete a text or a conversation; `fields` are those of `serve.cli.options.request_fields`."""
+        ...
 
     async def max_model_len(self) -> int: ...

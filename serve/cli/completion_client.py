@@ -13,7 +13,7 @@ from apt_jax.frontend.async_engine import AsyncEngine
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.text.chat import Message
-from serve.cli.completer import Completer, TextChunk
+from serve.cli.completer import Completer, TextChunk, without_slo
 from serve.cli.http_completer import open_http
 from serve.cli.options import access, engine_config, read_api_key
 from serve.cli.output import starting_bars
@@ -34,22 +34,12 @@ class LocalCompleter:
     def has_chat(self) -> bool:
         return self._engine.parts.chat_template is not None
 
-    async def stream(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        slo_class: str | None = None,
-        slo_ttft_ms: float | None = None,
-        slo_tbt_ms: float | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[TextChunk]:
+    async def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:
         parts, given = self._engine.parts, {"prompt": prompt}
         if not isinstance(prompt, str):
             given = {"prompt_token_ids": await asyncio.to_thread(parts.chat_prompt, prompt)}
-        request = parts.build_request(
-            **given, params=sampling, slo_class=slo_class, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms
-        )
-        stream = self._engine.submit(request)
+        sampling, slo = without_slo(fields)
+        stream = self._engine.submit(parts.build_request(**given, params=sampling, **slo))
         num_tokens = 0
         try:
             async for delta in stream:
@@ -78,24 +68,14 @@ class RemoteCompleter:
     def has_chat(self) -> bool:
         return self._chat is not None
 
-    async def stream(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        slo_class: str | None = None,
-        slo_ttft_ms: float | None = None,
-        slo_tbt_ms: float | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[TextChunk]:
+    async def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:
         given: str | list[int]
         if isinstance(prompt, str):
             given = prompt
         else:
             assert self._chat is not None
             given = await asyncio.to_thread(self._chat.prompt, prompt)
-        call = self._client.generate(
-            given, slo_class=slo_class, slo_ttft_ms=slo_ttft_ms, slo_tbt_ms=slo_tbt_ms, **sampling
-        )
+        call = self._client.generate(given, **fields)
         try:
             async with contextlib.aclosing(call):
                 async for message in call:

@@ -10,7 +10,7 @@ import aiohttp
 
 from apt_jax.errors import ConfigError, InvalidRequestError, one_line
 from apt_jax.text.chat import Message
-from serve.cli.completer import TextChunk
+from serve.cli.completer import TextChunk, without_slo
 from serve.errors import CommandError
 from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 from serve.protos.words import cache_kind, finish_reason
@@ -35,17 +35,9 @@ class HttpCompleter:
             text = await response.text(errors="replace")
         self.has_chat = not (response.status == 400 and "chat template" in text)
 
-    async def stream(
-        self,
-        prompt: str | Sequence[Message],
-        *,
-        slo_class: str | None = None,
-        slo_ttft_ms: float | None = None,
-        slo_tbt_ms: float | None = None,
-        **sampling: Any,
-    ) -> AsyncGenerator[TextChunk]:
+    async def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:
         is_chat = not isinstance(prompt, str)
-        slo = {"class": slo_class, "ttft_ms": slo_ttft_ms, "tbt_ms": slo_tbt_ms}
+        sampling, slo = without_slo(fields)
         body = {
             "model": self._model,
             "messages" if is_chat else "prompt": prompt,
@@ -55,7 +47,7 @@ class HttpCompleter:
             "aptjax_timings": True,
         }
         if any(value is not None for value in slo.values()):
-            body["slo"] = slo
+            body["slo"] = {name.removeprefix("slo_"): value for name, value in slo.items()}
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         finish = pb.Finish()
         try:

@@ -27,7 +27,8 @@ from apt_jax.engine.events import IterationBatch, IterationSubscription
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.compact_json import json_bytes
 from serve.observability.call_log import log_failure
-from serve.observability.prometheus import LABELS, ServerMetrics
+from serve.observability.metric_families import LABELS
+from serve.observability.prometheus import ServerMetrics
 from serve.security.api_keys import Caller
 from serve.watcher_slots import MAX_WATCHERS, WatcherSlots
 

@@ -4,8 +4,8 @@ import contextlib
 import json
 from typing import Any
 
-from serve.http_api.tool_calls.definitions import MAX_CALLS
-from serve.http_api.tool_calls.grammar import closed
+from apt_jax.structured.json_schema import closed
+from apt_jax.validation.limits import MAX_TOOL_CALLS
 
 
 def bounded_calls(text: str) -> str:
@@ -22,7 +22,7 @@ def bounded_calls(text: str) -> str:
             calls = items.get("anyOf") if isinstance(items, dict) else None
             if isinstance(items, dict) and isinstance(calls, list) and calls and all(map(_is_call, calls)):
                 schema["items"] = {**items, "anyOf": [_closed_call(call) for call in calls]}
-                return json.dumps({**schema, "maxItems": MAX_CALLS}, ensure_ascii=False)
+                return json.dumps({**schema, "maxItems": MAX_TOOL_CALLS}, ensure_ascii=False)
     return text
 
 

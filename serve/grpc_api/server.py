@@ -28,7 +28,7 @@ from serve.grpc_api.vllm_service import SERVICE as VLLM_SERVICE
 from serve.grpc_api.vllm_service import VllmEngine
 from serve.memory_gate import MemoryGate
 from serve.observability.profiler import Profiler
-from serve.preprocessing import Preprocessing
+from serve.preprocessing import Preprocessing, PreprocessingLimits
 from serve.security.api_keys import ApiKeys
 from serve.security.tls import Tls
 
@@ -76,6 +76,8 @@ class ServerConfig:
     """None: the methods for profiles are not offered."""
     starting: Callable[[], StartStatus | None] = lambda: None
     """How far the start is."""
+    preprocessing: PreprocessingLimits = dataclasses.field(default_factory=PreprocessingLimits)
+    """Bounds of the work before the engine, of this server and of those beside it."""
 
     def options(self) -> list[tuple[str, int]]:
         """gRPC channel arguments."""

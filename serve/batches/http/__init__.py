@@ -8,6 +8,7 @@ from starlette.routing import Route
 from apt_jax.frontend.async_engine import AsyncEngine
 from serve.batches.http.openapi import BatchDescription
 from serve.batches.http.routes import BatchEndpoints, Endpoint
+from serve.batches.metrics import batch_metrics
 from serve.batches.runner import BatchRunner
 from serve.batches.store import BatchStore
 from serve.generate_call import CallService
@@ -38,7 +39,7 @@ class Batches:
         self._service.attach_engine(engine)
         self.runner.start()
         if metrics is not None:
-            metrics.batches = self.runner.counters
+            metrics.others = lambda families: batch_metrics(families, self.runner.counters())
 
     async def stop(self) -> None:
         """See `Extension`. Requests of batches go on after the next start."""

@@ -356,6 +356,7 @@ def _run(args: argparse.Namespace) -> int:
                 memory=memory,
                 profiler=profiler,
                 starting=stages.status,
+                preprocessing=PreprocessingLimits(body_memory_bytes=args.body_memory << 20),
             ),
             None if args.no_http else http,
             shutdown_timeout_s=args.shutdown_timeout,
@@ -366,7 +367,6 @@ def _run(args: argparse.Namespace) -> int:
             find=lambda: find_model(config),
             log_format=args.log_format,
             hosts=hosts,
-            preprocessing=PreprocessingLimits(body_memory_bytes=args.body_memory << 20),
             on_busy=busy.set,
         )
     )

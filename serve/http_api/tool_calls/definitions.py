@@ -8,10 +8,9 @@ from typing import Any, Literal
 from apt_jax.errors import InvalidRequestError
 from apt_jax.text.chat import MAX_TOOLS, checked_tools
 from apt_jax.validation import check_flag
+from apt_jax.validation.limits import MAX_TOOL_CALLS
 from serve.http_api.tool_calls.other_forms import function_of
 
-MAX_CALLS = 16
-"""Calls in one output: of a constraint, which ends after them; of text, where further ones stay content."""
 NAME_PATTERN = r"[a-zA-Z0-9_-]{1,64}"
 _NAME = re.compile(NAME_PATTERN)
 
@@ -40,7 +39,7 @@ class ToolSet:
     functions: Sequence[Function] = ()
     """Tools that may be called."""
     mode: Mode = "none"
-    max_calls: int = MAX_CALLS
+    max_calls: int = MAX_TOOL_CALLS
 
 
 NO_TOOLS = ToolSet()
@@ -96,7 +95,7 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
         definitions=[_for_template(tool) for tool in checked],
         functions=functions if named is None else [by_name[named]],
         mode="auto" if choice in (None, "auto") else "required",
-        max_calls=MAX_CALLS if several and named is None else 1,
+        max_calls=MAX_TOOL_CALLS if several and named is None else 1,
     )
 
 

@@ -1,0 +1,23 @@
+"""Prometheus metrics of batches."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from serve.batches.records import OPEN, STATUSES
+from serve.batches.runner import OUTCOMES, BatchCounters
+from serve.observability.metric_families import Families
+
+
+def batch_metrics(families: Families, counters: BatchCounters) -> Iterator[Metric]:
+    """Yield counters and gauges of batches and their requests."""
+    open_ones = [((status,), counters.open[status]) for status in OPEN]
+    yield families.gauge("aptjax:batches", "Batches that have not ended, by state.", open_ones, ("status",))
+    ends = [((status,), counters.ended[status]) for status in STATUSES if status not in OPEN]
+    yield families.counter("aptjax:batches_ended", "Batches that have ended, by last state.", ends, ("status",))
+    running = [((), counters.num_in_flight)]
+    text = "Requests of batches that are being read, wait or run."
+    yield families.gauge("aptjax:batch_requests_running", text, running)
+    outcomes = [((outcome,), counters.requests[outcome]) for outcome in OUTCOMES]
+    text = "Requests of batches whose outcome is on disk."
+    yield families.counter("aptjax:batch_requests", text, outcomes, ("outcome",))

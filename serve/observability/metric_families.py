@@ -1,0 +1,83 @@
+"""Families of Prometheus metrics whose samples have the labels of the engine."""
+
+import math
+from collections.abc import Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from apt_jax.metrics import Distribution
+
+LABELS = ("model_name", "engine")
+"""Labels of every sample."""
+CLASSES = ("rt", "be")
+
+
+class ByClass:
+    """A distribution of each class."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.of = {name: Distribution(bounds) for name in CLASSES}
+
+    def copy(self) -> "ByClass":
+        made = ByClass.__new__(ByClass)
+        made.of = {name: values.copy() for name, values in self.of.items()}
+        return made
+
+    @property
+    def all(self) -> Distribution:
+        return self.of["rt"].plus(self.of["be"])
+
+
+def buckets(values: Distribution) -> list[tuple[str, float]]:
+    """Cumulative counts by the label of their bucket."""
+    return [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in values.cumulative()]
+
+
+class Families:
+    """Makes metrics of one engine.
+
+    Args:
+        model_name: value of that label.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._values = (model_name, "0")
+
+    def gauge(
+        self,
+        name: str,
+        text: str,
+        values: Sequence[tuple[Sequence[str], float]],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        """A gauge with one value for each tuple of further labels."""
+        family = GaugeMetricFamily(name, text, labels=[*LABELS, *labels])
+        for more, value in values:
+            family.add_metric([*self._values, *more], value)
+        return family
+
+    def counter(
+        self,
+        name: str,
+        text: str,
+        values: Sequence[tuple[Sequence[str], float]],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        """A counter with one value for each tuple of further labels."""
+        family = CounterMetricFamily(name, text, labels=[*LABELS, *labels])
+        for more, value in values:
+            family.add_metric([*self._values, *more], value)
+        return family
+
+    def histogram(self, name: str, text: str, values: Distribution | ByClass) -> Metric:
+        """A histogram; of a distribution by class one for each class."""
+        by_class = isinstance(values, ByClass)
+        family = HistogramMetricFamily(name, text, labels=[*LABELS, "class"] if by_class else list(LABELS))
+        for label, one in values.of.items() if by_class else (("", values),):
+            family.add_metric([*self._values, label] if by_class else list(self._values), buckets(one), one.sum)
+        return family
