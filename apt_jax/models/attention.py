@@ -1,9 +1,9 @@
 """Attention of one layer: project tokens to q, k and v, write their cache, and attend over the block pool.
 
-Decode rows of the KV kind attend over keys and values. Those of the hidden kind attend over cached layer inputs x,
-absorbed: score = (W_k^T q) . x + q . b_k, where the softmax drops the second term, and out = W_v (sum a x) + b_v, as
-sum a = 1. Lanes of keys that are rotated, or normed, after projection cannot be absorbed: those keys are computed from
-x.
+Decode rows of the KV kind attend over keys and values. Decode rows of the hidden kind attend over cached layer inputs x
+with the projections absorbed into the query and the result: score = (W_k^T q) . x + q . b_k, where the softmax drops
+the second term, and out = W_v (sum a x) + b_v, as sum a = 1. Key lanes that are rotated or normed after projection
+cannot be absorbed: they are computed from x.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _CosSin = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of one layer's attention beside its tokens."""
+    """Inputs of one layer's attention, in addition to its tokens."""
 
     params: LayerParams
     config: ModelConfig
@@ -47,32 +47,33 @@ class AttentionInputs:
     cos_sin: _CosSin | None
     """RoPE factors of every token of the step; None: no rotary embedding."""
     all_angles: Float[Array, "S HALF"] | None
-    """Angles of every position, for keys computed from cached layer inputs; None: not needed."""
+    """Rotary angles of every position, for keys computed from cached layer inputs; None: not needed."""
     rules: LogitModifiers | None
     rules_of_all_heads: LogitModifiers | None
     """`rules` for the heads of all devices."""
 
     @property
     def key_norm(self) -> KeyNorm | None:
-        """The norm of keys computed from cached layer inputs."""
+        """Norm of keys computed from cached layer inputs; None: the layer has none."""
         return key_norm(self.params, self.config)
 
 
 def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:
-    """The norm of a layer's keys between projection and rotation; None: it has none."""
+    """Norm of a layer's keys between projection and rotation; None: the layer has none."""
     scale = head_norm_scale(params.k_norm, config)
     return None if scale is None else KeyNorm(scale=scale, eps=config.norm_eps)
 
 
 def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
-    """The scale of a norm of queries or keys; float32 where it is not what is stored, as 16 bits would round it."""
+    """Scale of a norm of queries or keys, the config's offset included. With an offset it is float32, as 16 bits would
+    round it."""
     if stored is None or config.norm_offset == 0:
         return stored
     return stored.astype(jnp.float32) + config.norm_offset
 
 
 def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
-    """Attention of all tokens of a step, before the output projection; also the pool with their cache written."""
+    """Attention of all tokens of a step, before the output projection, and the pool with the tokens' cache written."""
     b, t, head_dim = a.options.num_decode, x.shape[0], a.config.head_dim
     q, k, v = _project_step(a, x)
     q = q.reshape(t, -1, head_dim)
@@ -88,7 +89,7 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
 
 
 def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> LogitModifiers | None:
-    """The score rules of a layer, for this device's heads where there are several devices; None: plain scores."""
+    """The score rules of a layer, for this device's heads if `tensor` is given; None: plain scores."""
     window = config.window(layer)
     if config.attention_softcap is None and not config.alibi_slopes and window is None:
         return None
@@ -102,7 +103,7 @@ def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | No
 
 
 def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Array, Array]:
-    """`_project` of all tokens. Decode rows compute k and v only where any of them has the KV kind."""
+    """`_project` of all tokens. Decode rows compute k and v only if at least one of them has the KV kind."""
     b, t = a.options.num_decode, x.shape[0]
     kv_rows, hidden_rows = a.options.kinds
 
@@ -126,7 +127,7 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
 def _project(
     a: AttentionInputs, x: Array, cos_sin: _CosSin | None, index: Array | None, *, q_only: bool = False
 ) -> tuple[Array, Array, Array]:
-    """q (T, N * H), k and v (T, E) of tokens, in the dtype of x; zeros for values of k and v that are not finite. With
+    """q (T, N * H), k and v (T, E) of tokens, in the dtype of x. Non-finite values of k and v become zero. With
     `q_only` k and v are zeros. `index` is the adapter of each token."""
     p, config = a.params, a.config
     lanes, q_width = config.lane, config.num_heads * config.head_dim
@@ -161,7 +162,7 @@ def _project(
 
 
 def _only_bias_and_rope(a: AttentionInputs) -> bool:
-    """True if nothing but bias and rotation, if any, lies between the product for q, k and v and attention."""
+    """True if only bias and rotation, if any, come between the product for q, k and v and attention."""
     config, p = a.config, a.params
     plain = config.scale * config.head_dim**0.5 == 1.0 and config.clip_qkv is None
     if a.rope is not None and a.rope.attention_factor != 1.0:
@@ -177,7 +178,8 @@ def _norm_and_rotate(
     *,
     are_queries: bool,
 ) -> Array:
-    """Queries or keys after norm and rotation; queries take all factors on scores but the 1 / sqrt(H) of the ops."""
+    """Queries or keys after norm and rotation. Queries include every factor on scores except 1 / sqrt(H), which the ops
+    apply."""
     config, tensor, norm = a.config, a.options.tensor, head_norm_scale(norm, a.config)
     factor = config.scale * config.head_dim**0.5 if are_queries else 1.0
     if norm is None and cos_sin is None:
@@ -201,10 +203,10 @@ def _norm_and_rotate(
 
 
 def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) -> Array:
-    """The pool with the cache of all tokens in it: k and v, or x.
+    """The pool with the cache of all tokens written: k and v, or x.
 
-    What others may read stays finite by construction, as k and v are: 0 * NaN = NaN, so a NaN would pass the mask of a
-    neighbour in the same tile, or of a recycled block's next owner. The row that made it still fails, through its own
+    Only finite values are written, as other rows may read them under a mask: 0 * NaN = NaN, so a NaN would reach rows
+    in the same tile and the next owner of a recycled block. The row that computed a NaN still fails, through its own
     residual.
     """
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
@@ -229,7 +231,8 @@ def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) 
 
 
 def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
-    """Write layer inputs that are not as wide as keys: `hidden_block_size` of them lie at the start of a block."""
+    """Write layer inputs whose width differs from that of keys: `hidden_block_size` of them lie at the start of a
+    block."""
     batch, slots = a.batch, a.options.hidden_block_size
     block, slot = batch.first_slots // slots, batch.first_slots % slots
     block = jnp.where(batch.token_hidden, block, pool.shape[0])
@@ -246,7 +249,7 @@ def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
 
 
 def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
-    """Decode rows, each by its kind: either op gives zeros for the rows of the other."""
+    """Attention of decode rows by the op of each row's kind; each op gives zeros for rows of the other kind."""
     kv_rows, hidden_rows = a.options.kinds
     zeros = jnp.zeros(q.shape, jnp.float32)
     if not hidden_rows:
@@ -261,7 +264,7 @@ def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 
 
 def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
-    """Decode rows of the KV kind; zeros for others."""
+    """Attention of decode rows of the KV kind; zeros for other rows."""
     batch = a.batch
     call = DecodeCall(
         pool=pool,
@@ -291,7 +294,7 @@ def _hidden_call(a: AttentionInputs, pool: Array) -> DecodeCall:
 
 
 def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
-    """Decode rows of the hidden kind; zeros for others."""
+    """Attention of decode rows of the hidden kind; zeros for other rows."""
     p, options, batch, call = a.params, a.options, a.batch, _hidden_call(a, pool)
     if options.cuts_by_feature:
         assert options.tensor is not None
@@ -315,8 +318,8 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 def _attend_absorbed_shards(
     a: AttentionInputs, q: Float[Array, "B N H"], call: DecodeCall, tensor: TensorParallel
 ) -> Float[Array, "B N H"]:
-    """Absorbed attention of this device's heads, where every device has some features of the layer inputs, and so a
-    part of the scores of all heads."""
+    """Absorbed attention of this device's heads when every device holds some features of the layer inputs, and so
+    computes a partial sum of the scores of all heads."""
     p = a.params
     call = dataclasses.replace(call, rules=a.rules_of_all_heads, room=a.options.hidden_room)
     every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
@@ -325,8 +328,8 @@ def _attend_absorbed_shards(
 
 
 def _projection(a: AttentionInputs, index: Array | None, *, lanes: int | None = None) -> Projection:
-    """How keys and values are computed from cached layer inputs, for rows with these adapters; with `lanes` only the
-    first lanes of each key, and no values."""
+    """The projection from cached layer inputs to keys and values, for rows with the adapters `index`. With `lanes` it
+    gives only the first lanes of each key, and no values."""
     p, angles, norm, adapters = a.params, a.all_angles, a.key_norm, _key_adapters(a, index, lanes)
     if lanes is None:
         return Projection(wk=p.wk, bk=p.bk, wv=p.wv, bv=p.bv, angles=angles, key_norm=norm, adapters=adapters)
@@ -337,7 +340,7 @@ def _projection(a: AttentionInputs, index: Array | None, *, lanes: int | None = 
 def _attend_prefill(
     a: AttentionInputs, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pool: Array
 ) -> Float[Array, "T N H"]:
-    """Chunks of prompts over their cached prefixes and themselves."""
+    """Attention of prompt chunks over their cached prefixes and themselves."""
     options, batch = a.options, a.batch
     of_inputs = None
     if options.kinds[1] and options.prefix_room != 0:
@@ -377,7 +380,7 @@ def _absorb_keys(
     *,
     first_lane: int = 0,
 ) -> Float[Array, "B N D"]:
-    """W_k^T q of every head, W_k being that of the row's adapter; `wk` has the lanes of W_k from `first_lane` on."""
+    """W_k^T q of every head, with the row's adapter added to W_k; `wk` has the lanes of W_k from `first_lane` on."""
     # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
     product = jnp.float32 if a.options.ops.branches else q.dtype
     out = _head_products(a, q, wk, onto_inputs=True, dtype=product)
@@ -390,7 +393,7 @@ def _absorb_keys(
 def _with_low_rank(
     a: AttentionInputs, out: Array, x: Array, more: LowRank | None, index: Array | None, *, onto_inputs: bool
 ) -> Array:
-    """`_head_products` plus each row's adapter, if any hidden row has one."""
+    """`out`, the `_head_products` of x, plus the products of each row's adapter, if any hidden row has one."""
     if more is None or index is None:
         return out
 
@@ -405,7 +408,8 @@ def _with_low_rank(
 
 
 def _key_adapters(a: AttentionInputs, index: Array | None, lanes: int | None = None) -> KeyValueAdapters | None:
-    """Adapters of rows whose keys and values are computed from layer inputs, or of the first `lanes` of each head."""
+    """Adapters for keys and values computed from layer inputs; with `lanes` only for the first lanes of each head's
+    keys."""
     k, v = (adapter_of(a.params, field) for field in ("wk", "wv"))
     if index is None or (k is None and v is None):
         return None
@@ -421,7 +425,7 @@ def _head_products(a: AttentionInputs, x: Array, w: Array, *, onto_inputs: bool,
 
 
 def _add_value_bias(a: AttentionInputs, out: Float[Array, "B N H"]) -> Array:
-    """Absorbed results with the bias of the values added, in hidden rows."""
+    """Results of absorbed attention with the value bias added in hidden rows."""
     bv = a.params.bv
     if bv is None:
         return out

@@ -1,11 +1,11 @@
-"""Table of the cache kinds of every model: their memory, and how attention over layer inputs works.
+"""Table of the cache kinds of every model: memory per token, and how attention over layer inputs is computed.
 
-    python -m apt_jax.models.cache_kinds            # every published size that is known by name, as Markdown
-    python -m apt_jax.models.cache_kinds FILE       # the same, put between the markers of a Markdown file
+    python -m apt_jax.models.cache_kinds            # all published sizes known by name, as Markdown
+    python -m apt_jax.models.cache_kinds FILE       # the same, written between the markers of a Markdown file
 
-Memory is what one token takes in all layers; the pool takes it in blocks, of which the last elements may stay empty.
+Memory is that of one token in all layers; the pool allocates it in blocks, whose last elements may stay empty.
 The time of a cached token in a decode step is the larger of its bytes over the bandwidth and its operations over the
-matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a floor, not a measurement.
+matmul rate of an A100 40 GB (1.555 TB/s, 312 TFLOP/s): a lower bound, not a measurement.
 """
 
 import argparse
@@ -43,29 +43,29 @@ class CacheKindInfo:
 
     model: str
     kv_bytes: int
-    """A token in all layers, 16 bit."""
+    """Bytes of a token's keys and values in all layers, 16 bit."""
     hidden_bytes: int
     hidden_ratio: float
     """`hidden_bytes` over `kv_bytes`."""
     pool_ratio: float | None
-    """The same in the pool, of long contexts: layer inputs that do not fit a block of `BLOCK_SIZE` keys leave room at
-    its end. None: not offered."""
+    """Ratio of pool memory per token, hidden over KV kind, in long contexts: layer inputs that do not divide a block of
+    `BLOCK_SIZE` keys leave space at its end. None: the hidden kind is not offered."""
     mode: HiddenMode
     hybrid: bool
-    """`--cache hybrid` offers both kinds; else it means KV."""
+    """True if `--cache hybrid` offers both kinds; otherwise hybrid means KV."""
     refusal: str | None
-    """Reason for which the hidden kind is not offered."""
+    """Reason why the hidden kind is not offered; None: it is offered."""
     break_even_tokens: float | None
-    """Context from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel that
-    reads layer inputs once: its queries and results are N * D wide, written and read, whatever the context. None: it is
-    bound by operations, or not offered."""
+    """Context length from which absorbed attention moves fewer bytes than attention over keys and values, in a kernel
+    that reads layer inputs once and reads and writes queries and results N * D wide. None: such a kernel is bound by
+    operations, or the hidden kind is not offered."""
     time_ratio: float | None
-    """Floor of a cached token's time in attention over layer inputs, over that of keys and values; contexts far beyond
-    the break-even."""
+    """Lower bound of a cached token's time in attention over layer inputs, over that of keys and values, in contexts
+    far beyond `break_even_tokens`."""
 
 
 def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
-    """The row of one model."""
+    """The table row of one model."""
     n, d, e, layers = config.num_heads, config.hidden_size, config.lane, config.num_layers
     mode = config.hidden_mode
     kv_s = max(2 * e * ITEMSIZE / BANDWIDTH_BYTES_S, 4 * n * config.head_dim / MATMUL_FLOP_S)
@@ -94,12 +94,12 @@ def cache_kind_info(model: str, config: ModelConfig) -> CacheKindInfo:
 
 
 def published_kinds() -> list[CacheKindInfo]:
-    """Every published size that is known by name."""
+    """Table rows of all published sizes that are known by name."""
     return [cache_kind_info(name, read_model_config(fields)[1]) for name, fields in PRESETS.items()]
 
 
 def markdown(rows: Iterable[CacheKindInfo]) -> str:
-    """The table."""
+    """The table in Markdown."""
     lines = [
         f"| model | KV, KiB a token | hidden / KV, in blocks of {BLOCK_SIZE} | attention over layer inputs | break-even, tokens | time, hidden / KV |",
         "| --- | ---: | ---: | --- | ---: | ---: |",
@@ -121,7 +121,7 @@ def splice(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with `table` between its markers.
 
     Raises:
-        ValueError: the markers are not there.
+        ValueError: a marker is missing.
     """
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"the text must hold {begin} and {end}, once each")
@@ -130,7 +130,7 @@ def splice(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table, or put it into a file."""
+    """Print the table, or write it into a file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", help="Markdown file with the markers")
     args = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Checks of parameters that callers bring: a leaf of the right shape for each that the model has, and nothing else."""
+"""Checks of parameters given by callers: one leaf of the right shape for each parameter of the model, and no others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,14 @@ from apt_jax.models.params import ModelParams, abstract_params, param_names
 
 
 def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
-    """Raise unless the tree is as `load_model` makes it: not quantized, and not laid out for an engine.
+    """Raise unless the tree has the structure and shapes that `load_model` returns, not quantized and not laid out for
+    an engine.
 
     Args:
-        where: begins the error's message.
+        where: beginning of the error message.
 
     Raises:
-        ConfigError: one line that names the leaves.
+        ConfigError: one line that names the wrong leaves.
     """
     names = param_names(config)
     try:
@@ -33,7 +34,7 @@ def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
 
 
 def check_leaves(leaves: Mapping[str, Any], config: ModelConfig, where: str) -> None:
-    """`check_params` of leaves by their names, `params.param_names`."""
+    """Like `check_params`, for leaves by name (`params.param_names`)."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, jnp.float32))]
     wanted = dict(zip(jax.tree.leaves(param_names(config)), shapes, strict=True))
     found: dict[str, list[str]] = {

@@ -1,7 +1,7 @@
 """Contract of a model adapter and its shared helpers: the tensors of a checkpoint behind each leaf of our parameters.
 
-An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor, only
-with heads and their width in one axis; others are a part of a fused one (`Source.take`).
+An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor in
+which heads and head width are one axis; others are a part of a fused tensor (`Source.take`).
 """
 
 import dataclasses
@@ -25,15 +25,16 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-"""By transformers' names of them."""
+"""Activations by their names in transformers."""
 
 NORM_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)$"
 )
-"""Bare names of tensors that older files stored beside the weights: masks and frequencies, which are computed."""
+"""Bare names of tensors that older files store in addition to the weights: masks and frequencies, which are computed
+here."""
 
 TIED_HEAD = "lm_head.weight"
-"""Bare name of an output head that may be stored although it is tied, as a copy of the embedding table."""
+"""Bare name of an output head that may be stored, as a copy of the embedding table, even if it is tied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Source:
     """The tensor that a leaf is made of."""
 
     name: str
-    """Bare name, without the prefixes of the class that it was saved from."""
+    """Bare name: without the prefixes that depend on the class the tensor was saved from."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     take: Callable[[np.ndarray], np.ndarray] | None = None
-    """Maps the tensor to the leaf; None: the whole tensor in the leaf's shape."""
+    """Function from the tensor to the leaf; None: the leaf is the whole tensor, reshaped."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,21 +56,23 @@ class ModelFamily:
     name: str
     """Value of `ModelConfig.family`."""
     presets: Mapping[str, Mapping[str, Any]]
-    """Published sizes by name, as configuration fields; they can be run with random weights."""
+    """Published sizes by name, as configuration fields; they can run with random weights."""
     model_config: Callable[[Mapping[str, Any], int | None], ModelConfig]
-    """Maps the fields of a ``config.json``, and the longest context that will be served, to the model's shape."""
+    """Function from the fields of a ``config.json`` and the longest context to serve, to the model's shape."""
     source: Callable[[str, tuple[int, ...], ModelConfig], Source]
-    """Maps a leaf of `param_names` and its shape to its tensor."""
+    """Function from the name and shape of a leaf of `param_names` to its source tensor."""
     strip_prefix: Callable[[str], str]
-    """A stored tensor name without prefixes that depend on the class it was saved from."""
+    """Function from a stored tensor name to its bare name, without prefixes that depend on the class it was saved
+    from."""
     ignored_tensors: re.Pattern[str] = NORM_BUFFERS
-    """Bare names of stored tensors that nothing needs."""
+    """Bare names of stored tensors that are not loaded."""
     inputs_first: bool = False
-    """Matrices of layers are stored (inputs, outputs)."""
+    """True if matrices of layers are stored (inputs, outputs)."""
     fields: FamilyFields
-    """Fields of a ``config.json`` that it knows."""
+    """Fields of a ``config.json`` that the family knows."""
     constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
-    """The value of a leaf that a checkpoint of this configuration does not store, or None where it does."""
+    """Function from a leaf and the configuration's fields to the constant of a leaf that such a checkpoint does not
+    store; it returns None for stored leaves."""
 
 
 def split_leaf(leaf: str) -> tuple[str, str | None]:
@@ -81,7 +84,7 @@ def split_leaf(leaf: str) -> tuple[str, str | None]:
 
 
 def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that checkpoints have for a leaf: heads and their width are one axis."""
+    """Shape of a leaf in checkpoints: heads and head width are one axis."""
     if field in ("wq", "wk", "wv"):
         heads, head_dim, width = shape
         return (heads * head_dim, width)
@@ -95,12 +98,12 @@ def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> Source:
-    """A leaf that is a tensor of its own.
+    """Source of a leaf that is a whole tensor.
 
     Args:
-        top: names of the leaves outside layers.
-        layer: names within a layer, by field.
-        prefix: of a layer, its number as ``{}``.
+        top: tensor names of the leaves outside layers, by leaf.
+        layer: tensor names within a layer, by field.
+        prefix: prefix of a layer's tensors, with ``{}`` for its number.
     """
     field, index = split_leaf(leaf)
     name = top[field] if index is None else prefix.format(index) + layer[field]
@@ -108,13 +111,14 @@ def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapp
 
 
 def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:
-    """A leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is flat."""
+    """Source of a leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is flat."""
     stop = start + shape[0]
     return Source(name, (total, *shape[1:]), lambda tensor: tensor[start:stop])
 
 
 def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Source:
-    """q, k or v (0, 1, 2) of a tensor that holds them head by head; `shape` begins with heads and head width."""
+    """Source of q, k or v (0, 1, 2) in a tensor that holds them head by head; `shape` begins with heads and head
+    width."""
     heads, head_dim = shape[:2]
 
     def take(tensor: np.ndarray) -> np.ndarray:
@@ -126,14 +130,14 @@ def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Sour
 def windows(
     fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool] | None = None
 ) -> tuple[int | None, ...]:
-    """`ModelConfig.layer_windows`.
+    """`ModelConfig.layer_windows` of a configuration.
 
     Args:
-        is_sliding: layers with ``sliding_window`` where ``layer_types`` does not say; None: all layers have it, and
-            ``layer_types`` may not say otherwise.
+        is_sliding: tells whether a layer has the ``sliding_window`` if the configuration has no ``layer_types``; None:
+            all layers have it, and ``layer_types`` may not say otherwise.
 
     Raises:
-        ModelLoadError: ``layer_types`` is malformed, or asks for a window where there is none.
+        ModelLoadError: ``layer_types`` is malformed, or asks for a window without ``sliding_window``.
     """
     window = ConfigFields(fields).optional_positive("sliding_window")
     types = fields.get("layer_types")

@@ -1,4 +1,4 @@
-"""Shape of a model: `ModelConfig`, what every checkpoint family is described by."""
+"""Shape of a model: `ModelConfig`, the description shared by all checkpoint families."""
 
 import dataclasses
 import math
@@ -11,8 +11,8 @@ NormPlacement = Literal["pre", "post", "output", "sandwich"]
 Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
 Position = Literal["learned", "rope", "alibi"]
 HiddenMode = Literal["absorb", "partial", "v-absorb", "refused"]
-"""Parts of attention over cached layer inputs that are absorbed: everything; all but the rotary lanes of the keys; the
-values, with the keys reprojected; or the kind is not offered."""
+"""How attention over cached layer inputs is computed: K and V absorbed; all but the rotary lanes of K absorbed; V
+absorbed and K reprojected; or the hidden kind is not offered."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -22,12 +22,12 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: lanes i and i + `rotary_dim` / 2 of a head turn by position * `inv_freq[i]`."""
+    """Rotary position embedding: lanes i and i + `rotary_dim` / 2 of a head are rotated by position * `inv_freq[i]`."""
 
     inv_freq: tuple[float, ...]
-    """Radians per position, one per pair of lanes; float32 values, scaling applied (`apt_jax.models.rope`)."""
+    """Radians per position, one per pair of lanes, as float32 values with scaling applied (`apt_jax.models.rope`)."""
     attention_factor: float = 1.0
-    """Factor on the turned lanes of queries and of keys (YaRN, LongRoPE)."""
+    """Factor on the rotated lanes of queries and of keys (YaRN, LongRoPE)."""
 
     def __post_init__(self) -> None:
         _require(
@@ -41,22 +41,22 @@ class RopeConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """R: lanes of a head that turn."""
+        """R: rotated lanes of a head."""
         return 2 * len(self.inv_freq)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer, whatever checkpoint family it came from."""
+    """Shape of a decoder-only transformer of any checkpoint family."""
 
     family: str
-    """Name of the adapter in `apt_jax/models/families/` that loads it, e.g. ``"opt"``."""
+    """Name of the adapter in `apt_jax/models/families/` that loads the model, e.g. ``"opt"``."""
     vocab_size: int
     """V: rows of the embedding table and width of the logits."""
     hidden_size: int
     """D: width of the residual stream."""
     num_layers: int
-    """L."""
+    """L: decoder layers."""
     num_heads: int
     """N: query heads."""
     num_kv_heads: int
@@ -68,58 +68,61 @@ class ModelConfig:
     max_position: int
     """Longest context in tokens that the position embeddings cover."""
     embedding_size: int | None = None
-    """Width of the token embeddings where it differs from D (OPT-350M projects 512 to 1024); None: equal to D."""
+    """Width of the token embeddings if it differs from D (OPT-350M projects 512 to 1024); None: equal to D."""
     embedding_scale: float | None = None
     """Factor on the token embeddings (Gemma: sqrt(D))."""
     embedding_norm: bool = False
-    """A norm after the token embeddings (BLOOM)."""
+    """True if a norm follows the token embeddings (BLOOM)."""
     activation: Activation = "relu"
     gated: bool = False
-    """The feed-forward layer is `down(activation(gate(x)) * up(x))`, else `down(activation(up(x)))`."""
+    """True: the feed-forward layer is `down(activation(gate(x)) * up(x))`; False: `down(activation(up(x)))`."""
     norm: NormKind = "layer"
     norm_bias: bool = True
-    """Layer norms add a bias; RMS norms have none."""
+    """True if layer norms add a bias; RMS norms have no bias."""
     norm_offset: float = 0.0
-    """Added to the stored scale of every norm (Gemma: 1)."""
+    """Addend to the stored scale of every norm (Gemma: 1)."""
     norm_eps: float = 1e-5
     norm_placement: NormPlacement = "pre"
-    """`f` being attention or feed-forward: "pre" `h + f(norm(h))`, "post" `norm(h + f(h))` (OPT-350M), "output"
-    `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2, Gemma-3)."""
+    """Place of the norms, with `f` for attention or feed-forward: "pre" `h + f(norm(h))`, "post" `norm(h + f(h))`
+    (OPT-350M), "output" `h + norm(f(h))` (OLMo-2), "sandwich" `h + norm(f(norm(h)))` (Gemma-2, Gemma-3)."""
     parallel: bool = False
-    """Attention and feed-forward both start from the layer's input (GPT-NeoX); with "pre" norms only."""
+    """True if attention and feed-forward both start from the layer's input (GPT-NeoX); only with "pre" norms."""
     final_norm: bool = True
-    """A norm after the last layer."""
+    """True if a norm follows the last layer."""
     qk_norm: Literal["head", "lane"] | None = None
-    """RMS norm of queries and keys after projection: over each head (Qwen3, Gemma-3) or over all of them (OLMo-2)."""
+    """RMS norm of queries and keys after projection: over each head (Qwen3, Gemma-3) or over all heads together
+    (OLMo-2)."""
     position: Position = "learned"
     position_offset: int = 0
     """Rows skipped at the start of the learned position table (OPT: 2)."""
     rope: RopeConfig | None = None
     local_rope: RopeConfig | None = None
-    """Rotary embedding of the layers in `local_layers`, which does not follow from their windows: those may be dropped
-    where no context outgrows them (Gemma-3)."""
+    """Rotary embedding of the layers in `local_layers`. These are listed, not derived from their windows, as windows
+    are dropped if no context is longer than them (Gemma-3)."""
     local_layers: tuple[int, ...] = ()
     """Indices of the layers with `local_rope`; the others have `rope`. Indices beyond the last layer are ignored."""
     alibi_slopes: tuple[float, ...] = ()
     """(N,) slope of each head: `slope * (j - i)` is added to the score of query i and key j."""
     attention_scale: float | None = None
-    """Factor on the scores; None: 1 / sqrt(H)."""
+    """Factor on the attention scores; None: 1 / sqrt(H)."""
     attention_softcap: float | None = None
-    """Scores s become `cap * tanh(s / cap)` (Gemma-2)."""
+    """Soft cap of the attention scores: s becomes `cap * tanh(s / cap)` (Gemma-2); None: no cap."""
     logits_softcap: float | None = None
-    """The same for the logits."""
+    """Soft cap of the logits, like `attention_softcap`."""
     layer_windows: tuple[int | None, ...] = ()
-    """Positions that a layer attends to, its own included; None: all. Empty: no layer has a window."""
+    """Positions that each layer attends to, the query's own included; None: all. An empty tuple: no layer has a
+    window."""
     clip_qkv: float | None = None
-    """Queries, keys and values are clipped to [-clip, clip] (MPT)."""
+    """Bound of queries, keys and values, which are clipped to [-clip, clip] (MPT); None: no clipping."""
     qkv_bias: bool = True
     out_bias: bool = True
     ffn_bias: bool = True
-    """Biases of the projections to q, k, v, from attention, and in the feed-forward layer."""
+    """True if the projections to q, k and v (`qkv_bias`), the output projection of attention (`out_bias`) and the
+    feed-forward layer (`ffn_bias`) have biases."""
     tie_embeddings: bool = True
-    """The output head is the transposed embedding table."""
+    """True if the output head is the transposed embedding table."""
     head_bias: bool = False
-    """The output head adds a bias."""
+    """True if the output head adds a bias."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -175,12 +178,12 @@ class ModelConfig:
 
     @property
     def lane(self) -> int:
-        """E = K * H: elements that one token position takes in one block of one layer."""
+        """E = K * H: elements of one token position in one block of one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def scale(self) -> float:
-        """Factor on the scores."""
+        """Factor on the attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
@@ -189,12 +192,12 @@ class ModelConfig:
         return self.hidden_size / (2 * self.lane)
 
     def hidden_block_size(self, block_size: int) -> int:
-        """Layer inputs that a block of `block_size` keys has room for: floor(C E / D)."""
+        """Number of layer inputs that fit in a block of `block_size` keys: floor(C E / D)."""
         return block_size * self.lane // self.hidden_size
 
     @property
     def hidden_refusal(self) -> str | None:
-        """Reason for which the hidden kind is not offered; None where it is."""
+        """Reason why the hidden kind is not offered; None: it is offered."""
         if self.hidden_ratio >= 1:
             size = "larger" if self.hidden_ratio > 1 else "not smaller"
             return (
@@ -212,13 +215,13 @@ class ModelConfig:
 
     @property
     def offers_hybrid(self) -> bool:
-        """True if one engine offers both kinds: where the hidden one takes at most half of K and V. A smaller gain is
-        not worth what the choice costs every step, and on CPUs in second copies of weights."""
+        """True if one engine offers both kinds: layer inputs take at most half the memory of K and V. A smaller gain
+        does not outweigh the cost of the choice in every step and, on CPUs, of second copies of weights."""
         return self.supports_hidden and self.hidden_size <= self.lane
 
     @property
     def hidden_mode(self) -> HiddenMode:
-        """Parts of attention over layer inputs that are absorbed."""
+        """How attention over layer inputs is computed: which projections are absorbed."""
         if not self.supports_hidden:
             return "refused"
         if self.qk_norm is not None:  # the norm stands between query and projection
@@ -237,7 +240,7 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """Parameters, counting tied embeddings once."""
+        """Number of parameters, counting tied embeddings once."""
         d, e, f = self.hidden_size, self.embedding_size or self.hidden_size, self.ffn_size
         q, kv = self.num_heads * self.head_dim, self.lane
         norm = (2 if self.norm_bias else 1) * d

@@ -14,18 +14,19 @@ _MOST = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 8192),
     "head_dim": 8192,
 }
-"""Sizes of which the host makes as many objects; the largest published ones are a fraction of these."""
+"""Upper limits of sizes for which the host creates one object each; published models are far below them."""
 
 
 class ConfigFields:
-    """Reads fields of one configuration; every method raises `ModelLoadError` that names the field and its value.
+    """Reader of the fields of one configuration; every method raises a `ModelLoadError` that names the field and its
+    value.
 
-    JSON has no integer type of its own and Python takes `True` for 1, so both are checked here: ``768.0`` and ``true``
-    are not sizes.
+    JSON has no integer type and Python counts `True` as 1, so both are checked here: ``768.0`` and ``true`` are not
+    sizes.
 
     Args:
         fields: the JSON object.
-        where: what stands before a field's name in messages.
+        where: text before a field's name in messages.
     """
 
     def __init__(self, fields: Mapping[str, Any], where: str = "config.json: ") -> None:
@@ -38,14 +39,14 @@ class ConfigFields:
         return default if value is None and default is not _REQUIRED else value
 
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
-        """An integer in [1, 2**31), less for some."""
+        """An integer in [1, 2**31), or up to the lower limit that some fields have."""
         value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
         if type(value) is not int or not 0 < value <= most:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]")
         return value
 
     def named(self, *names: str) -> str:
-        """The name that is present of several for one field; the first where none is."""
+        """The first of several names of one field that is present; the first name if none is."""
         present = [name for name in names if self._fields.get(name) is not None]
         if any(self._fields[name] != self._fields[present[0]] for name in present):
             values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
@@ -53,7 +54,7 @@ class ConfigFields:
         return present[0] if present else names[0]
 
     def number(self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None) -> float:
-        """A finite number; integers are taken as well."""
+        """A finite number, integer or not."""
         value = self._value(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
@@ -62,7 +63,7 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """A positive number, or None where the field is absent or null."""
+        """A positive number, or None if the field is absent or null."""
         if self._fields.get(name) is None:
             return None
         value = self.number(name)
@@ -71,11 +72,11 @@ class ConfigFields:
         return value
 
     def optional_positive(self, name: str) -> int | None:
-        """Return a positive integer, or None where the field is absent or null."""
+        """Return a positive integer, or None if the field is absent or null."""
         return None if self._fields.get(name) is None else self.positive(name)
 
     def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
-        """The value that one of a few words stands for."""
+        """The value in `known` for the word that the field holds."""
         value = self.text(name, default)
         if value not in known:
             raise ModelLoadError(
@@ -98,7 +99,8 @@ class ConfigFields:
         return value
 
     def token_ids(self, name: str, default: int | None, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple. Those beyond [0, vocab_size) are left out: no output has them."""
+        """None, one id or a list of ids, as a tuple. Ids outside [0, vocab_size) are left out: no output contains
+        them."""
         if name not in self._fields:
             return (default,) if default is not None and default < vocab_size else ()
         value = self._fields[name]
@@ -112,7 +114,7 @@ class ConfigFields:
     def attention_sizes(
         self, width: str, heads: str, default_width: Any = _REQUIRED, default_heads: Any = _REQUIRED
     ) -> tuple[int, int, int]:
-        """Model width, heads and width of a head, from the fields of the first two."""
+        """Model width, number of heads and width of a head, from the first two fields."""
         size, count = self.positive(width, default_width), self.positive(heads, default_heads)
         if size % count:
             raise ModelLoadError(f"{self._where}{width}={size} must be a multiple of {heads}={count}")
@@ -128,7 +130,8 @@ class ConfigFields:
         }
 
     def label_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
-        """Return a token id, or None outside the vocabulary: some models write -1 for a token that they do not use."""
+        """Return a token id, or None for an id outside the vocabulary: some models write -1 for a token that they do
+        not use."""
         value = self._fields.get(name, default)
         if value is not None and type(value) is not int:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a token id")

@@ -3,14 +3,14 @@
 A step works on T flat tokens: first `num_decode` rows of one token each, then the chunks of prefill rows, one after
 another. The life of a token in one layer:
 
-1. x = the layer's attention input (after the norm where the model is pre-norm): what the hidden kind caches.
+1. x = the layer's attention input (after the norm in pre-norm models), which the hidden kind caches.
 2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind; q and
-   k are normed and turned where the model does so.
-3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool; two where x
-   and k differ in width.
+   k are normed and rotated if the model does so.
+3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool; two if x and k
+   differ in width.
 4. Decode rows attend to the pool: KV, absorbed, or reprojected. Prefill chunks attend to themselves directly and to
    their cached prefix through the pool; a hidden request computes k and v on the fly and keeps only x.
-5. Output projection, residual, feed-forward, residual; norms where `ModelConfig.norm_placement` says.
+5. Output projection, residual, feed-forward, residual; norms as `ModelConfig.norm_placement` says.
 
 Activations are in the parameters' dtype, every product accumulates in float32, the residual stream, norms and softmax
 are float32. Layers are unrolled with one pool array each: a scan over stacked pools would copy the pool.
@@ -65,7 +65,8 @@ def _feed_forward(
     options: StepOptions,
     index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """In the dtype of x between its two products; the result in float32. `index` is the adapter of each row."""
+    """The feed-forward layer, float32; between its two products values have the dtype of x. `index` is the adapter of
+    each row."""
     dtype, ops, f = x.dtype, options.ops, config.ffn_size
     if p.adapters is not None:
         return _adapted_feed_forward(x, p, config, options, index)
@@ -89,7 +90,7 @@ def _adapted_feed_forward(
     options: StepOptions,
     index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """`_feed_forward` of rows with adapters, which come between its products and the activation."""
+    """`_feed_forward` of rows with adapters, whose additions follow each product directly."""
     ops, f = options.ops, config.ffn_size
 
     def product(w: Any, b: Array | None, *fields: str) -> Array:
@@ -157,7 +158,7 @@ def rotary_angles(rope: RopeConfig | None, positions: Array) -> Float[Array, "T 
 def _rotation(
     rope: RopeConfig | None, batch: DecoderBatch, options: StepOptions
 ) -> tuple[tuple[Array, Array] | None, Array | None]:
-    """`AttentionInputs.cos_sin` and `all_angles` of the layers with a rotary embedding."""
+    """`cos_sin` and `all_angles` of `AttentionInputs`, for layers with the rotary embedding `rope`."""
     angles = rotary_angles(rope, batch.positions)
     if angles is None:
         return None, None
@@ -171,7 +172,7 @@ def _rotation(
 
 
 def _sampled(rows: Array, sample_rows: Int32[Array, " S"] | None) -> Array:
-    """The rows of the tokens that sample; None: all of them."""
+    """Rows at the indices `sample_rows`, zeros for indices out of range; None: all rows."""
     if sample_rows is None:
         return rows
     return rows.at[sample_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -185,7 +186,7 @@ def _added(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Array, Array]:
-    """The residual stream with `delta` in it, float32, and its norm in `dtype`, as an input of products."""
+    """The residual stream with `delta` added, float32, and its norm in `dtype`, as an input of products."""
     add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
     if add_norm is not None and norm is not None:
         return add_norm(
@@ -227,7 +228,7 @@ def _attention(
 
 
 _shared_attention = jax.jit(_attention, static_argnames=("rope", "config", "options"))
-"""`_attention` as a function of its own: the last layer's is that of the others, whatever comes behind it."""
+"""`_attention` as a separate function of the program, so that all layers share it, the last one included."""
 
 
 def _layer(
@@ -246,16 +247,16 @@ def _layer(
     options: StepOptions,
     rest: StepOptions,
 ) -> tuple[Float[Array, "S D"], Float[Array, "S D"], Array]:
-    """One layer of a step: the residual stream behind it, the next layer's input, and the pool with its cache written.
+    """One layer of a step: the residual stream after it, the next layer's input, and the pool with its cache written.
 
     Args:
         h: the residual stream, float32.
-        x: its norm in the parameters' dtype, the input of attention.
-        next_norm: of what comes behind the layer: the next layer's of attention, or the final one.
-        turns: of `_rotation`.
-        rules: of this device's heads, and of those of all devices.
-        sample_rows: the tokens that go on after attention; None: all.
-        rest: options from there on.
+        x: norm of `h` in the parameters' dtype, the input of attention.
+        next_norm: norm that follows the layer: the attention norm of the next layer, or the final norm.
+        turns: result of `_rotation`.
+        rules: score rules of this device's heads, and of the heads of all devices.
+        sample_rows: indices of the tokens that are computed after attention; None: all.
+        rest: options of the part after attention.
     """
     dtype, index = x.dtype, batch.adapters
     of_layer = _attention if options.ops.branches else _shared_attention
@@ -283,8 +284,8 @@ def _layer(
 
 
 _shared_layer = jax.jit(_layer, static_argnames=("rope", "config", "options", "rest"))
-"""`_layer` as a function of its own in the program, traced and lowered once for equal layers. The
-compiler puts its body in the place of each call."""
+"""`_layer` as a separate function of the program, traced and lowered once for equal layers. The compiler inlines each
+call."""
 
 
 def decoder_step(
@@ -295,16 +296,16 @@ def decoder_step(
     options: StepOptions,
     sample_rows: Int32[Array, " S"] | None = None,
 ) -> tuple[tuple[Array, ...], Float[Array, "S D"]]:
-    """Compute all tokens of a step; returns the pools with their cache written and the last layer's output.
+    """Compute all tokens of a step; return the pools with their cache written and the last layer's output.
 
     Args:
-        pools: one array a layer, (P, C, E). Meant to be donated: the caller rebinds them to the result.
-        sample_rows: the tokens whose output is wanted, before places out of range; the others of a prompt need no more
-            than their cache of the last layer. None: all tokens.
+        pools: one array per layer, (P, C, E). Meant to be donated: the caller rebinds them to the result.
+        sample_rows: indices of the tokens whose output is needed, padded with indices out of range; for the other
+            tokens of a prompt the last layer only writes the cache. None: all tokens.
 
     Returns:
-        The pools, and hidden states (S, D) in the parameters' dtype, final norm applied where the model has one, of
-        no meaning for places out of range; `logits` turns rows of them into scores over the vocabulary.
+        The pools, and hidden states (S, D) in the parameters' dtype, after the final norm if the model has one, without
+        meaning for indices out of range; `logits` computes scores over the vocabulary from their rows.
     """
     num_tokens = batch.token_ids.shape[0]
     every = options.ops
@@ -392,11 +393,11 @@ def convert_inputs(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Array, ...]:
-    """Compute keys and values of cached layer inputs and write them to other blocks: K and V as a step of the KV kind
-    would have cached them, but for rounding; no attention, no feed-forward.
+    """Compute keys and values of cached layer inputs and write them to other blocks: the K and V that a step of the KV
+    kind would have cached, up to rounding. No attention or feed-forward layer is computed.
 
     Args:
-        pools: as in `decoder_step`. All of `batch.blocks` are read before anything is written.
+        pools: as in `decoder_step`. In each layer all of `batch.blocks` are read before a block is written.
 
     Returns:
         The pools.
@@ -435,7 +436,7 @@ def logits(
     product: Product = dense,
     tensor: TensorParallel | None = None,
 ) -> Float[Array, "B V"]:
-    """Scores over the vocabulary, float32; the whole of it on every device."""
+    """Scores over the vocabulary, float32; every device gets all of them."""
     hidden, head = _before_head(params, hidden, product)
     scores = apply_dense(hidden, head, params.head_bias, product)
     if tensor is not None:
@@ -451,7 +452,7 @@ def greedy_tokens(
     ops: KernelBackend,
     tensor: TensorParallel | None = None,
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """`sampling.greedy` of `logits`, which are not written where the platform can do without."""
+    """`sampling.greedy` of `logits`; if the platform has `dense_argmax`, the logits are not written to memory."""
     plain = params.head_bias is None and config.logits_softcap is None and tensor is None
     if ops.dense_argmax is None or not plain:
         return sampling.greedy(logits(params, hidden, config, ops.dense, tensor))
@@ -460,7 +461,7 @@ def greedy_tokens(
 
 
 def _before_head(params: ModelParams, hidden: Float[Array, "B D"], product: Product) -> tuple[Array, Any]:
-    """Input of the output head, and its matrix."""
+    """Input of the output head, and the head's matrix."""
     if params.project_out is not None:
         hidden = apply_dense(hidden, params.project_out, None, product).astype(hidden.dtype)
     return hidden, params.embed if params.head is None else params.head

@@ -1,14 +1,14 @@
-"""Fields of a ``config.json`` that each family knows: a field that means something we do not do is refused, never ignored.
+"""Fields of a ``config.json`` that each family knows: a field that asks for an unsupported feature is refused, never
+ignored.
 
 Every field of transformers' configuration class of a family (and of the objects within it) is in one of three groups,
 which `tests/parity/test_known_fields.py` checks:
 
-* read: the family's `model_config` gives it its effect;
-* off: refused, unless it has a value with which it does nothing;
-* `IGNORED`: changes no logits of a decoder that is served, by reason.
+* read: the family's `model_config` uses it; * off: refused, unless its value has no effect; * `IGNORED`: has no effect
+on the logits of a served decoder; the table gives the reason.
 
-Other fields are unknown to transformers as well, which ignores them. They are logged once, as `unknown_fields`.
-`python -m apt_jax.models.families` prints the table, which the site has in its reference.
+Other fields are unknown to transformers as well, which ignores them. They are logged once (`unknown_fields`). `python
+-m apt_jax.models.families` prints the table, which is part of the reference documentation.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ _EVERY_OFF: dict[str, tuple[Any, ...]] = {
     "compression_config": (),
     "quantization": (),
 }
-"""Values, beside null, with which a field does nothing, in any family."""
+"""Values, besides null, with which a field of any family has no effect."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,21 +72,21 @@ class FamilyFields:
     """Fields that one family knows."""
 
     read: frozenset[str]
-    """Have an effect, or are refused where they cannot have it."""
+    """Fields that are used; a value that cannot have its effect is refused."""
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Values, beside null, with which a field does nothing; any other is refused."""
+    """Values, besides null, with which a field has no effect; other values are refused."""
     ignored: frozenset[str] = frozenset()
     """Fields without effect in this family, in addition to `IGNORED`."""
     nested: Mapping[str, "FamilyFields"] = dataclasses.field(default_factory=dict)
-    """Fields of the objects within, by the name of the object."""
+    """Known fields of nested objects, by the name of the object."""
 
     def known(self) -> frozenset[str]:
-        """Every name that is read, refused or ignored."""
+        """Names of all fields that are read, refused or ignored."""
         own = (self.read, self.off, self.ignored, self.nested)
         return frozenset().union(*own, _EVERY_READ, _EVERY_OFF, _IGNORED)
 
     def but(self, *read: str, ignored: frozenset[str] = frozenset(), **off: tuple[Any, ...]) -> "FamilyFields":
-        """The same with more fields; what becomes `off` or ignored is no longer read."""
+        """A copy with more fields. Fields given as `off` or ignored are no longer read."""
         left = (self.read | frozenset(read)).difference(off, ignored)
         return dataclasses.replace(self, read=left, off={**self.off, **off}, ignored=self.ignored | ignored)
 
@@ -101,7 +101,7 @@ _ROPE = FamilyFields(
     ignored=frozenset({"finetuned"}),
 )  # fmt: skip
 ROPE = {"rope_parameters": _ROPE, "rope_scaling": _ROPE}
-"""Objects that describe rotary embeddings."""
+"""Known fields of the objects that describe rotary embeddings, by the name of the object."""
 ROPE_BY_LAYER = {
     "rope_parameters": FamilyFields(read=frozenset(), nested={"full_attention": _ROPE, "sliding_attention": _ROPE}),
     "rope_scaling": _ROPE,
@@ -115,7 +115,7 @@ LLAMA_FIELDS = FamilyFields(
     }),
     nested=ROPE,
 )  # fmt: skip
-"""The fields of Llama's layout."""
+"""Known fields of Llama's layout."""
 
 
 def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
@@ -123,10 +123,10 @@ def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def check_fields(known: FamilyFields, fields: Mapping[str, Any], family: str) -> None:
-    """Refuse a configuration that asks for something that the family does not do.
+    """Refuse a configuration that asks for a feature that the family does not support.
 
     Raises:
-        ModelLoadError: one line that names the field, its value, and what is supported.
+        ModelLoadError: one line that names the field, its value, and the supported values.
     """
     _check(known, fields, f"model_type {family}", "")
     types = fields.get("layer_types")
@@ -150,7 +150,7 @@ def _check(known: FamilyFields, fields: Mapping[str, Any], family: str, where: s
 
 
 def unknown_fields(known: FamilyFields, fields: Mapping[str, Any]) -> list[str]:
-    """Names of fields that have a value and that neither the family nor transformers' class of it knows."""
+    """Names of fields that have a value and are known neither here nor to the family's class in transformers."""
     return list(_unknown(known, fields, ""))
 
 
@@ -164,7 +164,7 @@ def _unknown(known: FamilyFields, fields: Mapping[str, Any], where: str) -> Iter
 
 
 def markdown(families: Mapping[str, FamilyFields]) -> str:
-    """The table, and the list of ignored fields."""
+    """The table of known fields by family, and the list of ignored fields."""
 
     def names(found: Any) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found))

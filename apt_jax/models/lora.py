@@ -1,13 +1,13 @@
 """LoRA adapters in the decoder (Hu et al., 2021): `W + scale B A` for the adapter of each row, for several at once.
 
 The adapters of a server are stacked layer by layer (`LayerAdapters`) and travel with the parameters; a step says for
-every token which adapter it has. Weights stay as they are, quantized or not: what an adapter adds is computed beside
-the product, in the dtype of activations.
+every token which adapter it has. Weights stay unchanged, quantized or not: the addition of an adapter is computed
+separately from the product, in the dtype of activations.
 
 * Products of a step (`adapted`): `x W^T + (x A^T) B` for each row's own A and B.
-* Layer inputs that are cached are those of the request's adapter, so that its keys and values are computed from them
-  with its own W_k and W_v. Where attention absorbs the projections, so it does the additions: the query of a head
-  becomes `W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h (A z)` (`ops.low_rank.absorbed_low_rank`).
+* Cached layer inputs are computed with the request's adapter, and keys and values are computed from them with the
+adapter's W_k and W_v. If attention absorbs the projections, it absorbs the additions too: the query of a head becomes
+`W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h (A z)` (`ops.low_rank.absorbed_low_rank`).
 """
 
 import dataclasses
@@ -26,30 +26,32 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.weights import LowRank
 
 TARGETS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
-"""Matrices of a layer that adapters may add to, as fields of `LayerParams`."""
+"""Matrices of a layer that adapters can change, as fields of `LayerParams`."""
 
 NO_ADAPTER = 0
-"""Adapter of a row without one."""
+"""Adapter index of a row without an adapter."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LoraAdapter:
-    """One adapter, on the host."""
+    """One adapter, in host memory."""
 
     name: str
     matrices: Mapping[tuple[int, str], tuple[np.ndarray, np.ndarray]]
-    """By layer and field of `TARGETS`: A (r, I) and B (O, r), float32, the scale in B."""
+    """A (r, I) and B (O, r) of each changed matrix by layer and field of `TARGETS`, float32, with the scale included in
+    B."""
 
     @property
     def rank(self) -> int:
-        """The largest of its matrices."""
+        """Largest rank of the adapter's matrices."""
         return max(a.shape[0] for a, _ in self.matrices.values())
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerAdapters:
-    """Low-rank additions of the adapters to the matrices of one layer; None: none of them adds anything."""
+    """Low-rank additions of all adapters to the matrices of one layer, by field; None: no adapter changes that
+    matrix."""
 
     wq: LowRank | None = None
     wk: LowRank | None = None
@@ -61,7 +63,7 @@ class LayerAdapters:
 
 
 def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
-    """(outputs, inputs) of a matrix of `TARGETS`; None: the model has none."""
+    """(outputs, inputs) of a matrix of `TARGETS`; None: the model has no such matrix."""
     heads, lanes = config.num_heads * config.head_dim, config.lane
     d, f = config.hidden_size, config.ffn_size
     return {
@@ -76,7 +78,7 @@ def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
 
 
 def with_adapters(params: ModelParams, config: ModelConfig, adapters: Sequence[LoraAdapter]) -> ModelParams:
-    """The parameters with all adapters stacked beside each layer's matrices, in the dtype of activations."""
+    """The parameters with all adapters stacked in `LayerParams.adapters`, in the dtype of activations."""
     if not adapters:
         return params
     dtype = np.dtype(params.dtype)
@@ -117,8 +119,8 @@ def adapted(
 
     Args:
         y: the product with the layer's own matrices, without activation.
-        parts: fields of `TARGETS` that its outputs belong to, from the first on, and how many do.
-        index: adapter of each row.
+        parts: (field of `TARGETS`, number of outputs) of consecutive ranges of outputs.
+        index: adapter of each row; None: unchanged.
     """
     if p.adapters is None or index is None:
         return y
@@ -134,7 +136,7 @@ def addition(
     index: Int32[Array, " T"] | None,
     ops: KernelBackend,
 ) -> Float[Array, "T O"] | None:
-    """Compute the adapters' part of the product with one matrix, float32; None: nothing."""
+    """Compute the adapters' addition to the product with one matrix, float32; None: there is no addition."""
     part = adapter_of(p, field)
     if part is None or index is None:
         return None
@@ -142,5 +144,5 @@ def addition(
 
 
 def adapter_of(params: LayerParams, field: str) -> Any:
-    """Return the adapters' part of a matrix of a layer, a `LowRank`; None: nothing."""
+    """Return the adapters' addition to a matrix of a layer, a `LowRank`; None: there is no addition."""
     return None if params.adapters is None else getattr(params.adapters, field)

@@ -1,4 +1,4 @@
-"""Memory that a model takes on each of several devices, from its configuration; nothing is allocated."""
+"""Plan of the memory that a model takes on each of several devices, from its configuration; nothing is allocated."""
 
 import dataclasses
 import math
@@ -21,37 +21,38 @@ class Leaf:
     """One array of the parameters."""
 
     name: str
-    """Name of `params.param_names`; layers are alike, and the first stands for all."""
+    """Name in `params.param_names`; layers are equal, and the first stands for all."""
     shape: tuple[int, ...]
     """Shape before sharding."""
     cut: str
-    """Mesh axis that each of its axes is sharded over, such as ``tensor, -, -``."""
+    """Mesh axis that each axis of the array is sharded over, such as ``tensor, -, -``."""
     device_bytes: int
     """Bytes on one device, over all layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on one device."""
+    """Bytes on one device, and the tokens that fit."""
 
     leaves: list[Leaf]
     weight_bytes: int
     pool_bytes: int
-    """`device_memory_utilization` of the memory beside the weights, in whole blocks."""
+    """Bytes of the pool: `device_memory_utilization` of the memory that weights and temporaries leave, in whole
+    blocks."""
     num_blocks: int
     tokens: dict[str, int]
-    """Tokens that the pool holds if all are of one kind of cache."""
+    """Tokens that the pool holds if all are cached in one kind, by kind."""
     host_blocks: int
-    """Blocks that `swap_space` GiB of host memory hold, of all devices together."""
+    """Blocks that fit in `swap_space` GiB of host memory, for all devices together."""
     host_tokens: dict[str, int]
-    """Tokens that they hold if all are of one kind of cache."""
+    """Tokens that `host_blocks` hold if all are cached in one kind, by kind."""
     step_bytes: int
-    """Memory of a step's temporaries (the scores over the vocabulary of every row and the widest activations) and of
-    the arrays kept for each of `max_num_seqs` requests."""
+    """Bytes of a step's temporaries (the scores over the vocabulary of every row and the widest activations) and of the
+    arrays kept for each of `max_num_seqs` requests."""
 
 
 class _NoRoomError(ConfigError):
-    """It does not fit."""
+    """The model does not fit in the devices' memory."""
 
 
 def memory_plan(
@@ -67,14 +68,16 @@ def memory_plan(
     memory_fraction: float = 1.0,
     int8: bool = False,
 ) -> MemoryPlan:
-    """Plan a model on `num_devices` devices of equal memory, of which JAX takes `memory_fraction`.
+    """Plan the memory of a model on `num_devices` devices of `device_bytes` bytes each, of which JAX uses
+    `memory_fraction`.
 
     Args:
-        max_model_len: longest context; None: the model's.
-        int8: once the model is loaded, its matrices are rounded (`models.quantize`).
+        max_model_len: longest context in tokens; None: the model's longest.
+        int8: whether matrices are rounded to int8 after loading (`models.quantize`).
 
     Raises:
-        ConfigError: it cannot be cut for them, or does not fit; then the flags are named that would help.
+        ConfigError: the model cannot be sharded over the devices, or does not fit; then the message names flags that
+            would help.
     """
     asked: dict[str, Any] = {
         "dtype": dtype,
@@ -186,11 +189,12 @@ def _leaves(
     by_feature: bool,
     kept: tuple[str, ...] | None = None,
 ) -> list[Leaf]:
-    """The leaves of one layer, equal for all, and the leaves outside of layers.
+    """The leaves of one layer, which stands for all layers, and the leaves outside layers.
 
     Args:
-        by_feature: as of `sharding.leaf_spec`.
-        kept: matrices that stay as they are where all others are int8, with a float32 scale for each output; None: all.
+        by_feature: see `sharding.leaf_spec`.
+        kept: names of matrices that stay unquantized; all others are int8 with a float32 scale per output. None: all
+            stay unquantized.
     """
     found: dict[str, Leaf] = {}
     names = jax.tree.leaves(param_names(config))

@@ -1,8 +1,8 @@
-"""The parameters of a model as a flax NNX module, and back: JAX training code serves what it trains.
+"""Conversion of a model's parameters to a flax NNX module and back, so that a model trained in JAX can be served.
 
-`to_nnx` and `from_nnx` move no array: values, dtypes and shardings are those that came in. Names are those of
-`params.param_names`: ``module.layers[3].wq`` is the leaf ``layers.3.wq``, and what a model does not have is no attribute.
-Tied embeddings are one parameter.
+`to_nnx` and `from_nnx` copy no array: values, dtypes and shardings are unchanged. Names are those of
+`params.param_names`: ``module.layers[3].wq`` is the leaf ``layers.3.wq``, and a parameter that the model does not have
+is not an attribute. Tied embeddings are one parameter.
 
 flax is an optional dependency, imported when one of these functions is called.
 """
@@ -22,17 +22,18 @@ def to_nnx(params: ModelParams, config: ModelConfig, *, dtype: Any = None, remat
     """The NNX module of a loaded model.
 
     Args:
-        params: as `load_model` returns them: not quantized, and not those of a running engine, which lays them out for
-            its kernels. The module shares their arrays: a training step that donates them takes them away from `params`.
+        params: parameters as `load_model` returns them: not quantized, and not from a running engine, which lays them
+            out for its kernels. The module shares their arrays: a training step that donates them invalidates `params`.
         config: the model's shape.
-        dtype: that the module's forward pass rounds parameters to, and multiplies in; None: theirs.
+        dtype: dtype to which the module's forward pass rounds parameters, and in which it multiplies; None: that of the
+            parameters.
         remat: see `training_logits`.
 
     Returns:
-        A module with an `nnx.Param` for each leaf, called with token ids; see `Decoder`.
+        A module with an `nnx.Param` for each leaf, to be called with token ids; see `Decoder`.
 
     Raises:
-        ConfigError: the parameters are others than the configuration says, or flax is not installed.
+        ConfigError: the parameters do not match the configuration, or flax is not installed.
     """
     import_nnx()
     from apt_jax.models.nnx_decoder import Decoder

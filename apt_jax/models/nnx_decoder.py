@@ -1,4 +1,4 @@
-"""The NNX module that `apt_jax.models.to_nnx` makes; import this only where flax is installed."""
+"""NNX module that `apt_jax.models.to_nnx` builds; importing it requires flax."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,10 @@ from apt_jax.ops.weights import NormParams
 
 
 class _Part(nnx.Module):
-    """The fields of a dataclass of parameters as attributes, without None fields.
+    """A module whose attributes are the fields of a dataclass of parameters, without None fields.
 
     Args:
-        params: arrays become an `nnx.Param`, norms a `Norm`.
+        params: the dataclass; its arrays become an `nnx.Param` each, its norms a `Norm`.
     """
 
     def __init__(self, params: Any) -> None:
@@ -36,7 +36,7 @@ class _Part(nnx.Module):
 
 
 class Norm(_Part):
-    """The scale, and the bias if there is one, of a norm."""
+    """The scale of a norm, and its bias if it has one."""
 
 
 class Layer(_Part):
@@ -46,7 +46,7 @@ class Layer(_Part):
 class Decoder(_Part):
     """A model of any family: its parameters, by the names of `ModelParams`, and its forward pass for training.
 
-    Calling it computes `training_logits`, which is what the engine computes, in the engine's precision.
+    Calling it computes `training_logits`: the engine's scores, in the engine's precision.
 
     Args:
         params, config, dtype, remat: see `to_nnx`.

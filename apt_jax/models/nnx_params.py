@@ -1,4 +1,4 @@
-"""The parameters that an NNX module holds; flax is imported when they are asked for."""
+"""Conversion of an NNX module's parameters to `ModelParams`; flax is imported on use."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,16 +12,16 @@ from apt_jax.models.params import ModelParams, param_names
 
 
 def from_nnx(state_or_module: Any, config: ModelConfig) -> ModelParams:
-    """The parameters that a module of `to_nnx` holds, as `LLM(..., params=...)` takes them.
+    """The parameters of a module from `to_nnx`, for `LLM(..., params=...)`.
 
     Args:
-        state_or_module: the module, its `nnx.state`, or that as nested dictionaries of arrays, as
-            `nnx.to_pure_dict` makes them and checkpoints restore them (numbers of layers may be strings).
+        state_or_module: the module, its `nnx.state`, or that state as nested dictionaries of arrays, as
+            `nnx.to_pure_dict` returns and checkpoints restore them (layer numbers may be strings).
         config: the model's shape.
 
     Raises:
-        ConfigError: parameters are missing, of other shapes, quantized, or unknown (those of adapters in the module,
-            for example); or flax is not installed.
+        ConfigError: parameters are missing, have wrong shapes, are quantized or are unknown (for example adapters in
+            the module); or flax is not installed.
     """
     nnx = import_nnx()
     state = nnx.state(state_or_module) if isinstance(state_or_module, nnx.Module) else state_or_module
@@ -45,7 +45,7 @@ def from_nnx(state_or_module: Any, config: ModelConfig) -> ModelParams:
 
 
 def import_nnx() -> Any:
-    """flax.nnx.
+    """Import and return `flax.nnx`.
 
     Raises:
         ConfigError: flax is not installed.

@@ -1,9 +1,9 @@
 """Parameters of the decoder as a pytree, with a logical axis name for every dimension.
 
-The trio of an abstract tree (shapes), an axes tree (names) and the arrays have one structure, so that shapes and
-layouts can be tested without memory. Sharding maps logical names to mesh axes in one table and changes nothing here.
+The abstract tree (shapes), the axes tree (names) and the tree of arrays have one structure, so that shapes and layouts
+can be tested without allocating memory. Sharding maps logical names to mesh axes in a table of its own.
 
-Weights are stored (out, in), as checkpoints have them and as CPU matrix products like them best.
+Weights are stored (out, in), like in checkpoints; CPU matrix products are fastest in this layout.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from apt_jax.ops.weights import NormParams
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerParams:
-    """One transformer layer. What the model does not have is None."""
+    """One transformer layer. Parameters that the model does not have are None."""
 
     attn_norm: NormParams | None
-    """Before attention; after its residual where norms are placed "post"."""
+    """Norm before attention; with "post" placement, after attention's residual."""
     attn_out_norm: NormParams | None
-    """Applied to the output of attention, before the residual."""
+    """Norm of the output of attention, before the residual."""
     wq: Any
     """(N, H, D)"""
     bq: Any
@@ -40,9 +40,9 @@ class LayerParams:
     """(K, H, D)"""
     bv: Any
     q_norm: Any
-    """(H,) of each head, or (N * H,) over all of them"""
+    """(H,) for each head, or (N * H,) over all heads"""
     k_norm: Any
-    """(H,) or (K * H,)"""
+    """(H,) for each head, or (K * H,) over all heads"""
     wo: Any
     """(D, N, H)"""
     bo: Any
@@ -59,14 +59,14 @@ class LayerParams:
     """(D, F)"""
     b_down: Any
     wqkv: Any = None
-    """((N + 2K) * H, D): wq, wk and wv as one matrix, or None. See `fuse_products`."""
+    """((N + 2K) * H, D): wq, wk and wv as one matrix; None: not fused. See `fuse_products`."""
     bqkv: Any = None
     """((N + 2K) * H,)"""
     w_gate_up: Any = None
-    """(2F, D): w_gate and w_up as one matrix, in their place"""
+    """(2F, D): w_gate and w_up as one matrix, in place of the two; None: not fused."""
     b_gate_up: Any = None
     adapters: Any = None
-    """`apt_jax.models.lora.LayerAdapters`: what adapters add to the matrices; None: there are none"""
+    """`apt_jax.models.lora.LayerAdapters`: additions of adapters to the matrices; None: no adapters"""
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ class ModelParams:
     """(D', D) or None"""
     final_norm: NormParams | None
     head: Any
-    """(V, D'); None: tied to `embed`"""
+    """(V, D'); None: the head is tied to `embed`"""
     head_bias: Any
     """(V,) or None"""
     layers: tuple[LayerParams, ...]
@@ -102,8 +102,8 @@ class ModelParams:
 
 
 def output_head(params: ModelParams) -> ModelParams:
-    """The part of a model, or of a tree like it, that turns hidden states into scores: a call takes a microsecond or
-    two for every array that it is given."""
+    """The parameters that compute scores from hidden states, in a tree with None elsewhere. A call takes one to two
+    microseconds per array argument, so the other arrays are left out."""
     return dataclasses.replace(params, layers=(), position=None, embed_norm=None, project_in=None, final_norm=None)
 
 
@@ -170,12 +170,12 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> ModelParams:
-    """The tree of `jax.ShapeDtypeStruct`; allocates nothing."""
+    """The tree of `jax.ShapeDtypeStruct` leaves; allocates nothing."""
     return _build(config, lambda _name, shape, _axes: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
 def param_axes(config: ModelConfig) -> ModelParams:
-    """The tree of logical axis names, a tuple of strings a leaf."""
+    """The tree of logical axis names: a tuple of strings per leaf."""
     return _build(config, lambda _name, _shape, axes: axes)
 
 
@@ -185,7 +185,7 @@ def param_names(config: ModelConfig) -> ModelParams:
 
 
 _MOST_ON_HOST = 1 << 28
-"""Values of a model up to which `dummy_params` makes them on the host, in two seconds."""
+"""Largest number of parameters that `dummy_params` fills on the host, which takes two seconds."""
 
 
 def dummy_params(
@@ -196,8 +196,9 @@ def dummy_params(
 ) -> ModelParams:
     """Random weights of the right shapes: normal, std 0.02; norms near one; biases not zero.
 
-    Made leaf by leaf with NumPy on the host, so that the largest temporary is one leaf, and equal on all platforms. Large
-    models are made on the device where that is not a CPU: OPT-13B would take a core minutes.
+    They are generated leaf by leaf with NumPy on the host, so that the largest temporary is one leaf and values are
+    equal on all platforms. For large models they are generated on the device unless it is a CPU: OPT-13B would take a
+    core minutes.
     """
     num_values = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config, dtype)))
     if num_values > _MOST_ON_HOST and jax.default_backend() != "cpu":
@@ -220,7 +221,7 @@ def dummy_params(
 def _dummy_on_device(
     config: ModelConfig, dtype: Any, seed: int, sharding: Callable[[str], jax.sharding.Sharding | None] | None
 ) -> ModelParams:
-    """`dummy_params` with JAX's random numbers, one program a shape."""
+    """`dummy_params` from JAX's random numbers, with one program per shape."""
     key, count = jax.random.key(seed), iter(range(1 << 20))
 
     def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:
@@ -238,11 +239,11 @@ def _normal(key: jax.Array, mean: jax.Array, shape: tuple[int, ...], dtype: Any,
 
 
 def is_matrix(name: str) -> bool:
-    """True for leaves of `param_names` that rows are multiplied with, and for the token embeddings."""
+    """True for names of `param_names` that are matrices of products, and for the token embeddings."""
     field = name.rsplit(".", 1)[-1]
     return field in ("embed", "head", "project_in", "project_out", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 
 
 def is_norm_scale(name: str) -> bool:
-    """True for leaves of `param_names` that are the scale of a norm."""
+    """True for names of `param_names` that are the scale of a norm."""
     return name.endswith(("norm.scale", "q_norm", "k_norm"))

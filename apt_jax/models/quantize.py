@@ -1,8 +1,8 @@
-"""Weights as int8 with a scale for each output, half the bytes of bfloat16, which are read whole at every decode step;
-and what matrices of integers must be widened for.
+"""Weights as int8 with a scale per output, half the bytes of bfloat16, all of which every decode step reads; and
+dequantization of integer matrices for uses that need numbers.
 
-Norms, biases, position tables and the cache stay as they are. Scales and rounding are qwix's (symmetric, the largest
-weight of an output is 127.5 steps). Products take the integers as they are and scale the results; on CPUs they round
+Norms, biases, position tables and the cache are not quantized. Scales and rounding are qwix's (symmetric, the largest
+weight of an output is 127.5 steps). Products read the integers directly and scale the results; on CPUs they round
 activations too (`ops.weights.IntegerTiles`).
 """
 
@@ -29,17 +29,17 @@ def _quantize(w: Float[Array, "O I"]) -> QuantizedMatrix:
 
 
 def dequantize(w: QuantizedMatrix, dtype: Any) -> Float[Array, "O I"]:
-    """The values that the integers stand for."""
+    """The weights that the integers represent, in `dtype`."""
     return (w.values.astype(jnp.float32) * w.scale[:, None]).astype(dtype)
 
 
 def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
-    """All matrices that rows are multiplied with, and the token embeddings.
+    """Quantize all matrices that rows are multiplied with, and the token embeddings.
 
     Args:
-        params: whole, or as `fuse_products` leaves them.
-        keep: attention over layer inputs absorbs or reprojects with wk and wv by themselves: leave them in full, as
-            what their integers stand for, so that both kinds of cache see the same weights.
+        params: parameters as loaded, or as `fuse_products` returns them.
+        keep: do not store wk and wv as integers, as attention over layer inputs uses them separately; their values are
+            rounded to those that the integers represent, so that both kinds of cache use the same weights.
 
     Raises:
         ConfigError: qwix is not installed.
@@ -56,7 +56,7 @@ def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
 
 
 def delete_replaced(before: ModelParams, after: ModelParams) -> None:
-    """Delete the arrays of a model that its quantized form has not."""
+    """Delete the arrays of a model that its quantized form does not share."""
     kept = {id(leaf) for leaf in jax.tree.leaves(after)}
     for leaf in jax.tree.leaves(before):
         if id(leaf) not in kept:
@@ -64,8 +64,8 @@ def delete_replaced(before: ModelParams, after: ModelParams) -> None:
 
 
 def widen_keys(params: ModelParams, dtype: Any) -> ModelParams:
-    """wk and wv of a `GroupedMatrix` dequantized to `dtype`: attention over layer inputs absorbs or reprojects with
-    each by itself."""
+    """Parameters with wk and wv of type `GroupedMatrix` dequantized to `dtype`: attention over layer inputs uses each
+    of them separately."""
 
     def widened(w: Any) -> Any:
         return w.dequantized(dtype).reshape(w.shape) if isinstance(w, GroupedMatrix) else w

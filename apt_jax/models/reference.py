@@ -1,6 +1,6 @@
-"""The plain forward pass: the contract that the paged decoder is tested against.
+"""Plain forward pass that the paged decoder is tested against.
 
-One sequence, no cache, full causal attention, float32 throughout, one line a step of the model's definition.
+One sequence, no cache, full causal attention, float32 throughout, one line per step of the model's definition.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[A
 
 
 def _head_norm(x: Float[Array, "T N H"], scale: Array | None, config: ModelConfig) -> Float[Array, "T N H"]:
-    """RMS norm of every head, or of all heads together, as long as `scale` is."""
+    """RMS norm of every head, or of all heads together, depending on the length of `scale`."""
     if scale is None:
         return x
     scale = scale + config.norm_offset
@@ -42,7 +42,7 @@ def _head_norm(x: Float[Array, "T N H"], scale: Array | None, config: ModelConfi
 
 
 def _turn(x: Float[Array, "T N H"], rope: RopeConfig | None) -> Float[Array, "T N H"]:
-    """Rotary embedding: complex multiplication of lanes i + i' j with i' = i + R / 2 by e^(j t f_i)."""
+    """Rotary embedding: lanes i and i' = i + R / 2 are a complex number, multiplied by e^(j t f_i) at position t."""
     if rope is None:
         return x
     half = len(rope.inv_freq)
@@ -107,7 +107,7 @@ def forward(params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig
     """Scores of the next token after each position of one sequence.
 
     Args:
-        params: any floating dtype; computed in float32.
+        params: parameters of any floating dtype; they are computed with in float32.
         tokens: ids in [0, vocab_size), at positions 0 to T - 1.
 
     Returns:
@@ -146,11 +146,12 @@ def reference_generate_greedy(
     *,
     eos_token_id: int | None = None,
 ) -> list[int]:
-    """Continue `prompt` by the most likely token (the smallest id among equals), recomputing everything for each token.
+    """Continue `prompt` with the most likely token (the smallest id among equals), recomputing everything for each
+    token.
 
     Args:
         prompt: at least one id.
-        num_tokens: output length; shorter only where `eos_token_id` comes first, which is then the last of the output.
+        num_tokens: output length; the output is shorter only if `eos_token_id` comes earlier, and then ends with it.
 
     Returns:
         The output ids without the prompt.

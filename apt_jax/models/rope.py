@@ -3,16 +3,16 @@
 `read_rope` turns the fields of a ``config.json`` into a `RopeConfig`. Names of types and fields are those of
 transformers, old (``rope_theta`` and ``rope_scaling``) and new (``rope_parameters``):
 
-default   1 / theta^(2i / R)                                         (Su et al., 2021)
-linear    all of them divided by `factor`                            (Chen et al., 2023)
-dynamic   theta grows with the context: "dynamic NTK"                (bloc97 and emozilla, 2023)
-llama3    low frequencies divided by `factor`, high ones kept        (Llama 3.1)
-yarn      as llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023)
-longrope  a factor a lane, one set for short contexts, one for long  (Ding et al., 2024)
+default   1 / theta^(2i / R)                                         (Su et al., 2021) linear    all of them divided by
+`factor`                            (Chen et al., 2023) dynamic   theta grows with the context: "dynamic NTK"
+(bloc97 and emozilla, 2023) llama3    low frequencies divided by `factor`, high ones kept        (Llama 3.1) yarn
+like llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023) longrope  a factor per lane, one set
+for short contexts, one for long  (Ding et al., 2024)
 
-Two types depend on the length of the context. Cached keys cannot follow a length that grows, so the frequencies are
-those of one length, the model's `max_len`: up to the original context both are exactly those of transformers, and
-beyond it a longer `max_len` must be asked for (``--max-model-len``), which fixes the frequencies of that length.
+Two types depend on the length of the context. Cached keys cannot be rotated again when a context grows, so the
+frequencies are fixed for one length, the model's `max_len`. Up to the original context they are exactly those of
+transformers; a longer context requires a larger `max_len` (``--max-model-len``), which fixes the frequencies of that
+length.
 """
 
 import math
@@ -128,15 +128,15 @@ def read_rope(
     can_be_partial: bool = False,
     max_len: int | None = None,
 ) -> tuple[RopeConfig, int]:
-    """The rotary embedding that a ``config.json`` describes, and the longest context that its frequencies are for.
+    """The rotary embedding of a ``config.json``, and the longest context in tokens for which its frequencies hold.
 
     Args:
-        fields: of the configuration; ``max_position_embeddings`` among them.
+        fields: fields of the configuration, with ``max_position_embeddings``.
         head_dim: H.
-        theta: base where the configuration names none.
-        partial: share of a head's lanes that turn, where ``partial_rotary_factor`` is not there.
-        can_be_partial: a share below one is taken; else it is refused, as transformers would turn all lanes.
-        max_len: longest context that will be served, tokens; None: what the configuration gives without stretching.
+        theta: default of the base.
+        partial: default of ``partial_rotary_factor``, the fraction of a head's lanes that are rotated.
+        can_be_partial: accept a fraction below one; otherwise it is refused, as transformers would rotate all lanes.
+        max_len: longest context to serve, in tokens; None: the longest of the configuration without stretching.
 
     Raises:
         ModelLoadError: an unknown type, or a missing or impossible field.

@@ -1,22 +1,21 @@
 """Tensor parallelism: one model sharded over several devices as in Megatron, and the collectives between them.
 
 Every device runs the decoder of `apt_jax.models.decoder` on its share of the heads, of the feed-forward layer and of
-the vocabulary, within one `jax.shard_map` a program. What crosses between them is written where it happens
-(`TensorParallel`):
+the vocabulary, within one `jax.shard_map` per program. The collectives are methods of `TensorParallel`:
 
-* a sum after attention's output product and after the feed-forward layer, as both are cut on their input side;
-* a sum of the token embeddings, of which every device has some rows, and a gathering of the scores over the vocabulary;
-* for layer inputs X, which are cached by feature so that they too take 1/t of the memory on each of t devices: absorbed
-  attention gathers the new queries, sums the scores between its two products, and sums and scatters its result over
-  heads; where rotary keys must be computed from X, its features are gathered first.
+* a sum after attention's output product and after the feed-forward layer, as both are sharded by input;
+* a sum of the token embeddings, of which every device has some rows, and a gather of the scores over the vocabulary;
+* for layer inputs X, whose cache is sharded by feature so that it too takes 1/t of the memory on each of t devices:
+absorbed attention gathers the new queries, sums the scores between its two products, and sums and scatters its result
+over heads; if rotary keys must be computed from X, its features are gathered first.
 
-Where attention over layer inputs is absorbed, W_k and W_v are cut by feature too, as that is how it needs them
-(`cuts_by_feature`). Keys and values of new tokens are then sums over devices, which are scattered over heads: a second
-copy by head would take 2 D E / t elements a layer.
+If attention over layer inputs is absorbed, W_k and W_v are sharded by feature too (`cuts_by_feature`). Keys and values
+of new tokens are then sums over devices, scattered over heads: a second copy of the weights, sharded by head, would
+take 2 D E / t elements per layer.
 
-The residual stream and the sampler are computed by every device alike.
+Every device computes the whole residual stream and the sampler.
 
-Key heads that are fewer than devices are repeated: a device holds the one that its query heads need.
+If there are fewer key heads than devices, they are repeated: a device holds the key head of its query heads.
 """
 
 import dataclasses
@@ -39,11 +38,11 @@ from apt_jax.ops.weights import QuantizedMatrix
 AXIS = "tensor"
 """Name of the mesh axis."""
 POOL_SPEC = P(None, None, AXIS)
-"""How a pool (P, C, E) is cut: by lanes."""
+"""Sharding of a pool (P, C, E): by lanes."""
 HOST_SPEC = P(None, None, None, AXIS)
-"""How contents of blocks (n, L, C, E) are cut."""
+"""Sharding of the contents of blocks (n, L, C, E): by lanes."""
 HOST_SLOTS_SPEC = P(None, None, AXIS)
-"""How contents of slots (n, L, values) are cut."""
+"""Sharding of the contents of slots (n, L, values): by values."""
 
 _CUT = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 """Logical axes of parameters that are sharded; the others are replicated."""
@@ -54,9 +53,9 @@ class TensorParallel:
     """Collectives of one program, to be called within `jax.shard_map` over `AXIS`."""
 
     size: int
-    """t: devices."""
+    """t: number of devices."""
     config: ModelConfig
-    """The whole model; the decoder itself sees `own_config`."""
+    """Configuration of the whole model; the decoder gets `own_config`."""
 
     @property
     def rank(self) -> Array:
@@ -82,7 +81,7 @@ class TensorParallel:
 
 
 def sizes_that_fit(config: ModelConfig) -> list[int]:
-    """Numbers of devices that a model can be sharded over."""
+    """Numbers of devices that the model can be sharded over."""
     return [
         t
         for t in range(1, config.num_heads + 1)
@@ -93,7 +92,7 @@ def sizes_that_fit(config: ModelConfig) -> list[int]:
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError if a model cannot be sharded over this number of devices."""
+    """Raise ConfigError if the model cannot be sharded over `size` devices."""
     fit = sizes_that_fit(config)
     if size not in fit:
         raise ConfigError(
@@ -103,10 +102,10 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
-    """The first devices, equally many of each host.
+    """Mesh of the first `size` devices, with equally many from each host.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are not enough devices.
     """
     devices = jax.devices()
     if num_hosts > 1:
@@ -139,7 +138,8 @@ def hidden_refusal(config: ModelConfig, size: int) -> str | None:
 
 
 def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
-    """True if requests may have the hidden kind. Raises ConfigError where it is the only kind and not offered."""
+    """True if requests may use the hidden kind. Raises ConfigError if it is the only kind of `cache` and not
+    offered."""
     refusal = config.hidden_refusal or hidden_refusal(config, num_devices)
     if cache.mode != "hidden":
         return cache.mode == "hybrid" and config.offers_hybrid and refusal is None
@@ -155,19 +155,20 @@ def offers_hidden(config: ModelConfig, cache: CacheConfig, num_devices: int) -> 
 
 
 def cuts_by_feature(config: ModelConfig, cache: CacheConfig, num_devices: int) -> bool:
-    """True if the devices share W_k and W_v by feature: layer inputs can be cached and attention over them absorbs
-    both. Raises ConfigError where they are the only kind and not offered."""
+    """True if the devices shard W_k and W_v by feature: layer inputs can be cached, and attention over them absorbs
+    both matrices. Raises ConfigError if the hidden kind is the only kind of `cache` and not offered."""
     absorbs = cache.hidden_attention != "reproject" and config.hidden_mode == "absorb"
     return num_devices > 1 and absorbs and offers_hidden(with_repeated_heads(config, num_devices), cache, num_devices)
 
 
 def with_repeated_heads(config: ModelConfig, size: int) -> ModelConfig:
-    """The model with as many key heads as devices where it has fewer."""
+    """The model with key heads repeated to one per device if it has fewer."""
     return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, size))
 
 
 def own_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The share of one device of a model `with_repeated_heads`. ALiBi slopes are not its own: they differ by device."""
+    """Configuration of one device's share of a model `with_repeated_heads`. Its ALiBi slopes have the right number but
+    not the right values, which differ by device."""
     if size == 1:
         return config
     heads = config.num_heads // size
@@ -182,7 +183,7 @@ def own_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _spec(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> P:
-    """Partition of a leaf; replicated where its size does not divide."""
+    """Partition of a leaf; an axis whose length is not divisible by `size` is not sharded."""
     return P(*(AXIS if axis in _CUT and length % size == 0 else None for length, axis in zip(shape, axes, strict=True)))
 
 
@@ -206,7 +207,7 @@ def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = F
     """Partition of a leaf of `param_names` over the devices.
 
     Args:
-        by_feature: what `cuts_by_feature` says.
+        by_feature: result of `cuts_by_feature`.
 
     Raises:
         ConfigError: the model cannot be sharded.
@@ -216,10 +217,10 @@ def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = F
 
 
 def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str, *, cache: CacheConfig | None = None) -> NamedSharding:
-    """Sharding that a leaf of `param_names` is loaded to; see `apt_jax.models.loading.loader.LeafSharding`.
+    """Sharding in which a leaf of `param_names` is loaded; see `apt_jax.models.loading.loader.LeafSharding`.
 
     Args:
-        cache: that the model is to serve with; None: of keys and values.
+        cache: cache settings that the model is served with; None: only keys and values are cached.
     """
     by_feature = cache is not None and cuts_by_feature(config, cache, mesh.size)
     return NamedSharding(mesh, leaf_spec(config, mesh.size, name, by_feature=by_feature))
@@ -231,11 +232,11 @@ def shard_params(
     """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
 
     Args:
-        params: as loaded, or as `quantize_params` leaves them, anywhere. Leaves that are not needed whole are deleted,
-            unless `keep`.
-        config: of the model as loaded.
-        by_feature: what `cuts_by_feature` says.
-        keep: the caller goes on using `params`.
+        params: parameters as loaded or as `quantize_params` returns them, on any device. Leaves that are not needed
+            unsharded are deleted, unless `keep`.
+        config: configuration of the loaded model.
+        by_feature: result of `cuts_by_feature`.
+        keep: do not delete leaves of `params`, which the caller still uses.
     """
     size = mesh.size
     specs = _specs_by_name(with_repeated_heads(config, size), size, by_feature)
@@ -253,7 +254,7 @@ def shard_params(
         return name in ("embed", "head", "head_bias") and config.vocab_size % size > 0
 
     def placed_integers(name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """Values cut as the matrix is, with the scales of their outputs."""
+        """Values sharded like the matrix, and scales like its outputs."""
         values, scale = matrix.values, matrix.scale
         if is_repeated(name):
             heads = (config.num_kv_heads, config.head_dim)
@@ -293,7 +294,7 @@ def shard_params(
 def abstract_shards(
     config: ModelConfig, dtype: Any, mesh: Mesh, *, by_feature: bool
 ) -> tuple[ModelParams, ModelParams]:
-    """`shard_params` of weights that are not there: shapes with their shardings, and the `PartitionSpec`s."""
+    """`shard_params` without arrays: shapes with their shardings, and the `PartitionSpec`s."""
     size = mesh.size
     padded = -(-config.vocab_size // size) * size
     config = dataclasses.replace(with_repeated_heads(config, size), vocab_size=padded)

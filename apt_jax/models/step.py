@@ -19,23 +19,24 @@ from apt_jax.ops.weights import FLAT_MATRICES, NormParams, QuantizedMatrix
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderBatch:
-    """One step on the device. T flat tokens: B decode rows of one token, then the chunks of R prefill rows."""
+    """Inputs of one step on the device. T flat tokens: B decode rows of one token, then the chunks of R prefill
+    rows."""
 
     token_ids: Int32[Array, " T"]
     positions: Int32[Array, " T"]
-    """Position of each token in its request; padding tokens have 0."""
+    """Position of each token in its request; 0 for padding tokens."""
     first_slots: Int32[Array, " T"]
-    """Pool slot for the token's k or x, counted in slots of its kind; out of range for padding, which is dropped."""
+    """Pool slot of the token's k or x, counted in slots of its kind; out of range for padding, which is dropped."""
     second_slots: Int32[Array, " T"]
-    """Pool slot for its v; out of range for hidden requests and padding."""
+    """Pool slot of the token's v; out of range for hidden requests and padding."""
     token_hidden: Bool[Array, " T"]
     decode_tables: Int32[Array, "B 2 J"]
     decode_lens: Int32[Array, " B"]
     """Positions to attend to, the row's own included; 0 for padding rows."""
     num_kv_rows: Int32[Array, ""]
-    """Decode rows [0, num_kv_rows) have the KV kind,"""
+    """Number of decode rows of the KV kind, which come first."""
     num_decode_rows: Int32[Array, ""]
-    """rows [num_kv_rows, num_decode_rows) the hidden kind."""
+    """Number of decode rows of both kinds: rows [num_kv_rows, num_decode_rows) have the hidden kind."""
     prefill_tables: Int32[Array, "R 2 J"]
     prefill_offsets: Int32[Array, " R"]
     """Start of each chunk among the prefill tokens."""
@@ -44,22 +45,22 @@ class DecoderBatch:
     prefill_hidden: Bool[Array, " R"]
     num_prefill_rows: Int32[Array, ""]
     decode_ranges: Int32[Array, "B J 2"] | None = None
-    """`slot_ranges` of the decode rows (`ops.reference`), where requests share blocks; None: every block is its row's."""
+    """`slot_ranges` of the decode rows (`ops.reference`) if requests share blocks; None: every block has one owner."""
     prefill_ranges: Int32[Array, "R J 2"] | None = None
-    """The same of the cached prefixes of the prefill rows."""
+    """`slot_ranges` of the cached prefixes of the prefill rows, like `decode_ranges`."""
     adapters: Int32[Array, " T"] | None = None
-    """Adapter of each token, 0: none; None: the model has none."""
+    """Adapter of each token, 0: no adapter; None: the model has no adapters."""
 
 
 def slot_ranges(
     downwards: Bool[Array, "R J"], lens: Int32[Array, " R"], sizes: Int32[Array, " R"]
 ) -> Int32[Array, "R J 2"]:
-    """Slots that rows have of each of their blocks, as `ops.reference` has them.
+    """Range of slots that each row owns in each of its blocks, as defined in `ops.reference`.
 
     Args:
-        downwards: whether the row has the block from its right end (`apt_jax.cache.block_sharing`).
-        lens: positions of each row.
-        sizes: slots of its blocks.
+        downwards: whether the row fills the block from its right end (`apt_jax.cache.block_sharing`).
+        lens: number of positions of each row.
+        sizes: number of slots in each of the row's blocks.
     """
     entry = jnp.arange(downwards.shape[1], dtype=jnp.int32)[None]
     size = sizes[:, None]
@@ -71,17 +72,17 @@ def slot_ranges(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertBatch:
-    """Layer inputs that become keys and values. G of their blocks, T = G * `hidden_block_size` slots, block after
-    block."""
+    """Layer inputs to be converted to keys and values: G of their blocks with T = G * `hidden_block_size` slots, block
+    after block."""
 
     blocks: Int32[Array, " G"]
-    """The reserved block for padding."""
+    """Blocks to read; padding entries are the reserved block."""
     positions: Int32[Array, " T"]
     """Position of each slot in its request."""
     first_slots: Int32[Array, " T"]
-    """Pool slot for the slot's k, counted in keys; out of range for slots without a layer input, which are dropped."""
+    """Pool slot of the slot's k, counted in keys; out of range for slots without a layer input, which are dropped."""
     second_slots: Int32[Array, " T"]
-    """The same for its v."""
+    """Pool slot of the slot's v, like `first_slots`."""
     adapters: Int32[Array, " T"] | None = None
     """Adapter of each slot's request, as in `DecoderBatch`."""
 
@@ -96,24 +97,25 @@ class StepOptions:
     hidden_block_size: int
     """Layer inputs per block."""
     hidden_mode: HiddenMode | None
-    """Projections that hidden decode rows absorb, as in `ModelConfig.hidden_mode`; None: they are reprojected."""
+    """Projections that attention of hidden decode rows absorbs, as in `ModelConfig.hidden_mode`; None: keys and values
+    are reprojected."""
     kinds: tuple[bool, bool]
-    """(KV rows can occur, hidden rows can occur)."""
+    """(KV rows can occur, hidden rows can occur)"""
     ops: KernelBackend
-    """`ops.branches` says whether the device branches around parts that no row needs."""
+    """Kernel backend; `ops.branches` says whether the device branches around parts that no row needs."""
     tensor: TensorParallel | None = None
-    """None: the device has the whole model. Else the step runs one device's shard of it, within `jax.shard_map`, and
-    its `ModelConfig` is `sharding.own_config`."""
+    """Collectives if the step runs one device's shard of the model within `jax.shard_map`, with `sharding.own_config`
+    as its `ModelConfig`; None: the device has the whole model."""
     hidden_room: int | None = None
-    """With `cuts_by_feature`: positions of all hidden decode rows together, each row's rounded up to a multiple of
-    `xla_common.ROOM_STEP`, at most; None: as many as block tables hold. The size of the sum of scores over devices."""
+    """Size of the sum of scores over devices, with `cuts_by_feature`: most positions of all hidden decode rows
+    together, each row's rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as block tables hold."""
     prefix_room: int | None = None
-    """Positions of the hidden prefixes of all prompts, as of `executor.compiling.buckets.PromptSize`; 0: there are none, and
-    nothing is launched for them; None: as many as block tables hold."""
+    """Most positions of the hidden prefixes of all prompts, as in `executor.compiling.buckets.PromptSize`; 0: no hidden
+    prefixes, and no kernel is launched for them; None: as many as block tables hold."""
 
     @property
     def cuts_by_feature(self) -> bool:
-        """True: the device has its features of W_k and W_v, of all heads (`sharding.cuts_by_feature`)."""
+        """True if the device holds its features of W_k and W_v for all heads (`sharding.cuts_by_feature`)."""
         return self.tensor is not None and self.hidden_mode == "absorb"
 
 
@@ -129,7 +131,7 @@ def apply_dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`activate(x @ w.T + b)` in `dtype`, by the platform's product; w (O, I), an array or one of `FLAT_MATRICES`."""
+    """`activate(x @ w.T + b)` in `dtype`, by the platform's product; w (O, I) is an array or one of `FLAT_MATRICES`."""
     return product(x, *product_args(w), bias=b, activation=activation, dtype=dtype)
 
 
@@ -139,8 +141,8 @@ def apply_dense_summed(
     b: Float[Array, " O"] | None,
     options: StepOptions,
 ) -> Float[Array, "T O"]:
-    """`apply_dense`, summed over devices where each holds a shard of the inputs: in the dtype of x, half the bytes of
-    float32 in 16-bit models."""
+    """`apply_dense`, summed over devices if each holds a shard of the inputs. The sum is in the dtype of x: half the
+    bytes of float32 in 16-bit models."""
     if options.tensor is None:
         return apply_dense(x, w, b, options.ops.dense)
     share = apply_dense(x, w, None, options.ops.dense).astype(x.dtype)
@@ -149,12 +151,12 @@ def apply_dense_summed(
 
 
 def product_args(w: Any) -> tuple[Any, ...]:
-    """The weight arguments of a product: a matrix, or integers and their scales, one an output."""
+    """Weight arguments of a product: a matrix, or integers and their scales, one per output."""
     return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
 
 
 def flatten_inputs(w: Any, inputs_from: int) -> Any:
-    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled ones are flat
+    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled matrices are flat
     already."""
     if isinstance(w, FLAT_MATRICES):
         return w
@@ -162,7 +164,7 @@ def flatten_inputs(w: Any, inputs_from: int) -> Any:
 
 
 def apply_norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
-    """The norm that the model has, in float32."""
+    """The model's kind of norm, in float32."""
     x = x.astype(jnp.float32)
     if config.norm == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)

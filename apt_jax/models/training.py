@@ -1,12 +1,12 @@
 """The forward pass of whole sequences, for training: no cache, all positions at once, with gradients.
 
-It takes the parameters that the engine serves, in their layout and with its rounding: products are of numbers in the
-parameters' dtype and accumulate in float32; the residual stream, norms and softmax are float32. Two things make it fast:
+It takes the parameters that the engine serves, in their layout and with its rounding: products take the parameters'
+dtype and accumulate in float32; the residual stream, norms and softmax are float32. Two things make it fast:
 
 * Gradients are rounded to that dtype before they are multiplied. The automatic gradient of a product with a float32
   result would multiply float32, which 16-bit matrix units do not take.
-* Queries attend in blocks, each to the keys up to its own end, and within its window. Their weights are computed again
-  for the gradient, not kept.
+* Queries attend in blocks, each to the keys up to its own end, and within its window. Attention weights are recomputed
+  for the gradient instead of kept.
 """
 
 import functools
@@ -78,7 +78,8 @@ def _attend_block(
     scale: float,
     rules: LogitModifiers,
 ) -> Float[Array, "B K T G H"]:
-    """Attention of the queries from position `first_query` of the keys on; its weights are rounded to their dtype."""
+    """Attention of queries whose first has position `first_query` among the keys; attention weights are rounded to the
+    dtype of the queries."""
     rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
     scores = _product(rows, k).reshape(*q.shape[:4], k.shape[2]) * scale
     if rules.softcap is not None:
@@ -98,7 +99,7 @@ def _attend_block(
 def _attend(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], scale: float, rules: Any
 ) -> Float[Array, "B T NH"]:
-    """Causal attention of whole sequences by the rules of a layer, `LogitModifiers` or None."""
+    """Causal attention of whole sequences by a layer's score rules: `LogitModifiers`, or None for plain scores."""
     batch, length, num_heads, head_dim = q.shape
     rules = LogitModifiers() if rules is None else rules
     q = q.reshape(batch, length, k.shape[2], -1, head_dim).swapaxes(1, 2)
@@ -121,7 +122,8 @@ def _self_attention(
     layer: int,
     length: int,
 ) -> Float[Array, "BT D"]:
-    """Attention of a layer over the tokens before each, within sequences of `length` tokens; float32."""
+    """Attention of each token of a layer to itself and the tokens before it, within sequences of `length` tokens;
+    float32."""
 
     def project(w: Array, b: Array | None, norm: Array | None, *, turns: bool) -> Array:
         out = apply_dense(x, w.reshape(-1, w.shape[2]), None if b is None else b.reshape(-1), _dense)
@@ -178,7 +180,7 @@ def _layer(
 
 
 def _rotation(rope: RopeConfig | None, positions: Int32[Array, " BT"]) -> tuple[Array, Array] | None:
-    """Cosines and sines (BT, HALF) that queries and keys are turned by, with the factor of either; None: not at all."""
+    """Cosines and sines (BT, HALF) of the rotation of queries and keys, with `attention_factor`; None: no rotation."""
     angles = rotary_angles(rope, positions)
     if rope is None or angles is None:
         return None
@@ -197,19 +199,19 @@ def training_logits(
     """Scores of the next token after each position; differentiable by the parameters.
 
     Args:
-        params: as `load_model` returns them, matrices not quantized.
-        tokens: sequences of one length. Shorter ones are padded at their end, with any token: no position sees a later
-            one. Leave the scores of padding out of the loss.
-        positions: of the tokens, consecutive in each sequence; None: from 0 on.
-        dtype: that the parameters are rounded to first: bfloat16 with float32 parameters is training in mixed
-            precision. None: as they are.
-        remat: keep the inputs of layers alone for the gradient, and compute the layers again.
+        params: parameters as `load_model` returns them, with no quantized matrices.
+        tokens: token ids of sequences of one length. Pad shorter sequences at their end, with any token: no position
+            sees a later one. Leave the scores of padding out of the loss.
+        positions: positions of the tokens, consecutive in each sequence; None: from 0 on.
+        dtype: dtype to which the parameters are rounded first: bfloat16 with float32 parameters is mixed-precision
+            training. None: no rounding.
+        remat: keep only the inputs of layers for the gradient, and recompute the layers.
 
     Returns:
-        float32 logits; row t depends on tokens [0, t] only. Ids and positions that the model does not have are not found.
+        float32 logits; row t depends on tokens [0, t] only. Ids and positions out of range are not detected.
 
     Raises:
-        ValueError: tokens of another shape or dtype.
+        ValueError: `tokens` is not two-dimensional or has no integer dtype.
     """
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers (sequences, tokens), not {tokens.dtype} {list(tokens.shape)}")

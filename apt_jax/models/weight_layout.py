@@ -21,14 +21,14 @@ from apt_jax.ops.weights import (
 
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
-    """One matrix for q, k and v in every layer, and one for gate and up: CPUs compute one wide product in less than
-    half the time of three.
+    """Join q, k and v of every layer into one matrix, and gate and up into another: CPUs compute one wide product in
+    less than half the time of three.
 
     Args:
-        keep: leave wq, wk and wv as well: hidden rows need only q, and absorption needs wk and wv by themselves. The
-            copies add a quarter to the layers' memory (less with grouped queries).
+        keep: also keep wq, wk and wv: hidden rows need only q, and absorption needs wk and wv separately. The copies
+            add a quarter to the layers' memory (less with grouped queries).
 
-    Matrices of integers stay apart where they are not of one kind.
+    Integer matrices of different kinds are not joined.
     """
 
     def joins(*leaves: Any) -> bool:
@@ -70,7 +70,7 @@ def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
 
 
 def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
-    """One matrix of the outputs of several of one kind."""
+    """Join the outputs of several matrices of one kind into one matrix."""
     outputs = sum(w.values.shape[0] for w in matrices)
 
     def join(*parts: Any) -> Array:
@@ -83,13 +83,13 @@ def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
 def map_matrices(
     params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
 ) -> ModelParams:
-    """Change every matrix that rows are multiplied with, and the token embeddings; they come flattened to (outputs,
-    inputs).
+    """Apply `change` to every matrix that rows are multiplied with, and to the token embeddings, each flattened to
+    (outputs, inputs).
 
     Args:
-        params: whole, or as `fuse_products` leaves them.
-        keep: what to do with wk and wv instead, in their own shape: attention over layer inputs absorbs or reprojects
-            with them by themselves.
+        params: parameters as loaded, or as `fuse_products` returns them.
+        keep: function to apply to wk and wv instead, in their own shape, as attention over layer inputs uses them
+            separately.
     """
 
     def matrix(w: Any) -> Any:
@@ -131,7 +131,7 @@ def map_matrices(
 
 
 def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams]) -> ModelParams:
-    """`change(params)`, a layer at a time: what it makes and throws away again is a layer's, not a model's."""
+    """`change(params)`, computed one layer at a time, so that temporaries take the memory of one layer, not of the model."""
     nothing = dataclasses.replace(
         params,
         **{field.name: None for field in dataclasses.fields(params) if field.name != "layers"},
@@ -143,10 +143,10 @@ def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams])
 
 
 def tile_params(params: ModelParams, *, keep: bool, integers: bool = False) -> ModelParams:
-    """Tile all matrices that `map_matrices` visits; with `keep`, wk and wv stay as they are.
+    """Tile all matrices that `map_matrices` visits; with `keep`, wk and wv are not tiled.
 
     Args:
-        integers: int8 as products of integers take it; those with scales of groups always are.
+        integers: lay out int8 matrices for integer products; matrices with a scale per group always get this layout.
     """
 
     def tiled(w: Any) -> TiledMatrix | IntegerTiles:
@@ -158,7 +158,8 @@ def tile_params(params: ModelParams, *, keep: bool, integers: bool = False) -> M
 
 
 def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:
-    """The tiled layout of a matrix (outputs, inputs) of which products multiply numbers; see `tile_integers`."""
+    """The tiled layout of a matrix (outputs, inputs) for products of floating-point numbers; for integer products see
+    `tile_integers`."""
     if isinstance(w, QuantizedMatrix):
         return TiledMatrix(values=_tiled(w.values), scale=w.scale, shape=(w.shape[0], w.shape[1]))
     return TiledMatrix(values=_tiled(w), scale=None, shape=(w.shape[0], w.shape[1]))
@@ -173,8 +174,8 @@ def _tiled(w: Array) -> Array:
 
 
 def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
-    """The layer as ops that compute a whole one take it; None if it has more to compute, as with adapters, or its
-    projections are not fused."""
+    """The layer in the form of ops that compute a whole layer; None if the layer has more to compute, for example
+    adapters, or its projections are not fused."""
     is_plain = (
         config.norm_placement == "pre" and not config.parallel and config.clip_qkv is None
         and config.scale * config.head_dim**0.5 == 1.0

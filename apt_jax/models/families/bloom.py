@@ -40,8 +40,8 @@ _IN_LAYER = {
 
 
 def slopes(num_heads: int) -> tuple[float, ...]:
-    """ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) for a power of two; other numbers of heads take every other one
-    of the next power's for the rest."""
+    """ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) if the number of heads is a power of two; otherwise the heads
+    beyond the last power take every other slope of the next one."""
     power = 2 ** math.floor(math.log2(num_heads))
     first = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     rest = [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
@@ -49,8 +49,7 @@ def slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """See `llama.model_config`; nothing in the model bounds its contexts, so that a longer `max_len` is taken as
-    asked."""
+    """See `llama.model_config`; the model does not limit its context, so `max_len` may exceed the trained length."""
     get = ConfigFields(fields)
     hidden_size, num_heads, head_dim = get.attention_sizes(
         get.named("n_embed", "hidden_size"), get.named("n_head", "num_attention_heads"), 64, 8

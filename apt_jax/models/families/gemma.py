@@ -1,5 +1,5 @@
-"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norms that store their scale less one, the tanh form
-of GELU, heads of 256, and tied embeddings."""
+"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norm scales stored less one, the tanh form of GELU,
+heads of width 256, and tied embeddings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +22,8 @@ def gemma_config(
     """A `ModelConfig` of the layout that Gemma 1 and 2 share.
 
     Args:
-        activation: name of the field.
-        more: fields of `ModelConfig` in which they differ.
+        activation: name of the field that holds the activation.
+        more: fields of `ModelConfig` in which the two differ.
     """
     get = ConfigFields(fields)
     chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)

@@ -1,8 +1,8 @@
-"""Gemma 3 (Gemma Team, 2025), its text: Gemma 2 without soft caps, with RMS norms of every query and key head, windows in
-five layers of six, and a rotary embedding of its own in each of the two kinds of layers.
+"""Text model of Gemma 3 (Gemma Team, 2025): Gemma 2 without soft caps, with RMS norms of every query and key head,
+windows in five layers of six, and different rotary embeddings in layers with and without a window.
 
 Checkpoints with a vision encoder (``Gemma3ForConditionalGeneration``) hold the same text model; the encoder is not
-loaded, and images are no input.
+loaded, and images are not supported.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ _OUTER_FIELDS = FamilyFields(
     }),
     nested={"text_config": _FIELDS},
 )  # fmt: skip
-"""The fields of a checkpoint with a vision encoder."""
+"""Top-level fields of a checkpoint with a vision encoder."""
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
 def _rope_fields(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The fields of a model whose layers are all of one kind, with plain values for its rotary embedding."""
+    """The fields of a model whose layers are all of the given kind, with only the rotary fields of that kind."""
     given = fields.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(not isinstance(v, Mapping | None) for v in given.values()):
         raise ModelLoadError(
@@ -144,4 +144,4 @@ TEXT_OF_FAMILY_WITH_IMAGES = dataclasses.replace(
     strip_prefix=_strip_prefixes,
     ignored_tensors=re.compile(rf"{NORM_BUFFERS.pattern}|^(vision_tower|multi_modal_projector)\."),
 )
-"""The text model of checkpoints that have a vision encoder beside it."""
+"""The text model of checkpoints that also have a vision encoder."""

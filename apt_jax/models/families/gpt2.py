@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): pre-norm, learned positions, GELU in its tanh form, q, k and v in one tensor.
 
-Its linear layers were saved by another class, inputs first: every matrix is transposed on the way in.
+Its linear layers are stored as (inputs, outputs): every matrix is transposed when it is loaded.
 """
 
 import re
@@ -44,11 +44,11 @@ _IN_LAYER = {
 }
 
 _IGNORED_TENSORS = re.compile(r"attn\.(bias|masked_bias)$")
-"""Masks, which older files hold."""
+"""Names of the attention masks that older files hold."""
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """See `llama.model_config`; `max_len` changes nothing: the position table is what it is."""
+    """See `llama.model_config`; `max_len` has no effect, as the position table has a fixed length."""
     del max_len
     get = ConfigFields(fields)
     hidden_size, num_heads, head_dim = get.attention_sizes(

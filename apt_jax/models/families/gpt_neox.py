@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023): attention and feed-forward side by side on one
+"""GPT-NeoX and Pythia (Black et al., 2022; Biderman et al., 2023): attention and feed-forward in parallel on one
 residual, rotary embedding on a quarter of each head's lanes, q, k and v head by head in one tensor."""
 
 from collections.abc import Mapping
@@ -84,7 +84,8 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefix that depends on the class it was saved from; the head has had two names."""
+    """A tensor name without the prefix that depends on the class it was saved from, and with one name for the output
+    head, which has had two."""
     name = name.removeprefix("gpt_neox.")
     return "lm_head.weight" if name == "embed_out.weight" else name
 

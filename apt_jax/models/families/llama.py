@@ -1,8 +1,8 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and what shares their layout: Yi, SmolLM2, and most
+"""Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and models of the same layout: Yi, SmolLM2, and most
 models whose ``config.json`` says ``LlamaForCausalLM``.
 
 RMS norms, rotary embeddings, gated feed-forward layers with SiLU, no biases unless the configuration says so. Mistral,
-Qwen, Phi-3, Gemma and OLMo-2 are variations: their files begin with `base_config` and `source` of this one.
+Qwen, Phi-3, Gemma and OLMo-2 are variations: their adapters build on `base_config` and `source` of this module.
 """
 
 from collections.abc import Mapping
@@ -59,9 +59,9 @@ def base_config(
     """A `ModelConfig` of the Llama layout.
 
     Args:
-        eps, theta, num_kv_heads, head_dim, tie_embeddings, default_activation: where the configuration says nothing;
-            None: as many as query heads, and hidden_size / heads.
-        tokens: begin-of-sequence, end-of-sequence and padding id, where the configuration has none.
+        eps, theta, num_kv_heads, head_dim, tie_embeddings, default_activation: defaults of fields that the
+            configuration leaves out. `num_kv_heads` None: as many as query heads; `head_dim` None: hidden_size / heads.
+        tokens: default begin-of-sequence, end-of-sequence and padding id.
         more: fields of `ModelConfig` in which the family differs.
     """
     get = ConfigFields(fields)
@@ -105,7 +105,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     """The model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
 
     Args:
-        max_len: longest context that will be served; see `read_rope`.
+        max_len: longest context to serve, in tokens; see `read_rope`.
 
     Raises:
         ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
@@ -163,7 +163,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "yi-6b": preset(_LLAMA, 32, 4096, 32, 4, 11008, 64000, 4096, rope_theta=5000000.0, rms_norm_eps=1e-5),
     "yi-6b-200k": preset(_LLAMA, 32, 4096, 32, 4, 11008, 64000, 200000, rope_theta=10000000.0, rms_norm_eps=1e-5),
 }  # fmt: skip
-"""Published sizes; the two long ones are those of Apt-Serve §6.7."""
+"""Published sizes by name; the two long-context ones are used in Apt-Serve §6.7."""
 
 FAMILY = ModelFamily(
     name="llama",

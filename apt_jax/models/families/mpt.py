@@ -1,4 +1,4 @@
-"""MPT (MosaicML, 2023): ALiBi, no biases anywhere, q, k and v one after another in one tensor."""
+"""MPT (MosaicML, 2023): ALiBi, no biases, q, k and v one after another in one tensor."""
 
 import math
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ _IN_LAYER = {
 
 
 def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    """MPT's slopes: 2^(-bias_max i / n) of the next power of two; where there are fewer heads, the even ones come
-    first."""
+    """MPT's slopes: 2^(-bias_max i / n) with n the next power of two; if there are fewer heads than n, the slopes with
+    even i come first."""
     power = 2 ** math.ceil(math.log2(num_heads))
     all_of_them = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
     if power != num_heads:

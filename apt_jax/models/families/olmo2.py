@@ -1,5 +1,5 @@
-"""OLMo 2 (OLMo Team, 2025): Llama whose norms act on the output of attention and feed-forward layers, and whose queries
-and keys are RMS-normed over all heads together."""
+"""OLMo 2 (OLMo Team, 2025): Llama with norms on the output of attention and feed-forward layers, and with queries and
+keys RMS-normed over all heads together."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -49,14 +49,14 @@ _IN_LAYER = {
 }
 
 _IGNORED_TENSORS = re.compile(r"^version$")
-"""Left over from the format that OPT was converted from."""
+"""Name of a tensor left over from the format that OPT was converted from."""
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
     """The model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
 
     Args:
-        max_len: changes nothing: the position table is what it is.
+        max_len: has no effect, as the position table has a fixed length.
 
     Raises:
         ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
@@ -95,7 +95,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def constant_leaf(leaf: str, fields: Mapping[str, Any]) -> float | None:
-    """The value of a leaf that the checkpoint does not store: norms without weights scale by one and add zero."""
+    """The constant of a leaf that the checkpoint does not store: norms without weights scale by one and add zero. None:
+    the leaf is stored."""
     if ConfigFields(fields).flag("layer_norm_elementwise_affine", True):
         return None
     if leaf.endswith("norm.scale"):

@@ -17,7 +17,7 @@ from apt_jax.models.known_fields import LLAMA_FIELDS
 
 
 def layer_windows(fields: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's rule: the layers from ``max_window_layers`` on slide, if ``use_sliding_window``."""
+    """Windows of Qwen's layers: the layers from ``max_window_layers`` on have one, if ``use_sliding_window``."""
     get = ConfigFields(fields)
     slides = get.flag("use_sliding_window", False)
     first = get.number("max_window_layers", 28.0)

@@ -1,5 +1,5 @@
-"""Qwen 3, dense (Yang et al., 2025): Llama whose queries and keys are RMS-normed head by head, with heads of 128
-whatever the model width."""
+"""Qwen 3, dense (Yang et al., 2025): Llama with RMS norms of every query and key head, and heads of width 128 at any
+model width."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
-"""Registry of model families: which adapter loads which published architecture.
+"""Registry of model families: the adapter of each published architecture.
 
-A new family is one file beside this one and one line here.
+A new family is one file in this package and one line here.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ FAMILIES |= {old: FAMILIES[name] for old, name in _OTHER_NAMES.items()}
 MODEL_TYPES: dict[str, str] = {
     family.name: architecture for architecture, family in FAMILIES.items() if architecture not in _OTHER_NAMES
 }
-"""Architectures by ``model_type``, for a configuration that names no architecture."""
+"""Architectures by ``model_type``, for configurations without an architecture."""
 
 PRESETS: dict[str, Mapping[str, Any]] = {
     name: fields for family in FAMILIES.values() for name, fields in family.presets.items()
