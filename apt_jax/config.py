@@ -91,11 +91,6 @@ class CacheConfig:
     share_blocks: bool = option(True, is_setting=True)
     """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space."""
 
-    @property
-    def shares_blocks(self) -> bool:
-        """True if requests share blocks where the policy has them do so."""
-        return self.share_blocks and self.swap_space > 0
-
     def __post_init__(self) -> None:
         check_options(self)
         _require(

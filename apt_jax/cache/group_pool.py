@@ -11,7 +11,7 @@ and known to be good is registered in the `PrefixTree`, where later requests wit
 * A request that holds a registered group holds those before it. A group whose tokens turn out to be registered already
   is exchanged for the registered one, so this also holds for requests that computed the same prefix at the same time.
 * A group with two or more holders is attributed to none of them: a request is charged for what it alone holds, the
-  least that becomes free when it ends. Charges, shared blocks and free ones add up to the pool.
+  least that becomes free when it ends. Charges, blocks with several holders and free ones add up to the pool.
 
 With a `HostTier` an idle registered group that is evicted goes to host memory and stays registered; `share` loads it
 into new blocks.
@@ -20,13 +20,14 @@ Without prefix caching nothing is ever registered or idle.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import BlockPool, require
 from apt_jax.cache.host_tier import HostTier
+from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.core.step import NULL_BLOCK
@@ -35,12 +36,13 @@ _WRITTEN_AT_ONCE = 8
 """Groups that are written to disk one after the other before there is a look at the time."""
 
 
-class GroupDirections(Protocol):
-    """Knows from which end a group is used: `BlockSharing`."""
+class CopySource(NamedTuple):
+    """A registered group that another one begins as a copy of, as it was when it was found."""
 
-    is_downward: NDArray[np.bool_]
-
-    def note_new(self, firsts: int | NDArray[np.int32], slots: int | NDArray[np.int32]) -> None: ...
+    group: NDArray[np.int32] | Node
+    """Its blocks (first, second), or the group where it is copied from host memory."""
+    is_downward: bool
+    """Its positions lie from the right end."""
 
 
 class GroupPool:
@@ -60,7 +62,7 @@ class GroupPool:
         num_private: by slot, groups that it alone holds.
         ownership_changed: `num_private` of a slot has changed otherwise than by its own allocations.
         in_use: by kind, groups with a holder.
-        sharing: told of new groups; None: nobody is.
+        placement: told of new groups; None: nobody is.
         num_idle_blocks: blocks of groups without a holder that may be found again.
     """
 
@@ -81,7 +83,7 @@ class GroupPool:
         self.ownership_changed = False
         self.in_use = [0] * len(self.blocks_per_group)
         self.num_idle_blocks = 0
-        self.sharing: GroupDirections | None = None
+        self.placement: Placement | None = None
 
     # --- allocation ------------------------------------------------------------------------------------------------
 
@@ -110,8 +112,8 @@ class GroupPool:
         self.generation[firsts] += 1
         self.slot_sum[firsts] = slots
         self.second[firsts] = seconds
-        if self.sharing is not None:
-            self.sharing.note_new(firsts, slots)
+        if self.placement is not None:
+            self.placement.note_new(firsts, slots)
 
     def release(self, ids: NDArray[np.int32], slot: int, kind: int, *, is_read: bool = False) -> None:
         """Drop a slot's references; groups that are registered or expected stay idle when nobody is left.
@@ -186,8 +188,8 @@ class GroupPool:
         for node, own in zip(missing, blocks.T.tolist(), strict=True):
             self.prefixes.place(node, own[0])
             tier.load(node, own)
-            if self.sharing is not None:
-                self.sharing.is_downward[own[0]] = node.host_is_downward
+            if self.placement is not None:
+                self.placement.is_downward[own[0]] = node.host_is_downward
         if self.tracker is not None:
             self.tracker.used(missing[0])
         return np.array([node.block for node in nodes], np.int32)
@@ -238,16 +240,17 @@ class GroupPool:
             self.tracker.used(nodes[int(idle[0])])
         return firsts
 
-    def copy_source(self, node: Node) -> NDArray[np.int32] | Node | None:
-        """Blocks of a registered group that is about to be copied: (2,), `NULL_BLOCK` for hidden. Counts as its use.
+    def copy_source(self, node: Node) -> CopySource | None:
+        """Source of a copy of a registered group that is about to be made; None where the group has been evicted just now.
 
-        The group itself where it is copied from host memory; None where it has been evicted just now.
+        Counts as a use of the group.
         """
         if self.tier is not None and (node.block == NULL_BLOCK or node in self.tier.loads):
-            return node if node in self.tier.pinned else None
+            return CopySource(node, node.host_is_downward) if node in self.tier.pinned else None
         if node.block in self.prefixes.idle:
             self.prefixes.idle.move_to_end(node.block)
-        return np.array([node.block, self.second[node.block]], np.int32)
+        is_downward = self.placement is not None and bool(self.placement.is_downward[node.block])
+        return CopySource(np.array([node.block, self.second[node.block]], np.int32), is_downward)
 
     def register(
         self,
@@ -401,8 +404,8 @@ class GroupPool:
         """Move an idle group to host memory; False: there is no room for it."""
         second = int(self.second[node.block])
         blocks = (node.block,) if second == NULL_BLOCK else (node.block, second)
-        if self.sharing is not None and not node.host:
-            node.host_is_downward = bool(self.sharing.is_downward[node.block])
+        if self.placement is not None and not node.host:
+            node.host_is_downward = bool(self.placement.is_downward[node.block])
         while (done := tier.save(node, blocks)) is False:
             if not self._make_host_room(tier, node):
                 return False

@@ -30,15 +30,15 @@ requests and keeps their block tables, one row per slot. A slot is a request's p
 max_num_seqs). An owner is the number by which the engine knows a request during its whole life.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import integrity
 from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, CacheIntegrityError, require
-from apt_jax.cache.block_sharing import BlockSharing, HostBlocks
-from apt_jax.cache.group_pool import GroupPool
+from apt_jax.cache.group_pool import CopySource, GroupPool
+from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import Node
 from apt_jax.core.kinds import HIDDEN, KINDS, KV, NO_KIND
@@ -63,7 +63,7 @@ class HybridCache:
         free_slots: the next one last.
         prefixes: registered groups; None: nothing is shared.
         tier: groups in host memory; None: there is none.
-        sharing: groups that two requests grow into from both ends; None: there are none.
+        placement: places of positions in groups; None: each group is filled from the left by one request at a time.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HybridCache:
         self.owner = np.full(max_num_seqs, NO_OWNER, np.int64)
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.slot_by_owner: dict[int, int] = {}
-        self.sharing: BlockSharing | None = None
+        self.placement: Placement | None = None
         self._cost = np.asarray(self.blocks_per_group, np.int32)
         self._size = np.asarray(self.block_sizes, np.int32)
 
@@ -109,15 +109,9 @@ class HybridCache:
         )
         return groups.tracker
 
-    def share_blocks(self, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> BlockSharing:
-        """Let real-time and best-effort requests share blocks.
-
-        Args:
-            host: blocks of host memory.
-            is_best_effort: by owner.
-        """
-        self.sharing = self.groups.sharing = BlockSharing(self, host, is_best_effort)
-        return self.sharing
+    def use_placement(self, placement: Placement) -> None:
+        """Follow `placement` from now on; nothing is held."""
+        self.placement = self.groups.placement = placement
 
     @property
     def ownership_changed(self) -> bool:
@@ -155,8 +149,8 @@ class HybridCache:
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Blocks held by taken slots."""
         held = self.num_groups[slots]
-        if self.sharing is not None:
-            held = held - self.sharing.num_holes[slots]
+        if self.placement is not None:
+            held = held - self.placement.num_holes[slots]
         return held * self._cost[self.kind[slots]]
 
     def num_private_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -352,10 +346,10 @@ class HybridCache:
     def _empty(self, slot: int, *, is_read: bool = False) -> int:
         """Return all blocks of a slot, which stays taken; returns their number. `is_read`: see `GroupPool.release`."""
         groups, kind = int(self.num_groups[slot]), int(self.kind[slot])
-        if self.sharing is not None:
-            self.sharing.release(slot)
+        if self.placement is not None:
+            self.placement.release(slot)
         ids = self.tables[slot, : self.blocks_per_group[kind], :groups]
-        if self.sharing is not None:
+        if self.placement is not None:
             ids = ids[:, ids[0] != NULL_BLOCK]
         self.groups.release(ids.copy(), slot, kind, is_read=is_read)
         self.tables[slot, :, :groups] = NULL_BLOCK
@@ -370,8 +364,8 @@ class HybridCache:
         self.slot_by_owner[owner] = slot
         self.owner[slot] = owner
         self.kind[slot] = kind
-        if self.sharing is not None:
-            self.sharing.begin(slot, owner)
+        if self.placement is not None:
+            self.placement.begin(slot, owner)
         return slot
 
     def widen_tables(self, groups: int) -> None:
@@ -430,9 +424,26 @@ class HybridCache:
             if node.block in self.groups.prefixes.idle:
                 self.groups.prefixes.idle.move_to_end(node.block)
 
-    def copy_source(self, node: Node) -> NDArray[np.int32] | Node | None:
+    def copy_source(self, node: Node) -> CopySource | None:
         """Source of a copy of a registered group, see `GroupPool.copy_source`."""
         return self.groups.copy_source(node)
+
+    def begin_copy(self, slot: int, start: int, source: CopySource) -> NDArray[np.int32]:
+        """Have a slot's group of position `start`, a new one, begin as a copy of a registered one in the step that is
+        being built.
+
+        Returns:
+            (m, 2) source and destination blocks; none where the group is copied from host memory.
+        """
+        blocks = self.tables[slot, :, start // self.block_sizes[self.kind[slot]]]
+        if self.placement is not None:
+            self.placement.is_downward[blocks[0]] = source.is_downward
+        if isinstance(source.group, Node):
+            assert self.tier is not None
+            self.tier.load_copy(source.group, blocks.tolist())
+            return np.zeros((0, 2), np.int32)
+        copies = np.stack([source.group, blocks], axis=1)
+        return copies[blocks != NULL_BLOCK]
 
     def expect(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Announce that a step in flight fills groups [begin, end) of the slot: `register` or `discard` will follow.
@@ -515,9 +526,9 @@ class HybridCache:
     def directed_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """`block_tables`, negative where a request has the block from its right end (`StepBatch.block_tables`)."""
         tables = self.block_tables(slots)
-        if self.sharing is None:
+        if self.placement is None:
             return tables
-        return np.where(self.sharing.downwards(slots, tables.shape[2])[:, None], -tables, tables)
+        return np.where(self.placement.downwards(slots, tables.shape[2])[:, None], -tables, tables)
 
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
         """Check that no other request reads the groups that positions from `start` on are written to.
@@ -536,8 +547,8 @@ class HybridCache:
             offset = np.arange(row.size) - np.repeat(np.cumsum(num) - num, num)
             firsts = self.tables[slots[row], 0, begin[row] + offset]
         alone = self.num_refs[firsts] == 1
-        if self.sharing is not None:
-            alone |= self.sharing.are_shared(firsts)
+        if self.placement is not None:
+            alone |= self.placement.have_two_users(firsts)
         require(
             alone.all() and not self.prefixes.is_registered[firsts].any(),
             "a step would write into a block that others may read",

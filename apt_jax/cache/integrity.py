@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import NO_OWNER, require
-from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.group_pool import GroupPool
+from apt_jax.cache.placement import Placement
 from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.core.kinds import KINDS, NO_KIND
 from apt_jax.core.step import NULL_BLOCK
@@ -28,7 +28,7 @@ class CheckedCache(Protocol):
     max_num_seqs: int
     block_sizes: tuple[int, int]
     prefixes: PrefixTree | None
-    sharing: BlockSharing | None
+    placement: Placement | None
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]: ...
 
@@ -60,15 +60,15 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
     expected_groups = -(-cache.num_tokens // sizes[cache.kind])  # a free slot has no tokens
     require((cache.num_groups == expected_groups).all(), "a block table is not ceil(tokens / block size) long")
     require((cache.num_groups[taken] > 0).all(), "a slot is held without a block")
-    whole = taken if cache.sharing is None else taken[cache.sharing.num_holes[taken] == 0]
+    whole = taken if cache.placement is None else taken[cache.placement.num_holes[taken] == 0]
     if whole.size:
         cache.block_tables(whole)
-    if cache.sharing is not None:
-        cache.sharing.check_integrity()
+    if cache.placement is not None:
+        cache.placement.check_integrity()
     listed = cache.tables[cache.tables != NULL_BLOCK]
     require(listed.size == int(cache.num_blocks_of(taken).sum()), "table entries beyond what is held")
     owned = _check_holders(cache, taken)
-    most = 1 if cache.sharing is None else 2
+    most = 1 if cache.placement is None else 2
     require(cache.prefixes is not None or (groups.num_refs <= most).all(), "a block is owned twice")
     _check_prefixes(groups, owned)
     require(not groups.pool.is_free(owned).any(), "a block is both owned and free")

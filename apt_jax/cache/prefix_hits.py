@@ -36,7 +36,7 @@ class Hit(NamedTuple):
     """Positions that need no computing."""
     host: int
     """Positions that are copied from host memory, a part of the cached ones."""
-    shared_blocks: int
+    held_blocks: int
     """Blocks that requests hold already."""
 
 
@@ -201,7 +201,7 @@ class PrefixHitTracker:
     def _show(self, row: int, kind: int, hit: "Hit") -> None:
         table = self._table
         table.cached_prefix_tokens[row, kind], table.host_prefix_tokens[row, kind] = hit.tokens, hit.host
-        table.shared_prefix_blocks[row, kind] = hit.shared_blocks
+        table.shared_prefix_blocks[row, kind] = hit.held_blocks
 
     def by_conversion(self, kv: "Hit | None", inputs: "Hit | None", total: int) -> "Hit | None":
         """The hit of a request that begins with keys and values computed from cached layer inputs; None: it had better

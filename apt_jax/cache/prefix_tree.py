@@ -1,6 +1,6 @@
 """The tree of registered groups: which cached prefixes there are. Knows no device and no requests.
 
-A *group* (`apt_jax.cache.hybrid_cache`: positions of one kind that share blocks) that is full and whose contents are
+A *group* (`apt_jax.cache.hybrid_cache`: positions of one kind that lie in the same blocks) that is full and whose contents are
 known to be good may be registered under the digest of all tokens up to its end. Registered groups form one tree per
 kind:
 
@@ -73,7 +73,7 @@ class Node:
         self.host: tuple[int, ...] = ()
         """Its blocks in host memory, as many as on the device; empty: it is on the device alone."""
         self.host_is_downward = False
-        """Positions lie from the right end of these (`BlockSharing`)."""
+        """Positions lie from the right end of these (`Placement`)."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[Node] = set()
         self.rows: set[int] = set()

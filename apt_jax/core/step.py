@@ -71,7 +71,7 @@ class StepBatch:
     """(T,) row after row. `TOKEN_ON_DEVICE` only in rows with `num_tokens == 1`, or as the last token of a row."""
     block_tables: NDArray[np.int32]
     """(n, 2, J): [:, 0] the K or X blocks, [:, 1] the V blocks (`NULL_BLOCK` for hidden rows). Negative, where the
-    executor shares blocks: the row has positions in the block from its right end (`cache.block_sharing`)."""
+    executor takes blocks from both ends: the row has positions in the block from its right end (`cache.placement`)."""
     samples: NDArray[np.bool_]
     """(n,)"""
     position: NDArray[np.int32]
@@ -88,7 +88,7 @@ class StepBatch:
     copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
     destinations. No destination occurs twice. Those of prefixes, at most 2 * max_num_seqs, come first; the sources of the
-    others, which leave groups that two requests share, are nobody's destinations."""
+    others, which leave groups of two users, are nobody's destinations."""
     saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """(m, 2) blocks (device, host) that go to host memory as they are before the step writes anything, its copies and
     loads among it. No host block occurs twice, nor is it loaded in the step."""

@@ -61,7 +61,7 @@ class DiskGroup:
     read_s: float
     """Seconds that this took."""
     is_downward: bool
-    """Its positions lie from the right end of the blocks (`apt_jax.cache.block_sharing`)."""
+    """Its positions lie from the right end of the blocks (`apt_jax.cache.placement`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,3 +129,13 @@ class DiskStore(Protocol):
         ...
 
     def counts(self) -> DiskCounts: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Where cached groups go that leave the pool."""
+
+    host: HostMemory | None = None
+    """Host memory of the executor; None: they are lost."""
+    disk: DiskStore | None = None
+    """Keeps groups that leave host memory, over restarts; needs `host`; None: they are lost."""

@@ -296,7 +296,7 @@ FillMasks = Callable[[Sequence[TokenConstraint], NDArray[np.int32], Sequence[int
 """Fills ``masks[rows[i]]`` for ``constraints[i]``; see `apt_jax.structured.constraint.fill_one_by_one`."""
 
 
-class MaskFiller:
+class StepMasks:
     """Makes the masks that a dispatched step waits for.
 
     Args:
@@ -304,7 +304,6 @@ class MaskFiller:
         counters: the time is counted there.
         fill_masks: fills the masks of a step.
         vocab_size: V; None: no request may have a constraint.
-        timer: seconds.
     """
 
     def __init__(
@@ -313,13 +312,11 @@ class MaskFiller:
         counters: EngineCounters,
         fill_masks: FillMasks,
         vocab_size: int | None,
-        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._states = states
         self._counters = counters
         self.fill_masks = fill_masks
         self.num_words = None if vocab_size is None else -(-vocab_size // 32)
-        self._timer = timer
 
     def fill(self, step: InFlightStep) -> NDArray[np.int32]:
         """Fill the masks of a step all of whose earlier tokens are known; ends requests whose constraint leaves
@@ -329,7 +326,7 @@ class MaskFiller:
         """
         assert step.masked is not None
         assert self.num_words is not None
-        started = self._timer()
+        started = time.perf_counter()
         states = [step.requests[i] for i in step.masked.tolist()]
         masks = np.full((len(states), self.num_words), -1, np.int32)
         rows = [j for j, state in enumerate(states) if not state.ended]
@@ -346,7 +343,7 @@ class MaskFiller:
                 self._states.finish(states[j], "stop")
             else:
                 self._states.finish(states[j], "error", error=grammar_error(outcome))
-        self._counters.mask_s.add(self._timer() - started)
+        self._counters.mask_s.add(time.perf_counter() - started)
         step.masked = None
         return masks
 

@@ -58,47 +58,47 @@ into batches, `TokenCommitter` results into outputs, `Recovery` deals with failu
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from apt_jax.cache import CacheIntegrityError, HybridCache
-from apt_jax.cache.block_sharing import LentBlocks
 from apt_jax.config import CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import KINDS, NUM_KINDS, CacheKindSpec
-from apt_jax.core.step import StepBatch, StepResult
-from apt_jax.core.tiers import DiskStore, HostMemory
+from apt_jax.core.step import StepBatch
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine.admission import Admission, AdmissionController, QueueSnapshot
-from apt_jax.engine.batch_builder import BatchBuilder, PlanFilter
-from apt_jax.engine.commit import FillMasks, MaskFiller, TokenCommitter
+from apt_jax.engine.batch import PlainReserver, Reserver
+from apt_jax.engine.batch.builder import BatchBuilder
+from apt_jax.engine.batch.cached_prefixes import CachedPrefixes
+from apt_jax.engine.batch.plan_filter import PlanFilter
+from apt_jax.engine.commit import StepMasks, TokenCommitter
 from apt_jax.engine.counters import EngineCounters
 from apt_jax.engine.disk_reads import DiskReads
+from apt_jax.engine.disk_writes import write_prefixes
 from apt_jax.engine.events import Iteration
 from apt_jax.engine.integrity import check_engine
 from apt_jax.engine.iteration_recorder import IterationRecorder
 from apt_jax.engine.policy_runner import PolicyRunner
 from apt_jax.engine.recovery import Recovery, StepLimits, break_stall
-from apt_jax.engine.request_state import InFlightStep, OutputProcessor, RequestState, StepOutput
-from apt_jax.engine.request_states import RUNNING, WAITING, RequestPrefixes, RequestStates
+from apt_jax.engine.request_state import OutputProcessor, StepOutput
+from apt_jax.engine.request_states import RUNNING, RequestPrefixes, RequestStates
 from apt_jax.engine.restore import RestoreChoice
-from apt_jax.engine.stats import EngineStats, TenantUsage, collect_stats
+from apt_jax.engine.stats import EngineStats, TenantUsage, collect_stats, usage_of
+from apt_jax.engine.step_runner import StepRunner
 from apt_jax.errors import ConfigError, InvalidRequestError, QueueFullError
-from apt_jax.executor import Executor, MaskedStepHandle
+from apt_jax.executor import Executor
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched.registry import is_bundled
 from apt_jax.sched.request_table import RequestTable
 from apt_jax.sched.view import Plan, Policy, SchedulerView
-from apt_jax.structured.constraint import fill_one_by_one
+from apt_jax.structured.constraint import MaskFiller
 from apt_jax.utils.clock import Clock
 
 logger = logging.getLogger("apt_jax.engine")
 
 CLOSE_S = 20.0
 """Most that the end of an engine waits for cached prefixes to be written to disk, seconds."""
-_COST_ERROR_EVERY = 8
-"""Steps per comparison with the cost model."""
 
 
 class Engine:
@@ -114,19 +114,12 @@ class Engine:
         costs: iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
         vocab_size: V; a sampled token outside [0, V) ends its request. None: only negative ones do.
         output_processor: the front end's hook for every token.
-        fill_masks: fills the masks of a step; needs `vocab_size`.
-        adapters: names of the LoRA adapters that requests may have, in the order of the executor's.
-        host_memory: of the executor, for cached groups that leave its pool; None: they are lost.
-        disk: keeps cached groups that leave host memory, over restarts; needs `host_memory`; None: they are lost.
-        share_blocks: let real-time and best-effort requests share blocks (`apt_jax.cache.block_sharing`); needs
-            `host_memory`.
+        tiers: where cached groups go that leave the pool.
+        reserver: how requests get blocks (`apt_jax.engine.batch.reserver_for`).
         debug: check everything after every step, and let contract violations and failures of the policy raise.
-        check_plans: check each plan against the contract of `Plan` before anything is done, and give the policy a table
-            that it cannot write to; None: unless the policy belongs to this package.
-        lengths_only: the executor looks at lengths and kinds alone, as a cost model does: token ids, block tables,
-            sampling parameters and histories of a `StepBatch` are left empty, and `step` delivers the last output of
-            each request only. Decisions and accounting are the same, in half the time.
-        timer: seconds for the host-time statistics; never enters a decision.
+
+    With an executor that looks at lengths alone (`Executor.lengths_only`), `step` delivers the last output of each request
+    only; decisions and accounting are the same, in half the time.
     """
 
     def __init__(
@@ -141,15 +134,9 @@ class Engine:
         costs: StepCosts = StepCosts(),
         vocab_size: int | None = None,
         output_processor: OutputProcessor | None = None,
-        fill_masks: FillMasks = fill_one_by_one,
-        adapters: Sequence[str] = (),
-        host_memory: HostMemory | None = None,
-        disk: DiskStore | None = None,
-        share_blocks: bool = False,
+        tiers: Tiers = Tiers(),
+        reserver: type[Reserver] = PlainReserver,
         debug: bool = False,
-        check_plans: bool | None = None,
-        lengths_only: bool = False,
-        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         if executor.block_size != cache_config.block_size:
             raise ConfigError(
@@ -161,26 +148,21 @@ class Engine:
             )
         self.executor = executor
         self.clock = clock
-        self._host_memory, self._disk = host_memory, disk
+        self._tiers = tiers
         self.kinds = tuple(kinds)
         self._costs = costs
         self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
         self.last_plan: Plan | None = None
         """The last decision, as the policy made it."""
-        self.last_tokens_scheduled = 0
-        """Tokens of the last step that was run."""
         self.before_dispatch: Callable[[StepBatch], None] | None = None
         """Called when a step has been put together and is about to be run: requests may be added, and nothing else."""
         self._overlap = scheduler_config.overlap
-        self._timer = timer
-        self._pending: InFlightStep | None = None
         self._reads: DiskReads | None = None
         self._is_closed = False
-        self._last_result_s = 0.0
 
         is_offered = np.array([k.offered for k in kinds])
         # Blocks that are used from their right end are not converted.
-        self._can_convert = executor.can_convert and bool(is_offered.all()) and not share_blocks
+        self._can_convert = executor.can_convert and bool(is_offered.all()) and not reserver.fills_both_ends
         self.table = RequestTable()
         self.cache = cache = HybridCache(
             num_blocks=executor.num_blocks,
@@ -189,10 +171,8 @@ class Engine:
             max_num_seqs=self.max_num_seqs,
             blocks_per_group=[k.blocks_per_group for k in kinds],
             prefix_caching=cache_config.enable_prefix_caching,
-            num_host_blocks=0 if host_memory is None else host_memory.num_blocks,
+            num_host_blocks=0 if tiers.host is None else tiers.host.num_blocks,
         )
-        if share_blocks:
-            cache.share_blocks(LentBlocks(cache.groups), self._is_best_effort)
         # Cheapest first: a request that fits with a later one fits with every earlier one too.
         self._offered = sorted(
             (k for k in KINDS if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group / cache.block_sizes[k]
@@ -206,14 +186,14 @@ class Engine:
                 cache,
                 self.table,
                 self._offered,
-                None if disk is None else disk.salt,
+                None if tiers.disk is None else tiers.disk.salt,
                 share=cache_config.share_prefixes,
             ),
             clock,
             self._counters,
             self._recorder,
             scheduler_config.max_num_seqs,
-            adapters,
+            executor.adapters,
         )
         if cache.tier is not None and self.states.prefixes.hits is not None:
             choice = self.states.prefixes.hits.restores = RestoreChoice(
@@ -221,30 +201,32 @@ class Engine:
             )
             if self._can_convert:
                 self.states.prefixes.hits.converts = choice.converts
-            if disk is not None:
-                cache.tier.disk = disk
+            if tiers.disk is not None:
+                cache.tier.disk = tiers.disk
                 self._reads = self.states.prefixes.reads = DiskReads(
-                    self.states, cache, self.states.prefixes.hits, disk, choice, self._counters, clock
+                    self.states, cache, self.states.prefixes.hits, tiers.disk, choice, self._counters, clock
                 )
         self._limits = StepLimits(self.max_num_seqs, scheduler_config.max_num_batched_tokens)
         self._policies = PolicyRunner(
             policy,
             self._counters,
-            check_plans=not is_bundled(policy) if check_plans is None else check_plans,
+            check_plans=not is_bundled(policy),
             debug=debug,
-            timer=timer,
+            timer=time.perf_counter,
         )
+        self._reserver = reserver(self.states, tiers.host)
         plans = PlanFilter(self.states, self._limits, self._policies, is_offered, self._can_convert)
         self._builder = BatchBuilder(
             self.states,
             cache,
             plans,
+            CachedPrefixes(self.states, cache, self._counters, tiers.host),
+            self._reserver,
             self._counters,
             self._recorder,
-            host_memory,
-            lengths_only=lengths_only,
+            lengths_only=executor.lengths_only,
         )
-        self._masks = MaskFiller(self.states, self._counters, fill_masks, vocab_size, timer)
+        self._masks = StepMasks(self.states, self._counters, MaskFiller(), vocab_size)
         self.admission = Admission(scheduler_config)
         self._committer = TokenCommitter(
             self.states,
@@ -254,16 +236,23 @@ class Engine:
             self.admission,
             output_processor,
             2**31 if vocab_size is None else vocab_size,
-            lengths_only=lengths_only,
+            lengths_only=executor.lengths_only,
         )
         self._recovery = Recovery(self.states, self._limits, clock, self._counters)
+        self._steps = StepRunner(
+            executor,
+            cache,
+            self._builder,
+            self._masks,
+            self._committer,
+            self._recovery,
+            self._recorder,
+            self._policies,
+            self._counters,
+        )
         self._controller = AdmissionController(
             self.admission, scheduler_config, self.states, cache, clock, self._offered, can_mask=vocab_size is not None
         )
-
-    def _is_best_effort(self, owner: int) -> bool:
-        rows = np.flatnonzero((self.table.rank == owner) & self.table.live)
-        return bool(self.table.best_effort[rows[0]])
 
     # --- requests --------------------------------------------------------------------------------------------------
 
@@ -332,12 +321,12 @@ class Engine:
                 raise
             # Not a step that failed (see `Recovery`) but our own accounting or code: what it says is not to be trusted.
             logger.critical("engine shutting down after an internal error: %s", error, exc_info=True)
-            self._pending = None
+            self._steps.pending = None
             self._recovery.end(f"internal error: {type(error).__name__}")
         return self.states.take_outputs()
 
     def _step(self) -> None:
-        timer = self._timer
+        timer, steps = time.perf_counter, self._steps
         started = timer()
         if self._reads is not None:
             self._reads.take()
@@ -348,20 +337,20 @@ class Engine:
         if self.before_dispatch is not None and batch is not None:
             self.before_dispatch(batch)
         prepared = timer()
-        dispatched = self._execute(plan, batch, rows, requests) if batch is not None else None
+        dispatched = steps.execute(plan, batch, rows, requests, self.costs) if batch is not None else None
         launched = timer()
         if self._overlap:
-            oldest, self._pending = self._pending, dispatched
+            oldest, steps.pending = steps.pending, dispatched
         else:
-            oldest = self._sample_masked(dispatched)
+            oldest = steps.sample_masked(dispatched)
         waited = 0.0
         if oldest is not None:
             started_waiting = timer()
-            result = self._fetch(oldest)
+            result = steps.fetch(oldest)
             waited = timer() - started_waiting
             if result is not None:
                 self._committer.commit(oldest, result)
-        self._pending = self._sample_masked(self._pending)
+        steps.pending = steps.sample_masked(steps.pending)
         self._recorder.end_current(ran=batch is not None)
         if batch is not None:
             self._policies.note_progress()
@@ -370,7 +359,7 @@ class Engine:
             self._reads.wait()
         elif oldest is None and self._policies.note_idle(bool(self.states.by_id)):
             break_stall(self.states, self.view(), self.policy.name, debug=self.debug)
-        is_idle = not self.states.by_id and self._pending is None and self.dead_reason is None
+        is_idle = not self.states.by_id and steps.pending is None and self.dead_reason is None
         if is_idle and self.cache.num_free != self.cache.pool.num_blocks:
             raise CacheIntegrityError("blocks are held, and no request is alive")
         if batch is not None or oldest is not None:
@@ -384,10 +373,11 @@ class Engine:
             max_num_batched_tokens=self._limits.num_tokens,
             costs=self.costs,
             can_convert=self._can_convert,
+            takeable=self._reserver.takeable(),
         )
 
     def _schedule(self) -> Plan:
-        started = self._timer()
+        started = time.perf_counter()
         self._limits.restore_if_due(self.clock)
         view = self.view()
         if not view.waiting.size and not view.running.size:
@@ -395,107 +385,11 @@ class Engine:
         plan = self._policies.schedule(view)
         if plan is None:
             if self._recovery.note_failure("the policy failed"):
-                self._pending = None
+                self._steps.pending = None
             return Plan.idle()
         self.last_plan = plan
-        self._counters.add_schedule(self._timer() - started)
+        self._counters.add_schedule(time.perf_counter() - started)
         return plan
-
-    def _execute(
-        self, plan: Plan, batch: StepBatch, rows: NDArray[np.int32], requests: list[RequestState]
-    ) -> InFlightStep | None:
-        """Dispatch a step and account for it; None: it failed."""
-        dispatched_s = self._timer()
-        try:
-            handle = self.executor.execute(batch)
-        except Exception as error:
-            self._raise_in_debug(error)
-            self.cache.forget_saved(batch.saves[:, 1])
-            # The step before it was dispatched in good order: what it sampled is good.
-            oldest, self._pending = self._pending, None
-            result = self._fetch(oldest) if oldest is not None else None
-            if oldest is not None and result is not None:
-                self._committer.commit(oldest, result)
-            if oldest is None or result is not None:  # else `_fetch` has recovered already
-                num_tokens = int(batch.num_tokens.sum())
-                self._recovery.recover(error, self.executor, self._recorder.current, num_tokens)
-            self._recorder.end(self._recorder.current, None)
-            return None
-        self._counters.iterations[plan.iteration] += 1
-        self.last_tokens_scheduled = int(batch.num_tokens.sum())
-        self._counters.step_tokens.add(self.last_tokens_scheduled)
-        return InFlightStep(
-            handle=handle,
-            requests=requests,
-            rows=rows,
-            samples=batch.samples,
-            position=batch.position,
-            num_tokens=self.last_tokens_scheduled,
-            masked=batch.masked,
-            kind=batch.kind,
-            filled=self._builder.account(batch, rows, requests),
-            dispatched_s=dispatched_s,
-            predicted_s=self._predicted_s(plan, batch),
-            has_chunks=plan.iteration != "decode",
-            prompt_targets=batch.prompt_targets,
-            pool_spans=batch.pool_spans,
-            iteration=self._recorder.current,
-        )
-
-    def _predicted_s(self, plan: Plan, batch: StepBatch) -> float | None:
-        """Predict every eighth step of a type by the cost model, if there is one: it takes some hundredths of a
-        millisecond."""
-        if self._counters.iterations[plan.iteration] % _COST_ERROR_EVERY:
-            return None
-        step_s = self.costs.step_s(batch.num_tokens, batch.start, batch.kind)
-        step_s += self.costs.conversion_s(batch.num_converted_tokens)
-        return max(step_s, self.costs.transfer_s(*batch.moved_blocks(self.cache.block_sizes))) or None
-
-    def _sample_masked(self, step: InFlightStep | None) -> InFlightStep | None:
-        """Fill the masks that a dispatched step waits for and dispatch its sampler; every token before is known.
-
-        Returns:
-            The step, None where it failed.
-        """
-        if step is None or step.masked is None:
-            return step
-        masks = self._masks.fill(step)
-        try:
-            cast("MaskedStepHandle", step.handle).sample(masks)
-        except Exception as error:
-            self._raise_in_debug(error)
-            self._recover(error, step)
-            return None
-        return step
-
-    def _fetch(self, step: InFlightStep) -> StepResult | None:
-        """Wait for a step. None: it failed, and everything has been put back to where it can go on."""
-        try:
-            result = step.handle.result()
-            shape = (len(step.requests),)
-            if result.token_ids.shape != shape or result.finite.shape != shape:
-                raise RuntimeError(f"the step returned {result.token_ids.shape} tokens for {shape} rows")
-        except Exception as error:
-            self._raise_in_debug(error)
-            pending, self._pending = self._pending, None
-            self._recover(error, step)
-            if pending is not None:  # computed on the same pool, after the step that failed
-                self._recorder.end_step(pending, None)
-            return None
-        now_s = self._timer()
-        step_s = now_s - max(step.dispatched_s, self._last_result_s)
-        self._recorder.end_step(step, step_s)
-        self._last_result_s = now_s
-        self._counters.add_step(step_s, step.predicted_s, "prefill" if step.has_chunks else "decode")
-        return result
-
-    def _recover(self, error: Exception, step: InFlightStep) -> None:
-        self._recovery.recover(error, self.executor, step.iteration, step.num_tokens)
-        self._recorder.end_step(step, None)
-
-    def _raise_in_debug(self, error: Exception) -> None:
-        if self.debug and isinstance(error, AssertionError):
-            raise error
 
     def close(self, timeout_s: float = CLOSE_S, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Write all cached prefixes to disk, where there is one, and end its threads. No request is alive; nothing may be
@@ -505,28 +399,12 @@ class Engine:
             timeout_s: what has not been written by then is lost.
             is_hurried: asked meanwhile; True ends it at once.
         """
-        disk = self._disk
-        if disk is None or self._is_closed:
+        if self._tiers.disk is None or self._is_closed:
             return
         self._is_closed = True
-        until_s = self._timer() + timeout_s
-
-        def is_written() -> bool:
-            while not disk.flush(0.1):
-                if is_hurried() or self._timer() > until_s:
-                    return False
-            return not is_hurried()
-
-        try:
-            if self.dead_reason is None and not self.states.by_id and self._host_memory is not None:
-                self.cache.groups.write_all(self._host_memory.save_now, is_written)
-            if not is_written():
-                logger.warning(
-                    "not all cached prefixes have been written to disk: the end was limited to %g s", timeout_s
-                )
-        except Exception as error:
-            logger.error("cached prefixes could not be written to disk: %s", error)
-        disk.close()
+        is_whole = self.dead_reason is None and not self.states.by_id
+        host = self._tiers.host if is_whole else None
+        write_prefixes(self.cache, host, self._tiers.disk, timeout_s, is_hurried)
 
     # --- looking in ------------------------------------------------------------------------------------------------
 
@@ -576,7 +454,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while another `step` has something to do."""
-        return bool(self.states.by_id or self.states.outputs) or self._pending is not None
+        return bool(self.states.by_id or self.states.outputs) or self._steps.pending is not None
 
     @property
     def num_generated(self) -> int:
@@ -590,17 +468,7 @@ class Engine:
 
     def usage_of(self, tenant: str) -> TenantUsage:
         """Counters and gauges of a tenant."""
-        states, counters = self.states, self._counters
-        running, waiting = (
-            int(np.count_nonzero(self.table.tenant[states.rows(status)] == states.tenants.get(tenant, -1)))
-            for status in (RUNNING, WAITING)
-        )
-        return TenantUsage(
-            num_running=running,
-            num_waiting=waiting,
-            prompt_tokens=counters.tenant_prompt_tokens[tenant],
-            generation_tokens=counters.tenant_generation_tokens[tenant],
-        )
+        return usage_of(self.states, self._counters, tenant)
 
     @property
     def dead_reason(self) -> str | None:
@@ -649,8 +517,8 @@ class Engine:
             num_slo_at_risk_admitted=self.admission.num_slo_at_risk_admitted,
             compilations=self.executor.compilations,
             expected_wait_s=self._controller.expected_wait_s(self.costs),
-            host_block_bytes=0 if self._host_memory is None else self._host_memory.block_bytes,
-            disk=None if self._disk is None else self._disk.counts(),
+            host_block_bytes=0 if self._tiers.host is None else self._tiers.host.block_bytes,
+            disk=None if self._tiers.disk is None else self._tiers.disk.counts(),
         )
 
     def check_integrity(self) -> None:
@@ -662,6 +530,6 @@ class Engine:
         """
         if self.dead_reason is None:
             self.executor.check_integrity()
-            check_engine(self.states, self._offered, self._pending)
+            check_engine(self.states, self._offered, self._steps.pending)
             if self._reads is not None:
                 self._reads.check_integrity()

@@ -1,7 +1,6 @@
 """The live requests of an engine: their rows, their states, and every transition between them."""
 
 import collections
-import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache import NO_SLOT, CacheIntegrityError, HybridCache
-from apt_jax.cache.block_sharing import BlockSharing
 from apt_jax.cache.prefix_hits import PrefixHitTracker
 from apt_jax.cache.prefix_tree import extend_digests, root_digest
 from apt_jax.core.kinds import HIDDEN, KIND_NAMES, KV, NO_KIND, CacheKindSpec
@@ -23,7 +21,7 @@ from apt_jax.engine.prompt_scores import PromptScores
 from apt_jax.engine.request_state import RequestState, StepOutput, TokenLogprobs
 from apt_jax.request import EngineRequest, FinishReason, PromptLogprobs, RequestMetrics, TokenConstraint
 from apt_jax.sched.request_table import ColumnTable, RequestTable, column
-from apt_jax.sched.view import SchedulerView, SharedBlocks
+from apt_jax.sched.view import SchedulerView, TakeableGroups
 from apt_jax.structured.token_rules import start_constraint
 from apt_jax.utils.clock import Clock
 
@@ -262,6 +260,7 @@ class RequestStates(ColumnTable):
         max_num_batched_tokens: int,
         costs: StepCosts,
         can_convert: bool,
+        takeable: TakeableGroups | None,
     ) -> SchedulerView:
         """Return the policy's view of the requests."""
         table, cache = self.table, self.cache
@@ -273,9 +272,6 @@ class RequestStates(ColumnTable):
         shared_blocks = 0
         if cache.prefixes is not None:
             shared_blocks = cache.pool.num_blocks - cache.num_free - int(table.num_blocks[running].sum())
-        sharing = None
-        if cache.sharing is not None:
-            sharing = SharedBlocks(functools.partial(self._takeable, cache.sharing, running))
         return SchedulerView(
             now_s=self._clock.now_s(),
             table=table,
@@ -291,14 +287,8 @@ class RequestStates(ColumnTable):
             max_num_batched_tokens=max_num_batched_tokens,
             costs=costs,
             can_convert=can_convert,
-            sharing=sharing,
+            takeable=takeable,
         )
-
-    def _takeable(self, sharing: BlockSharing, running: NDArray[np.int32], kind: int) -> NDArray[np.int32]:
-        """See `SharedBlocks.takeable`."""
-        row_of = np.zeros(self.cache.owner.size, np.int32)
-        row_of[self.slot[running]] = running
-        return row_of[sharing.lone_groups(kind, down=True)[0]]
 
     # --- transitions -----------------------------------------------------------------------------------------------
 
@@ -465,12 +455,6 @@ class RequestStates(ColumnTable):
         self.table.num_blocks[rows] = private
         self.table.num_shared[rows] = self.cache.num_blocks_of(slots) - private
         self.cache.ownership_changed = False
-
-    def sync_checkpoints(self) -> None:
-        """Update the checkpoints of running rows."""
-        if self.cache.sharing is not None:
-            rows = self.rows(RUNNING)
-            self.table.checkpointed_blocks[rows] = self.cache.sharing.checkpointed_blocks(self.slot[rows])
 
     def lose_cache(self) -> None:
         """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from apt_jax.cache.placement import SlotTraffic
 from apt_jax.core.kinds import KIND_NAMES, KINDS
 from apt_jax.core.tiers import DiskCounts
 from apt_jax.engine.counters import EngineCounters, RecomputeCause
@@ -69,10 +70,10 @@ class EngineStats:
     loaded_blocks: int
     """Whole blocks copied from host memory."""
     saved_bytes: int
-    """Bytes of these, and of single slots of shared blocks."""
+    """Bytes of these, and of single slots."""
     loaded_bytes: int
     saved_slots: int
-    """Positions in shared blocks that were copied to host memory before another request overwrote them."""
+    """Positions that were copied to host memory one by one, before another request overwrote them."""
     loaded_slots: int
     """Positions that came back."""
     device_hit_tokens: int
@@ -164,11 +165,7 @@ def collect_stats(
     tier = cache.tier
     disk = DiskCounts() if disk is None else disk
     saved, loaded = (0.0, 0.0) if tier is None else (tier.num_saved_blocks, tier.num_loaded_blocks)
-    saved_slots = loaded_slots = 0
-    if cache.sharing is not None:
-        saved_slots, loaded_slots = sum(cache.sharing.saved_slots), sum(cache.sharing.loaded_slots)
-        slots = cache.sharing.moved_blocks()
-        saved, loaded = saved + slots[0], loaded + slots[1]
+    slots = SlotTraffic() if cache.placement is None else cache.placement.traffic()
     waiting = states.status == WAITING
     kinds = table.kind[states.status == RUNNING]
     low = table.best_effort & table.live
@@ -199,10 +196,10 @@ def collect_stats(
         used_host_blocks=0 if tier is None else tier.pool.num_used,
         saved_blocks=0 if tier is None else tier.num_saved_blocks,
         loaded_blocks=0 if tier is None else tier.num_loaded_blocks,
-        saved_bytes=round(saved * host_block_bytes),
-        loaded_bytes=round(loaded * host_block_bytes),
-        saved_slots=saved_slots,
-        loaded_slots=loaded_slots,
+        saved_bytes=round((saved + slots.saved_blocks) * host_block_bytes),
+        loaded_bytes=round((loaded + slots.loaded_blocks) * host_block_bytes),
+        saved_slots=slots.saved_slots,
+        loaded_slots=slots.loaded_slots,
         device_hit_tokens=counters.cache_hit_tokens - counters.host_hit_tokens,
         host_hit_tokens=counters.host_hit_tokens,
         restores=dict(counters.restores),
@@ -238,4 +235,18 @@ def collect_stats(
         cost_errors=dict(counters.cost_errors),
         busy_s=counters.busy_s,
         expected_wait_s=expected_wait_s,
+    )
+
+
+def usage_of(states: RequestStates, counters: EngineCounters, tenant: str) -> TenantUsage:
+    """Return counters and gauges of a tenant."""
+    running, waiting = (
+        int(np.count_nonzero(states.table.tenant[states.rows(status)] == states.tenants.get(tenant, -1)))
+        for status in (RUNNING, WAITING)
+    )
+    return TenantUsage(
+        num_running=running,
+        num_waiting=waiting,
+        prompt_tokens=counters.tenant_prompt_tokens[tenant],
+        generation_tokens=counters.tenant_generation_tokens[tenant],
     )

@@ -5,7 +5,7 @@ the next step while the device works. Steps take effect in the order in which th
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +69,11 @@ class Executor(Protocol):
     max_num_seqs: int
     can_convert: bool
     """True if steps may have `StepBatch.conversions`."""
+    adapters: Sequence[str]
+    """Names of the LoRA adapters that requests may have."""
+    lengths_only: bool
+    """True if only lengths and kinds of steps are looked at, as by a cost model: token ids, block tables, sampling
+    parameters and histories of a `StepBatch` may be empty."""
 
     def execute(self, batch: StepBatch) -> StepHandle:
         """Dispatch one step; must not wait for it. After an exception the pool is gone: call `reset`."""

@@ -53,7 +53,7 @@ _FAST_S = 0.5
 
 
 def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
-    """A legal batch over arbitrary cache contents, of rows by kind, cached tokens and tokens to compute. Rows share blocks where the pool is too small to keep them apart."""
+    """A legal batch over arbitrary cache contents, of rows by kind, cached tokens and tokens to compute. Several rows have one block where the pool is too small to keep them apart."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
     need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     tables = np.zeros((n, 2, max(need)), np.int32)

@@ -29,13 +29,13 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from apt_jax.config import CacheConfig, Quantization
-from apt_jax.core.step import Conversions, StepBatch
+from apt_jax.core.step import StepBatch
 from apt_jax.distributed.hosts import Leader
 from apt_jax.distributed.messages import Plan
 from apt_jax.errors import ConfigError, one_line
 from apt_jax.executor.attention_choice import chip_of
 from apt_jax.executor.base import MaskedStepHandle, StepHandle, is_out_of_memory
-from apt_jax.executor.compiling.buckets import SamplerVariant, bucket_for
+from apt_jax.executor.compiling.buckets import SamplerVariant
 from apt_jax.executor.compiling.ready_programs import ReadyPrograms
 from apt_jax.executor.compiling.tuning_results import prepare_tuning_dir
 from apt_jax.executor.compiling.warm_up import (
@@ -52,7 +52,6 @@ from apt_jax.executor.pool_memory import PoolMemory
 from apt_jax.executor.programs.handles import DeviceStepHandle, JoinedStepHandle, PendingMaskHandle
 from apt_jax.executor.programs.packing import (
     Ints,
-    pack_conversions,
     pack_forward,
     pack_masks,
     pack_penalties,
@@ -61,6 +60,7 @@ from apt_jax.executor.programs.packing import (
 )
 from apt_jax.executor.programs.prompt_logprobs import PromptPrograms
 from apt_jax.executor.programs.runner import ProgramRunner
+from apt_jax.executor.transfers.before_step import Transfers
 from apt_jax.executor.transfers.host_memory import HostPool
 from apt_jax.executor.transfers.host_saver import stages_in_pinned_memory
 from apt_jax.models import sharding as parallel
@@ -94,7 +94,7 @@ class JaxExecutor:
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
             where both kinds are offered. Without it `can_convert` is False.
         adapters: LoRA adapters that rows may have, all of them at once; on one device.
-        shares_blocks: rows may have blocks from their right end, beside others (`StepBatch.block_tables`). Such blocks are
+        both_ends: rows may have blocks from their right end, beside others (`StepBatch.block_tables`). Such blocks are
             not converted.
         huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
         load_executables: load programs that an earlier start has compiled, where it kept them (`executables`).
@@ -105,6 +105,8 @@ class JaxExecutor:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
             the pool, or the model cannot be cut for so many devices.
     """
+
+    lengths_only = False
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class JaxExecutor:
         mesh: Mesh | None = None,
         conversion: bool = False,
         adapters: Sequence[LoraAdapter] = (),
-        shares_blocks: bool = False,
+        both_ends: bool = False,
         huge_pages: bool = True,
         load_executables: bool = False,
         keep_params: bool = False,
@@ -147,7 +149,7 @@ class JaxExecutor:
             attention=attention,
             mixed=mixed,
             adapt_keys=adapt_keys(adapters) if adapters else None,
-            shares_blocks=shares_blocks,
+            both_ends=both_ends,
         )
         self.config, self.cache_config, self.quantization = plan.config, cache, quantization
         self.adapters = tuple(adapter.name for adapter in adapters)
@@ -155,7 +157,7 @@ class JaxExecutor:
         self.max_num_batched_tokens, self.max_model_len = max_num_batched_tokens, max_model_len
         self.kinds_offered, self.hidden_block_size = plan.kinds_offered, plan.hidden_block_size
         self.hidden_mode, self.mixed, self.buckets = plan.hidden_mode, plan.mixed, plan.buckets
-        self.can_convert = conversion and all(self.kinds_offered) and not shares_blocks
+        self.can_convert = conversion and all(self.kinds_offered) and not both_ends
         self.attention_name, self.rows_per_tile = plan.ops.name, plan.ops.rows_per_tile
         params = self._prepared(params, plan.ops, keep=keep_params)
         specs = None
@@ -182,10 +184,11 @@ class JaxExecutor:
                 self._memory.placed_rows,
                 pinned=stages_in_pinned_memory(self.device),
             )
-            if shares_blocks:
+            if both_ends:
                 kv, hidden = self.kinds_offered
                 widths = (self.config.lane if kv else None, self.config.hidden_size if hidden else None)
-                self.host.share_slots(widths, self._memory.placed_slots)
+                self.host.add_slots(widths, self._memory.placed_slots)
+        self.transfers = Transfers(self.runner, self.ready, self.host)
         self._prompts = PromptPrograms(self.runner, self.buckets.scored)
         self._compiled_at_warm_up = 0
         self._huge_pages = huge_pages
@@ -295,7 +298,7 @@ class JaxExecutor:
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and run every program once, on padding that touches no block."""
-        self._warm_up([*self._all_programs(), *self._transfers()], progress)
+        self._warm_up(self._all_programs(), progress)
 
     def _warm_up(self, programs: list[Program], progress: Callable[[int, int], None] | None) -> None:
         prepare = functools.partial(
@@ -328,10 +331,8 @@ class JaxExecutor:
 
     def _all_programs(self) -> list[Program]:
         copies = self.cache_config.enable_prefix_caching
-        return all_programs(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert)
-
-    def _transfers(self) -> list[Program]:
-        return [] if self.host is None else self.host.programs()
+        programs = all_programs(self.runner, mixed=self.mixed, copies=copies, conversions=self.can_convert)
+        return programs if self.host is None else [*programs, *self.host.programs()]
 
     @property
     def can_start_early(self) -> bool:
@@ -351,7 +352,7 @@ class JaxExecutor:
             The others, in the order in which they help most. Each is to be compiled, in any thread, and then given to
             `add_program`.
         """
-        first, others = first_and_others([*self._all_programs(), *self._transfers()], self.ready)
+        first, others = first_and_others(self._all_programs(), self.ready)
         self._warm_up(first, progress)
         self.ready.forget()
         for program in first:
@@ -419,25 +420,9 @@ class JaxExecutor:
 
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch one step. The pools are donated to it: after an exception, call `reset`."""
-        if self.host is not None and len(batch.saves):
-            self.host.announce(batch.saves)
+        self.transfers.announce(batch)
         self.allocate()
-        if self.host is not None and len(batch.saves):
-            self.host.save(batch.saves)
-        slots = None if self.host is None else self.host.slots
-        if slots is not None and len(batch.slot_saves):
-            slots.announce(batch.slot_saves)
-            slots.save(batch.slot_saves)
-        most = self.ready.sizes.copies[-1] if len(batch.copies) else 1
-        for at in range(0, len(batch.copies), most):  # sources of later parts are no destinations
-            part = batch.copies[at : at + most]
-            self.runner.copy_call(part, bucket_for(self.ready.sizes.copies, len(part))).run()
-        if self.host is not None and len(batch.loads):
-            self.host.load(batch.loads)
-        if slots is not None and len(batch.slot_loads):
-            slots.load(batch.slot_loads)
-        if batch.conversions is not None:
-            self._run_conversions(batch, batch.conversions)
+        self.transfers.before(batch)
         single = batch.num_tokens == 1
         single[[*batch.prompt_targets, *batch.pool_spans]] = False
         if (self.mixed and not batch.needs_all_states) or batch.masked is not None or single.all() or not single.any():
@@ -453,10 +438,6 @@ class JaxExecutor:
         self.allocate()
         self.runner.send_tables(self.runner.sent_tables.take_changes(batch.slots, batch.block_tables))
         jax.block_until_ready(self.runner.tables)
-
-    def _run_conversions(self, batch: StepBatch, conversions: Conversions) -> None:
-        for ints, num_blocks in pack_conversions(batch, conversions, self.step_format, self.ready.sizes.conversions):
-            self.runner.convert_call(ints, num_blocks).run()
 
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
         """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""

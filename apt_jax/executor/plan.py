@@ -54,7 +54,7 @@ class ExecutorPlan:
     num_devices: int
     platform: str
     has_adapters: bool
-    shares_blocks: bool
+    both_ends: bool
 
     @property
     def cuts_by_feature(self) -> bool:
@@ -73,7 +73,7 @@ class ExecutorPlan:
             num_biases=sampling.NUM_BIASES,
             buckets=self.buckets,
             has_adapters=self.has_adapters,
-            shares_blocks=self.shares_blocks,
+            both_ends=self.both_ends,
         )
 
     def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any, tuning_dir: Path | None = None) -> Programs:
@@ -111,7 +111,7 @@ def plan_executor(
     attention: str | KernelBackend | None = None,
     mixed: bool | None = None,
     adapt_keys: bool | None = None,
-    shares_blocks: bool = False,
+    both_ends: bool = False,
 ) -> ExecutorPlan:
     """Plan the programs of an executor.
 
@@ -121,7 +121,7 @@ def plan_executor(
         platform: of the devices, as JAX calls it.
         chip: what tiles of GPU kernels are chosen for.
         adapt_keys: adapters add to W_k or W_v; None: there are no adapters.
-        shares_blocks: as of `JaxExecutor`.
+        both_ends: as of `JaxExecutor`.
 
     Raises:
         ConfigError: the cache mode does not suit the model, there is no such implementation of attention, or the model
@@ -197,5 +197,5 @@ def plan_executor(
         num_devices=num_devices,
         platform=platform,
         has_adapters=adapt_keys is not None,
-        shares_blocks=shares_blocks,
+        both_ends=both_ends,
     )

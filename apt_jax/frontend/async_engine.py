@@ -46,6 +46,7 @@ from apt_jax.frontend.admission_gate import AdmissionGate
 from apt_jax.frontend.components import EngineComponents
 from apt_jax.frontend.iteration_feed import IterationFeed
 from apt_jax.frontend.outputs import OutputDelta, RequestState
+from apt_jax.frontend.rare_programs import RarePrograms
 from apt_jax.frontend.streams import (
     EngineClosedError,
     OpenStreams,
@@ -103,13 +104,12 @@ class AsyncEngine:
         self._inbox: collections.deque[RequestStream | Callable[[], None]] = collections.deque()
         """New requests, and functions to run between two steps."""
         self._gate = AdmissionGate(parts.engine)
+        self._rare_programs = RarePrograms(parts.executor)
         self._streams = OpenStreams(self._max_queue_s)
         self._closing = self._hurried = False
         self._drain_s = self._drain_until_s = 0.0
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._prompts_prepared: concurrent.futures.Future[None] | None = None
-        """Set once the programs for log probabilities of prompts are compiled; None: nobody has asked for any."""
         self._abandoned = False
         """All streams were ended while a step was running, which may never end."""
         self._log: TimelineLog | None = None
@@ -171,14 +171,9 @@ class AsyncEngine:
         Raises:
             EngineDeadError: the engine has ended meanwhile.
         """
-        if all(request.params.prompt_logprobs is None and request.params.pooling is None for request in requests):
+        prepared = self._rare_programs.compile_for(requests)
+        if prepared is None:
             return
-        with self._work:
-            prepared = self._prompts_prepared
-            if prepared is None:
-                prepared = self._prompts_prepared = concurrent.futures.Future()
-                prepared.set_running_or_notify_cancel()  # one of those who wait for it cannot cancel it
-                threading.Thread(target=self._prepare_prompts, args=(prepared,), daemon=True).start()
         if not prepared.done():
             waits = [asyncio.wrap_future(prepared), asyncio.ensure_future(self.wait_ended())]
             try:
@@ -193,17 +188,7 @@ class AsyncEngine:
     @property
     def is_compiling(self) -> bool:
         """True while a thread compiles for `prepare`, which nothing can end."""
-        prepared = self._prompts_prepared
-        return prepared is not None and not prepared.done()
-
-    def _prepare_prompts(self, prepared: "concurrent.futures.Future[None]") -> None:
-        try:
-            self.parts.executor.prepare_prompt_logprobs()
-        except Exception as error:
-            self._prompts_prepared = None  # the next request tries again
-            prepared.set_exception(error)
-        else:
-            prepared.set_result(None)
+        return self._rare_programs.is_compiling
 
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING
 from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.core.tiers import DiskStore
 from apt_jax.cpu import build
+from apt_jax.engine.batch import reserver_for
 from apt_jax.errors import ConfigError
 from apt_jax.executor import is_out_of_memory
 from apt_jax.frontend.components import EngineComponents, Unprepared, build_components, cache_kinds, with_costs
 from apt_jax.frontend.progress import Progress, in_stage, of_stage
 from apt_jax.frontend.start_stages import KERNELS, LAYOUT, LOADING
 from apt_jax.sched import make_policy
-from apt_jax.sched.view import converts, shares_blocks
+from apt_jax.sched.view import converts
 from apt_jax.text.chat import ChatTemplate, load_chat_template
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.utils.activity import activity
@@ -112,7 +113,7 @@ def build_engine(
                 loaded,
                 mesh,
                 conversion=converts(policy) or config.cache.swap_space > 0,
-                share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
+                both_ends=reserver_for(policy, config.cache).fills_both_ends,
                 huge_pages=not early,
                 keep_params=params is not None,
             )
@@ -145,16 +146,16 @@ def build_engine(
             eos_token_ids=_end_ids(loaded, tokenizer, template),
             policy=policy,
             costs=None if cost_model is None else cost_model.step_costs(),
-            model_config=loaded.config,
-            cost_model=cost_model,
-            chat_template=template,
-            hf_config=loaded.hf_config,
-            stored=(loaded.format, loaded.weights),
             disk=open_disk_store(config.cache, executor),
         )
         warn_of_small_pool(parts)
         return dataclasses.replace(
             parts,
+            model_config=loaded.config,
+            cost_model=cost_model,
+            chat_template=template,
+            hf_config=loaded.hf_config,
+            stored=(loaded.format, loaded.weights),
             load_s=loaded_s - started,
             warm_up_s=warm_s - loaded_s,
             calibration_s=time.monotonic() - warm_s,
@@ -301,7 +302,7 @@ def make_executor(
     mesh: "Mesh | None",
     *,
     conversion: bool = False,
-    share_blocks: bool = False,
+    both_ends: bool = False,
     huge_pages: bool = True,
     keep_params: bool = False,
 ) -> "JaxExecutor":
@@ -323,7 +324,7 @@ def make_executor(
             adapters=load_adapters(config, loaded),
             huge_pages=huge_pages,
             load_executables=config.load_executables and config.parallel.nnodes == 1,
-            shares_blocks=share_blocks,
+            both_ends=both_ends,
             keep_params=keep_params,
         )
 

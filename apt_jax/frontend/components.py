@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from apt_jax.config import CacheMode, EngineConfig
 from apt_jax.core.kinds import CacheKindSpec
-from apt_jax.core.tiers import DiskStore
+from apt_jax.core.tiers import DiskStore, Tiers
 from apt_jax.engine import Engine
+from apt_jax.engine.batch import reserver_for
 from apt_jax.errors import InvalidRequestError
 from apt_jax.executor import Executor
 from apt_jax.frontend.outputs import OutputAssembler
 from apt_jax.models.config import ModelConfig
 from apt_jax.request import EngineRequest
 from apt_jax.sched import Policy, StepCosts, make_policy
-from apt_jax.sched.view import shares_blocks
 from apt_jax.structured.compiler import GrammarCompiler, PendingGrammars
-from apt_jax.structured.constraint import MaskFiller
 from apt_jax.text.chat import ChatTemplate, Message, Tool, text_of
 from apt_jax.text.tokenizer import Tokenizer
 from apt_jax.utils.clock import Clock, WallClock
@@ -163,11 +162,6 @@ def build_components(
     clock: Clock | None = None,
     costs: StepCosts | None = None,
     debug: bool = False,
-    model_config: ModelConfig | None = None,
-    cost_model: "CostModel | None" = None,
-    chat_template: ChatTemplate | None = None,
-    hf_config: Mapping[str, Any] | None = None,
-    stored: tuple[str, str] = ("none", "none"),
     disk: DiskStore | None = None,
 ) -> EngineComponents:
     """Build an engine over any executor.
@@ -185,7 +179,6 @@ def build_components(
         costs: None: all zero.
         debug: the engine checks its accounting after every step.
         disk: keeps cached prefixes; None: nothing does.
-        model_config, cost_model, chat_template, hf_config, stored: see `EngineComponents`.
     """
     clock = WallClock() if clock is None else clock
     policy = make_policy(config=config.scheduler, seed=config.seed) if policy is None else policy
@@ -200,11 +193,8 @@ def build_components(
         costs=StepCosts() if costs is None else costs,
         vocab_size=vocab_size,
         output_processor=assembler,
-        fill_masks=MaskFiller(),
-        adapters=tuple(config.lora_modules or ()),
-        host_memory=getattr(executor, "host", None) if config.cache.swap_space else None,
-        disk=disk,
-        share_blocks=shares_blocks(policy) and config.cache.shares_blocks,
+        tiers=Tiers(host=getattr(executor, "host", None) if config.cache.swap_space else None, disk=disk),
+        reserver=reserver_for(policy, config.cache),
         debug=debug,
     )
     pool_tokens = max(
@@ -240,11 +230,6 @@ def build_components(
         assembler=assembler,
         seeds=FallbackSeeds(config.seed),
         grammars=grammars,
-        model_config=model_config,
-        cost_model=cost_model,
-        chat_template=chat_template,
-        hf_config={} if hf_config is None else hf_config,
-        stored=stored,
     )
 
 
@@ -265,7 +250,7 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
     """
     scheduler = dataclasses.replace(parts.config.scheduler, policy=policy)
     wanted = (cache != "hidden", cache != "kv")
-    return build_components(
+    fresh = build_components(
         dataclasses.replace(parts.config, scheduler=scheduler),
         parts.executor,
         kinds=[
@@ -277,6 +262,9 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
         tokenizer=parts.tokenizer,
         eos_token_ids=parts.limits.eos_token_ids,
         costs=parts.engine.costs,
+    )
+    return dataclasses.replace(
+        fresh,
         model_config=parts.model_config,
         cost_model=parts.cost_model,
         chat_template=parts.chat_template,

@@ -1,6 +1,6 @@
 """Shared blocks with eager checkpoints, to compare lazy ones with (BROS §5.3, Fig. 13)."""
 
-from apt_jax.cache.block_sharing import BlockSharing, Place
+from apt_jax.cache.sharing import BlockSharing, Place
 
 
 def checkpoint_at_once(sharing: BlockSharing) -> None:

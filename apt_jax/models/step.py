@@ -45,7 +45,7 @@ class DecoderBatch:
     prefill_hidden: Bool[Array, " R"]
     num_prefill_rows: Int32[Array, ""]
     decode_ranges: Int32[Array, "B J 2"] | None = None
-    """`slot_ranges` of the decode rows (`ops.reference`) if requests share blocks; None: every block has one owner."""
+    """`slot_ranges` of the decode rows (`ops.reference`) if rows fill blocks from both ends; None: every block has one owner."""
     prefill_ranges: Int32[Array, "R J 2"] | None = None
     """`slot_ranges` of the cached prefixes of the prefill rows, like `decode_ranges`."""
     adapters: Int32[Array, " T"] | None = None
@@ -58,7 +58,7 @@ def slot_ranges(
     """Range of slots that each row owns in each of its blocks, as defined in `ops.reference`.
 
     Args:
-        downwards: whether the row fills the block from its right end (`apt_jax.cache.block_sharing`).
+        downwards: whether the row fills the block from its right end (`apt_jax.cache.placement`).
         lens: number of positions of each row.
         sizes: number of slots in each of the row's blocks.
     """

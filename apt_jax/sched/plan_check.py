@@ -111,13 +111,13 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     new = view.blocks_for(cached + found + num_tokens, kind) - held
     need = int(new.sum())
     have = view.free_blocks + int(table.num_blocks[preempt].sum())
-    if view.sharing is not None:
+    if view.takeable is not None:
         real_time = ~table.best_effort[rows]
         copied = found % view.block_sizes[kind] > 0
         for k in np.unique(kind[real_time]).tolist():
             halves, of_kind = view.kinds[k].blocks_per_group, real_time & (kind == k)
             wanted = int(new[of_kind].sum()) - halves * int(np.count_nonzero(copied[of_kind]))
-            takeable = view.sharing.takeable(k)
+            takeable = view.takeable.rows(k)
             if plan.num_first:
                 takeable = takeable[~np.isin(takeable, rows[: plan.num_first])]
             have += min(wanted, takeable.size * halves)

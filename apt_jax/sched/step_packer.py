@@ -80,8 +80,8 @@ def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
 
 
 def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the (n,) number of blocks that running `rows` hold after `num_tokens` more positions, without shared
-    blocks."""
+    """Return the (n,) number of blocks that running `rows` hold after `num_tokens` more positions, without blocks of
+    shared prefixes."""
     table = view.table
     needed = held_blocks_for(view, rows, table.num_cached.take(rows) + num_tokens)
     return np.maximum(needed, table.num_blocks.take(rows))

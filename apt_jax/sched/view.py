@@ -29,17 +29,17 @@ default. It does not rise when columns, functions or fields with a default are a
 """
 
 
-class SharedBlocks:
-    """Blocks that a real-time and a best-effort request may share (BROS §5; `apt_jax.cache.block_sharing`).
+class TakeableGroups:
+    """Groups that real-time requests may take from best-effort ones (BROS §5).
 
     Args:
-        takeable: function that returns `takeable` for a kind; called at most once per kind, when first needed.
+        rows_of: function that returns `rows` for a kind; called at most once per kind, when first needed.
     """
 
-    def __init__(self, takeable: Callable[[int], NDArray[np.int32]]) -> None:
-        self._takeable = functools.cache(takeable)
+    def __init__(self, rows_of: Callable[[int], NDArray[np.int32]]) -> None:
+        self._rows_of = functools.cache(rows_of)
 
-    def takeable(self, kind: int) -> NDArray[np.int32]:
+    def rows(self, kind: int) -> NDArray[np.int32]:
         """Return the (g,) best-effort rows whose groups of blocks real-time requests of a kind may take.
 
         There is one entry per group, in the order in which groups are taken (`FindPreemptBlock`) after the free ones.
@@ -48,7 +48,7 @@ class SharedBlocks:
         any order of `Plan.rows`. If a request starts with a part of a cached group, its first new group is a copy of
         that group and cannot be one of the taken groups.
         """
-        return self._takeable(kind)
+        return self._rows_of(kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class SchedulerView:
     """Tokens per block of layer inputs; None: `block_size`."""
     can_convert: bool = False
     """True if `Plan.convert` may be used: both kinds are offered, and the executor supports conversions."""
-    sharing: SharedBlocks | None = None
-    """Blocks that requests of different classes may share; None: requests share only blocks of cached prefixes."""
+    takeable: TakeableGroups | None = None
+    """Groups that real-time rows may take from best-effort requests without preempting these; None: there are none."""
 
     @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
@@ -145,8 +145,8 @@ class Plan:
         iteration);
       * rows in `convert` are unique, are in `rows`, hold the hidden kind (and `kind` says so), and fit the whole pool as
         keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
-      * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, if `SchedulerView.sharing`
-        is set, the groups in `SharedBlocks.takeable` that real-time rows take. A row in `convert` needs the KV blocks of
+      * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, the groups in `SchedulerView.takeable`, if it
+        is set, that real-time rows take. A row in `convert` needs the KV blocks of
         all its positions, including the new one, in addition to its hidden blocks, which become free for the next step.
 
     If the blocks do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
@@ -165,7 +165,7 @@ class Plan:
     computed from the cached layer inputs, which takes `StepCosts.convert_per_hidden_token_s` per cached token."""
     num_first: int = 0
     """Number of leading rows that get their blocks together with the real-time rows, in order, even if they are
-    best-effort. Real-time rows take no groups from them (`SharedBlocks.takeable`)."""
+    best-effort. Real-time rows take no groups from them (`SchedulerView.takeable`)."""
 
     @classmethod
     def idle(cls, preempt: NDArray[np.int32] | None = None) -> "Plan":
@@ -186,7 +186,7 @@ class Policy(Protocol):
     A policy from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was
     written for. A policy that uses `Plan.convert` has an attribute ``converts = True``; without it servers do not
     compile the conversion programs, and `SchedulerView.can_convert` is False. A policy that reads
-    `SchedulerView.sharing` has ``shares_blocks = True``.
+    `SchedulerView.takeable` has ``takes_groups = True``.
     """
 
     name: str
@@ -202,9 +202,9 @@ def has_classes(policy: Policy) -> bool:
     return bool(getattr(policy, "has_classes", False))
 
 
-def shares_blocks(policy: Policy) -> bool:
-    """Return True if a policy reads `SchedulerView.sharing`."""
-    return bool(getattr(policy, "shares_blocks", False))
+def takes_groups(policy: Policy) -> bool:
+    """Return True if a policy reads `SchedulerView.takeable`."""
+    return bool(getattr(policy, "takes_groups", False))
 
 
 def converts(policy: Policy) -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from apt_jax.config import SLO, CacheMode, HiddenAttention
+from apt_jax.config import SLO, CacheConfig, CacheMode, HiddenAttention
 from apt_jax.errors import ConfigError
 from apt_jax.options import check_options, option
 from apt_jax.sim.routing import ROUTING_POLICIES
@@ -107,4 +107,19 @@ class SimulationConfig:
         require(
             self.routing_policy in ROUTING_POLICIES,
             f"routing_policy={self.routing_policy!r:.40} must be one of {', '.join(ROUTING_POLICIES)} (--routing-policy)",
+        )
+
+    def cache_config(self, block_size: int, *, prefix_caching: bool) -> CacheConfig:
+        """Return the cache's part of the configuration, for an engine.
+
+        Args:
+            block_size: keys, or values, that a block of the hardware's pool holds.
+            prefix_caching: whether prompts are such that the engine may look for common beginnings.
+        """
+        return CacheConfig(
+            block_size=block_size,
+            mode=self.cache,
+            enable_prefix_caching=prefix_caching,
+            swap_space=self.swap_space,
+            share_blocks=self.share_blocks,
         )

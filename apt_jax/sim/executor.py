@@ -45,11 +45,14 @@ class SimulatedExecutor:
         can_convert: whether layer inputs may be converted to keys and values within a step.
         transfer_s: function that returns the duration of a step's transfers, seconds. Transfers run in parallel with
             the step, which then takes the longer of the two durations. None: transfers take no time.
+        lengths_only: `step_s` and `transfer_s` read only lengths and kinds (`Executor.lengths_only`).
 
     Attributes:
         num_steps: number of executed steps.
         busy_s: time that the simulated device has worked, seconds, without host time.
     """
+
+    adapters = ()
 
     def __init__(
         self,
@@ -63,8 +66,10 @@ class SimulatedExecutor:
         host_s: float = 0.0,
         can_convert: bool = True,
         transfer_s: Callable[[StepBatch], float] | None = None,
+        lengths_only: bool = False,
     ) -> None:
         self.clock = clock
+        self.lengths_only = lengths_only
         self.step_s = step_s
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -69,6 +69,7 @@ class RecordingExecutor:
         self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
         self.hidden_block_size = inner.hidden_block_size
         self.max_num_seqs, self.can_convert = inner.max_num_seqs, inner.can_convert
+        self.adapters, self.lengths_only = inner.adapters, inner.lengths_only
         self.durations_s: list[float] = []
         self._timer = timer
         self._busy_until_s = 0.0

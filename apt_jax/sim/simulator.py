@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.config import CacheConfig, SchedulerConfig
+from apt_jax.config import SchedulerConfig
 from apt_jax.core.step import StepBatch
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.hardware import Hardware
 from apt_jax.engine import Engine
+from apt_jax.engine.batch import PlainReserver, reserver_for
 from apt_jax.errors import ConfigError
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched import Policy, make_policy
-from apt_jax.sched.view import shares_blocks
 from apt_jax.sim.attainable import attainable_share
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor, SimulatedHostMemory
@@ -240,7 +241,6 @@ def simulate(
     )
     prefixes = config.enable_prefix_caching
     of_policy = make_policy(config=scheduler, seed=config.seed) if policy is None else policy
-    shares = config.swap_space > 0 and config.share_blocks and shares_blocks(of_policy)
     host_memory = None
     if config.swap_space:
         prefixes, costs = True, with_transfers(costs, hardware)
@@ -276,6 +276,9 @@ def simulate(
         hidden = hardware.hidden_block_size or hardware.block_size
         return costs.transfer_s(*batch.moved_blocks((hardware.block_size, hidden)))
 
+    # Prompts of which only lengths are known are all alike, and would be found in the cache.
+    cache = config.cache_config(hardware.block_size, prefix_caching=prefixes)
+
     def replica() -> "Replica":
         clock = VirtualClock()
         timed: TimedExecutor = (
@@ -291,6 +294,7 @@ def simulate(
                 host_s=config.host_s,
                 can_convert=can_convert,
                 transfer_s=None if host_memory is None else transfer_s,
+                lengths_only=step_s is None,
             )
         )
         engine = Engine(
@@ -299,14 +303,12 @@ def simulate(
             clock,
             hardware.kinds(config.cache, config.hidden_attention, rho_us=config.rho_us),
             scheduler,
-            # Prompts of which only lengths are known are all alike, and would be found in the cache.
-            CacheConfig(block_size=hardware.block_size, mode=config.cache, enable_prefix_caching=prefixes),
+            cache,
             costs=costs,
             output_processor=None if config.max_tokens is None else TraceEnds(workload.output_tokens),
-            host_memory=host_memory if executor is None else None,
-            share_blocks=shares and executor is None,
+            tiers=Tiers(host=host_memory if executor is None else None),
+            reserver=reserver_for(of_policy, cache) if executor is None else PlainReserver,
             debug=debug,
-            lengths_only=executor is None and step_s is None,
         )
         return Replica(engine, timed, clock, overlap)
 

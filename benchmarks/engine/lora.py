@@ -88,7 +88,7 @@ def decoding(executor: JaxExecutor, args: argparse.Namespace, rows: int, adapter
     executor.reset()
     engine = Engine(
         executor, make_policy("fcfs", scheduler), WallClock(), kinds, scheduler, executor.cache_config,
-        vocab_size=executor.config.vocab_size, adapters=executor.adapters,
+        vocab_size=executor.config.vocab_size,
     )  # fmt: skip
     rng = np.random.default_rng(1)
     longest = executor.max_model_len - args.prompt_len

@@ -60,7 +60,6 @@ def _measure(stage: Stage, model: str) -> dict[str, Any]:
     talking: Any = _Talking(executor)
     parts = build_components(
         config, talking, kinds=parts.engine.kinds, vocab_size=parts.vocab_size, max_model_len=parts.limits.max_model_len,
-        model_config=parts.model_config,
     )  # fmt: skip
     longest = min(parts.limits.max_model_len, parts.limits.max_pool_tokens or 1 << 30)
     work = whole_model.sharegpt(8 if stage.tiny else _REQUESTS, 1.0, longest, tiny=stage.tiny)

@@ -133,7 +133,7 @@ def _make_bench(stage: Stage, table: Table) -> _Bench:
     limited: Any = TimedSteps(executor, None if stage.tiny else int(POOL_BYTES // executor.block_bytes))
     parts = build_components(
         config, limited, kinds=model.kinds(executor.kinds_offered, absorbs=executor.absorbs), vocab_size=parts.vocab_size,
-        max_model_len=executor.max_model_len, costs=model.step_costs(), model_config=parts.model_config, cost_model=model,
+        max_model_len=executor.max_model_len, costs=model.step_costs(),
     )  # fmt: skip
     slo = SLO(ttft_s=1.0, tbt_s=1.0 if stage.tiny else 0.1)
     return _Bench(stage=stage, executor=executor, limited=limited, parts=parts, model=model, hardware=hardware, slo=slo)

@@ -10,9 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from apt_jax.cache.sharing import BlockSharing
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.step import StepBatch
+from apt_jax.core.tiers import Tiers
 from apt_jax.engine import Engine
+from apt_jax.engine.batch import PlainReserver, SharedReserver
 from apt_jax.lab.eager_checkpoints import checkpoint_at_once
 from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.lab.policies.round_robin import RoundRobinPolicy
@@ -201,6 +204,7 @@ class Feed:
             block_size=hardware.block_size,
             max_num_seqs=case.max_num_seqs,
             transfer_s=None if memory is None else transfer_s,
+            lengths_only=True,
         )
         self.policy = Watched(
             VARIANTS[case.policy]() if case.policy in VARIANTS else make_policy(config=config, seed=case.seed)
@@ -214,12 +218,12 @@ class Feed:
             # The second tier keeps what prefix caching registers. Prompts are all different: a request finds its own.
             CacheConfig(block_size=hardware.block_size, mode=case.cache_mode, enable_prefix_caching=memory is not None),
             costs=costs,
-            host_memory=memory,
-            share_blocks=case.share_blocks,
-            lengths_only=True,
+            tiers=Tiers(host=memory),
+            reserver=SharedReserver if case.share_blocks else PlainReserver,
         )
-        if self.engine.cache.sharing is not None and not case.is_lazy:
-            checkpoint_at_once(self.engine.cache.sharing)
+        sharing = self.engine.cache.placement
+        if isinstance(sharing, BlockSharing) and not case.is_lazy:
+            checkpoint_at_once(sharing)
         self.ended: list[RequestMetrics] = []
         """Metrics of finished RT requests."""
         self.be_ended_s: list[float] = []
@@ -306,7 +310,7 @@ class Feed:
             tpot.append(gap_s <= TPOT_S)
             queueing.append(1 - served_s / (m.finished_s - m.arrival_s))
         last_s = max(m.finished_s or 0.0 for m in self.ended)
-        stats, sharing = self.engine.stats(), self.engine.cache.sharing
+        stats = self.engine.stats()
         return {
             "rt_requests": len(self.ended),
             "normalised_latency_s": float(np.mean(normalised)),
@@ -320,8 +324,8 @@ class Feed:
             "recomputed_tokens": stats.recomputed_tokens,
             "saved_blocks": stats.saved_blocks,
             "loaded_blocks": stats.loaded_blocks,
-            "saved_slots": 0 if sharing is None else sum(sharing.saved_slots),
-            "loaded_slots": 0 if sharing is None else sum(sharing.loaded_slots),
+            "saved_slots": stats.saved_slots,
+            "loaded_slots": stats.loaded_slots,
             "transfer_limited": self.limited_steps,
             "iterations": self.executor.num_steps,
             "schedule_p50_ms": stats.schedule_p50_ms,

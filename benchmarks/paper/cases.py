@@ -47,8 +47,8 @@ def _sources(policy: str, *, has_host_memory: bool) -> str:
     files |= {ROOT / "apt_jax/sched/policies" / name for name in ("fcfs.py", "unified.py")}
     files.add(ROOT / "benchmarks/paper/infermax_fig15.py")
     if has_host_memory:
-        files |= {*(ROOT / "apt_jax/cache").glob("*.py"), ROOT / "apt_jax/sim/host_link.py"}
-        files |= {ROOT / "apt_jax/engine" / name for name in ("batch_builder.py", "restore.py")}
+        files |= {*(ROOT / "apt_jax/cache").rglob("*.py"), *(ROOT / "apt_jax/engine/batch").glob("*.py")}
+        files |= {ROOT / "apt_jax/sim/host_link.py", ROOT / "apt_jax/engine/restore.py"}
     if policy in all_policies():
         made = all_policies()[policy](0)
         files.add(Path(str(sys.modules[type(made).__module__].__file__)))

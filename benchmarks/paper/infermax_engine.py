@@ -62,6 +62,7 @@ class _Part:
         self.inner, self.num_blocks = inner, num_blocks
         self.block_size, self.hidden_block_size = inner.block_size, inner.hidden_block_size
         self.max_num_seqs, self.can_convert = inner.max_num_seqs, inner.can_convert
+        self.adapters, self.lengths_only = inner.adapters, inner.lengths_only
 
     def execute(self, batch: StepBatch) -> StepHandle:
         return self.inner.execute(batch)

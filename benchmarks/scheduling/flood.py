@@ -139,11 +139,10 @@ def serve(engine: Engine, traffic: Traffic, seconds: float, slo: SLO, *, interac
                 at = int(out.request.request_id[2:])
                 ttft_s[at] = now_s - traffic.arrival_s[at]
     stats = engine.stats()
-    sharing = engine.cache.sharing
     return Run(
         ttft_s=ttft_s,
         best_effort_tokens_per_s=tokens / seconds,
-        saved_slots=0.0 if sharing is None else float(sum(sharing.saved_slots)),
+        saved_slots=float(stats.saved_slots),
         num_preemptions=stats.num_preemptions,
     )
 

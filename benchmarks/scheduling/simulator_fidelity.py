@@ -55,6 +55,7 @@ class Watched:
         self.num_blocks, self.block_size = inner.num_blocks, inner.block_size
         self.hidden_block_size, self.can_convert = inner.hidden_block_size, inner.can_convert
         self.max_num_seqs = inner.max_num_seqs
+        self.adapters, self.lengths_only = inner.adapters, inner.lengths_only
         self.steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def execute(self, batch: StepBatch) -> StepHandle:

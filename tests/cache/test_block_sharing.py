@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from apt_jax.cache import NO_SLOT, BlockPool, HybridCache
-from apt_jax.cache.block_sharing import BlockSharing, SlotTransfers
+from apt_jax.cache.sharing import BlockSharing, SlotTransfers
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.step import NULL_BLOCK
 from apt_jax.lab.eager_checkpoints import checkpoint_at_once
@@ -56,7 +56,7 @@ class World:
         )
         self.best_effort: dict[int, bool] = {}
         self.host = BlockPool(num_host_blocks)
-        self.sharing: BlockSharing = self.cache.share_blocks(self.host, self.best_effort.__getitem__)
+        self.sharing = BlockSharing(self.cache, self.host, self.best_effort.__getitem__)
         self.memory = Memory(num_blocks, num_host_blocks)
         self.length: dict[int, int] = {}
         self.kind: dict[int, int] = {}
@@ -95,6 +95,10 @@ class World:
             self._check(owner, self.length[owner])
         return ran
 
+    def is_complete(self, owner: int) -> bool:
+        """Return True if all that a request has is on the device."""
+        return self.cache.slot_of(owner) not in self.sharing.preempted.of_slot
+
     def _slots(self, owner: int, position: int):
         cache = self.cache
         slot, size = cache.slot_of(owner), cache.block_sizes[self.kind[owner]]
@@ -106,7 +110,7 @@ class World:
             yield half, block, slot_of(position, size, down=down)
 
     def _check(self, owner: int, num_tokens: int) -> None:
-        assert self.sharing.is_complete(self.cache.slot_of(owner))
+        assert self.is_complete(owner)
         for position in range(num_tokens):
             for half, block, slot in self._slots(owner, position):
                 assert self.memory.device[block][slot] == (owner, half, position)
@@ -118,7 +122,7 @@ class World:
             assert found == find_preempt_block(self, kind)
         for owner, slot in self.cache.slot_by_owner.items():
             for entry in range(int(self.cache.num_groups[slot])):
-                kept = self.sharing.on_device((slot, entry))
+                kept = self.sharing.preempted.on_device((slot, entry))
                 begin = entry * self.cache.block_sizes[self.kind[owner]]
                 for position in range(begin, begin + kept):
                     for half, block, at in self._slots(owner, position):
@@ -144,18 +148,24 @@ def find_preempt_block(world: World, kind: int) -> list[tuple[int, int, int]]:
         if len(holders) == 1 and world.best_effort[owner] and world.kind[owner] == kind:
             cells = world.memory.device[block]
             used = sum(cell is not None and cell[0] == owner and cell[2] // size == entry for cell in cells)
-            lacks = world.sharing.preempted.get(slot, {}).get(entry)
+            lacks = world.sharing.preempted.of_slot.get(slot, {}).get(entry)
             empty = size - (used if lacks is None else lacks.kept)
             only.append((empty, owner, slot, entry))
     only.sort(key=lambda each: (-each[0], -each[1], -each[3]))  # the paper does not say which of equal ones
     return [(slot, entry, empty) for empty, _, slot, entry in only]
 
 
+def moved_blocks(world: World) -> tuple[float, float]:
+    """Return the blocks' worth of slots that have been saved and loaded."""
+    traffic = world.sharing.traffic()
+    return traffic.saved_blocks, traffic.loaded_blocks
+
+
 def preemption_table(world: World) -> list[tuple[int, int, int | None]]:
     """The preemption table as the paper has it: (first block or `NULL_BLOCK`, owner, owner that shares it)."""
     cache, sharing = world.cache, world.sharing
     lines = []
-    for slot, table in sharing.preempted.items():
+    for slot, table in sharing.preempted.of_slot.items():
         for entry in table:
             first = int(cache.tables[slot, 0, entry])
             pair = sharing.shared.get(first)
@@ -174,17 +184,17 @@ def test_slots_of_the_other_are_used_only_when_needed_and_saved_first():
     low, high = cache.slot_of(batch), cache.slot_of(chat)
     assert cache.tables[high, 0, 0] == cache.tables[low, 0, 1]  # that with the most empty slots
     assert world.memory.num_moved == 0
-    assert sharing.is_complete(low)
+    assert world.is_complete(batch)
     assert world.step([chat]) == [chat]  # takes the first slot of the other
     assert world.memory.num_moved == 2  # its key and its value
     assert preemption_table(world) == [(int(cache.tables[low, 0, 1]), batch, chat)]
-    assert sharing.checkpointed_blocks(np.array([low, high], np.int32)).tolist() == [2, 0]
+    assert sharing.preempted.num_blocks_of(np.array([low, high], np.int32)).tolist() == [2, 0]
     assert world.step([chat]) == [chat]
     assert world.memory.num_moved == 4
     assert cache.tables[low, 0, 1] == NULL_BLOCK  # nothing of it is left there
     cache.release(chat)
     assert world.step([batch]) == [batch]
-    assert world.sharing.is_complete(low)
+    assert world.is_complete(batch)
     world.check()
 
 
@@ -206,11 +216,11 @@ def test_a_request_that_runs_keeps_its_slots():
     world.step([batch])
     world.step([chat])
     assert world.step([chat, batch]) == [chat]  # the slot that it needs is not the other's to use
-    assert not world.sharing.is_complete(world.cache.slot_of(batch))
+    assert not world.is_complete(batch)
     assert world.step([batch]) == [batch]  # now the chat is incomplete
-    assert not world.sharing.is_complete(world.cache.slot_of(chat))
+    assert not world.is_complete(chat)
     assert world.step([chat]) == [chat]
-    assert not world.sharing.is_complete(world.cache.slot_of(batch))
+    assert not world.is_complete(batch)
     world.check()
 
 
@@ -227,7 +237,7 @@ def test_a_request_leaves_one_group_and_joins_another_in_the_same_step():
     low = cache.slot_of(batch)
     assert cache.tables[low, 0, 1] == cache.tables[cache.slot_of(other), 0, 0]  # the new position's
     assert cache.tables[low, 0, 0] != cache.tables[cache.slot_of(chat), 0, 0]  # a copy
-    assert world.sharing.is_complete(low)
+    assert world.is_complete(batch)
     world.check()
 
 
@@ -261,8 +271,8 @@ def test_bytes_that_travel_are_those_of_the_overwritten_slots(kind):
     for _ in range(3):
         world.step([chat])
     assert world.memory.num_moved == halves * 6
-    assert world.sharing.saved_slots[kind] == 6
-    assert world.sharing.moved_blocks() == (halves * 6 / SIZE, 0)
+    assert world.sharing.preempted.saved_slots[kind] == 6
+    assert moved_blocks(world) == (halves * 6 / SIZE, 0)
 
 
 @pytest.mark.parametrize("size", [SIZE, 3, 6, LARGEST])
@@ -277,11 +287,11 @@ def test_groups_of_layer_inputs_have_a_size_of_their_own(size):
     for number in range(1, size):
         assert world.step([chat]) == [chat]
         assert world.memory.num_moved == number
-        assert world.sharing.on_device((low, 1)) == size - 1 - number
+        assert world.sharing.preempted.on_device((low, 1)) == size - 1 - number
         world.check()
     assert world.step([chat]) == [chat]  # its second group: the first one of the batch
-    assert world.sharing.on_device((low, 0)) == size - 1
-    assert world.sharing.moved_blocks() == (1.0, 0)
+    assert world.sharing.preempted.on_device((low, 0)) == size - 1
+    assert moved_blocks(world) == (1.0, 0)
     world.cache.release(chat)
     assert world.step([batch]) == [batch]
     world.check()
@@ -325,8 +335,7 @@ def test_a_group_that_gets_a_second_user_is_not_registered_by_a_step_in_flight()
     assert (groups.generation[firsts] > generations).all()
     cache.register(batch, KV, [b"of the batch"], 0, firsts, generations)
     world.check()
-    assert cache.sharing is not None
-    assert len(cache.sharing.shared) == 1
+    assert len(world.sharing.shared) == 1
     cache.release(batch)
     cache.release(chat)
     assert (groups.num_idle_blocks, groups.pool.num_free) == (0, 2)
@@ -347,10 +356,10 @@ def test_nothing_is_saved_of_a_request_that_has_given_everything_back():
         np.array([False]),
     )
     assert ok.all()
-    assert len(sharing.transfers.saves) == 2
-    assert sharing.saved_slots == [2, 0]
+    assert len(sharing.preempted.transfers.saves) == 2
+    assert sharing.preempted.saved_slots == [2, 0]
     cache.release(batch)
-    assert (sharing.take_transfers().saves, sharing.saved_slots) == ([], [0, 0])
+    assert (sharing.take_transfers().saves, sharing.preempted.saved_slots) == ([], [0, 0])
     assert world.host.num_free == free
     cache.check_integrity()
 

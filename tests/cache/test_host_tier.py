@@ -81,7 +81,9 @@ def test_groups_evicted_by_the_step_that_is_built_are_not_loaded_by_it():
     saves, loads = tier.take_transfers()
     assert (len(saves), len(loads)) == (1, 0)
     tier.pin([node])  # in the next step
-    assert groups.copy_source(node) is node
+    source = groups.copy_source(node)
+    assert source is not None
+    assert source.group is node
     firsts = groups.share([node], 0)
     assert firsts is not None
     assert np.array_equal(firsts, [node.block])

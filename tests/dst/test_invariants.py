@@ -93,7 +93,7 @@ CHECKED: dict[str, list[tuple[str, str]]] = {
         (_ENGINE, "slots or rows are lost"),
     ],
     # block ids of a launch are in range
-    "I21": [(_FAKE, "a block that is not there"), ("apt_jax/engine/batch_builder.py", "check_writable")],
+    "I21": [(_FAKE, "a block that is not there"), ("apt_jax/engine/batch/builder.py", "check_writable")],
     # nothing is compiled after warm-up: real programs
     "I22": [("tests/executor/test_jax_executor.py", "def test_Q8_serving_after_warm_up_compiles_nothing")],
     # the pool is not deleted: real arrays

@@ -42,7 +42,7 @@ def _wrap(part, name, make):
 
 
 def _drop_copies(copies):
-    return lambda sources: copies(sources)[:0]
+    return lambda *args: copies(*args)[:0]
 
 
 class LeakedBlock(Engine):
@@ -252,14 +252,14 @@ class MissingCopy(_Tampered):
     """A request writes behind what it believes to be a copy."""
 
     def tamper(self):
-        _wrap(self._builder, "_copies", _drop_copies)
+        _wrap(self._builder, "_begin_copies", _drop_copies)
 
 
 class CopyOfHalf(_Tampered):
     """Only the keys are copied, not the values."""
 
     def tamper(self):
-        _wrap(self._builder, "_copies", lambda copies: lambda sources: copies(sources)[:1])
+        _wrap(self._builder, "_begin_copies", lambda copies: lambda *args: copies(*args)[:1])
 
 
 class WriteIntoShared(_Tampered):
@@ -268,8 +268,8 @@ class WriteIntoShared(_Tampered):
     def tamper(self):
         self.sources = {}
         _wrap(self._builder, "_make_batch", self.making)
-        _wrap(self._builder, "_attach", self.attaching)
-        _wrap(self._builder, "_copies", _drop_copies)
+        _wrap(self._builder._prefixes, "attach", self.attaching)
+        _wrap(self._builder, "_begin_copies", _drop_copies)
 
     def making(self, make):
         def make_without_copy(rows, num_tokens, kind, slots, requests):
@@ -277,8 +277,8 @@ class WriteIntoShared(_Tampered):
             for i, source in enumerate(self.sources.get(row) for row in rows.tolist()):
                 if source is not None:
                     at = batch.start[i] // self.cache.block_sizes[kind[i]]
-                    self.cache.tables[slots[i], :, at] = source
-                    batch.block_tables[i, :, at] = source
+                    self.cache.tables[slots[i], :, at] = source.group
+                    batch.block_tables[i, :, at] = source.group
             return batch
 
         return make_without_copy
@@ -362,7 +362,7 @@ class StaleSave(_Swapping):
     """A group is found in host memory whose blocks there hold what was saved before."""
 
     def tamper(self, tier):
-        host: Any = self._host_memory
+        host: Any = self._tiers.host
         take = tier.take_transfers
 
         def take_without_last_save():
@@ -407,7 +407,7 @@ class LossUnnoticed(_Swapping):
     """A failed transfer is believed to be good."""
 
     def tamper(self, tier):
-        host: Any = self._host_memory
+        host: Any = self._tiers.host
         host.ready_to_load = lambda blocks: np.ones(blocks.size, np.bool_)
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from apt_jax.config import SLO
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.core.step import StepBatch
+from apt_jax.engine.batch import SharedReserver
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched.view import Plan, SchedulerView
 from tests.support.cases import num_cases
@@ -32,7 +33,12 @@ def shared(
     num_blocks: int = 24, *, policy: str = "bros", offered=(True, False), num_host_blocks: int = 60, **others
 ) -> Served:
     return Served(
-        policy, num_blocks=num_blocks, offered=offered, num_host_blocks=num_host_blocks, share_blocks=True, **others
+        policy,
+        num_blocks=num_blocks,
+        offered=offered,
+        num_host_blocks=num_host_blocks,
+        reserver=SharedReserver,
+        **others,
     )
 
 
@@ -47,11 +53,9 @@ def test_a_chat_takes_slots_of_a_batch_and_both_end_as_alone(offered, size):
     served.assert_as_expected()
     assert served.ended[chat] == served.ended[batch] == "length"
     host, halves = served.executor.host, 2 if offered[KV] else 1
-    sharing = served.engine.cache.sharing
-    assert sharing is not None
-    assert host.num_saved_slots == halves * sum(sharing.saved_slots) > 0
-    assert host.num_loaded_slots == halves * sum(sharing.loaded_slots) > 0
     stats = served.engine.stats()
+    assert host.num_saved_slots == halves * stats.saved_slots > 0
+    assert host.num_loaded_slots == halves * stats.loaded_slots > 0
     assert stats.num_preemptions == 0
     blocks = host.num_saved_slots / size + host.num_saved
     assert stats.saved_bytes == round(blocks * host.block_bytes)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.engine.batch import PlainReserver, SharedReserver
 from apt_jax.engine.disk_reads import DiskReads
 from apt_jax.request import EngineRequest
 from tests.support.cases import num_cases
@@ -309,7 +310,7 @@ def test_tokens_do_not_depend_on_it(shares):
                 hidden_block_size=size,
                 lost=lambda rng=rng, lost=lost: rng.random() < lost,
                 disk=disk,
-                share_blocks=shares,
+                reserver=SharedReserver if shares else PlainReserver,
             )
             serve_random_requests(served, rng, int(rng.integers(4, 9)))
             totals[0] += served.engine.stats().disk_hit_tokens

@@ -85,8 +85,8 @@ class Harness:
             vocab_size=VOCAB_SIZE,
             output_processor=processor,
             debug=debug,
-            check_plans=check_plans,
         )
+        self.engine._policies.check_plans = check_plans
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.last: dict[str, StepOutput] = {}
@@ -1097,7 +1097,7 @@ class TestStructuredOutput:
         h = Harness()
         h.add(max_tokens=30)
         h.step(3)
-        assert h.engine._pending is not None
+        assert h.engine._steps.pending is not None
         h.add(max_tokens=4, grammar=Residues())
         h.drain()
         h.assert_all_as_expected()

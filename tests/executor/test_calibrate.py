@@ -231,13 +231,13 @@ def test_conversions_are_measured_where_they_can_be_asked_for(monkeypatch) -> No
     )
     assert calibration_path(executor) != calibration_path(make_executor())
     few_programs(executor)
-    real = executor._run_conversions
+    real = executor.transfers._convert
 
     def slow(batch: StepBatch, conversions: Conversions) -> None:
         real(batch, conversions)
         time.sleep(1e-3 * float(batch.start[conversions.rows].sum()))
 
-    monkeypatch.setattr(executor, "_run_conversions", slow)
+    monkeypatch.setattr(executor.transfers, "_convert", slow)
     found = calibrate(executor, 0.2).costs.convert_per_hidden_token_s
     assert found == pytest.approx(1e-3, rel=0.5)
 

@@ -107,7 +107,7 @@ def serve(executor: JaxExecutor, name: str, policy: Policy, offered: tuple[bool,
     engine = Engine(
         executor, policy, WallClock(), kinds, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
         dataclasses.replace(executor.cache_config, enable_prefix_caching=caching), vocab_size=97,
-        adapters=executor.adapters, debug=True,
+        debug=True,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
     answers: dict[str, list[int]] = {}

@@ -36,7 +36,7 @@ class SharingDriver(Driver):
 @pytest.mark.parametrize("ops", ["cpu", "xla"])
 @pytest.mark.parametrize("attention", ["auto", "reproject"])
 def test_tokens_are_those_of_blocks_of_their_own(ops, attention):
-    executor = few_programs(make_executor(attention=attention, ops=ops, shares_blocks=True))
+    executor = few_programs(make_executor(attention=attention, ops=ops, both_ends=True))
     driver = SharingDriver(executor)
     kinds = {0: KV, 1: KV, 2: HIDDEN, 3: HIDDEN}
     for slot, prompt in PROMPTS.items():
@@ -71,13 +71,13 @@ def neighbours(executor: JaxExecutor, kind: int) -> None:
 
 @pytest.mark.parametrize("kind", [KV, HIDDEN])
 def test_two_requests_fill_one_block_from_both_ends(kind):
-    neighbours(few_programs(make_executor(shares_blocks=True)), kind)
+    neighbours(few_programs(make_executor(both_ends=True)), kind)
 
 
 @functools.cache
 def sharing_executor() -> JaxExecutor:
     """A pool of 30 blocks of four positions, and host memory."""
-    return make_host_executor(num_blocks=30, max_num_seqs=6, host_sizes=(16,), shares_blocks=True)
+    return make_host_executor(num_blocks=30, max_num_seqs=6, host_sizes=(16,), both_ends=True)
 
 
 @pytest.mark.in_turn(10, group="executors with models")

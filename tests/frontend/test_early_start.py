@@ -289,7 +289,7 @@ def test_without_branches_general_programs_serve_until_all_others_are_ready() ->
 def test_transfers_begin_with_the_largest_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_greedily(monkeypatch)
     executor = make_host_executor(
-        num_blocks=30, max_num_seqs=6, host_sizes=(1, 4, 16), warm_up=False, mixed=False, shares_blocks=True
+        num_blocks=30, max_num_seqs=6, host_sizes=(1, 4, 16), warm_up=False, mixed=False, both_ends=True
     )
     executor.buckets.masked = [6]
     others = [p for p in executor.warm_up_first() if p.name.kind in TRANSFERS]

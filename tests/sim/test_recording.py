@@ -126,7 +126,7 @@ def test_the_recorder_queues_steps_and_passes_the_rest_on(executor: JaxExecutor)
 
     class Inner:
         num_blocks, block_size, hidden_block_size, max_num_seqs, compilations = 7, 4, 4, 2, 3
-        can_convert = True
+        can_convert, adapters, lengths_only = True, (), False
         calls: list[str] = []  # noqa: RUF012 - a test
 
         def execute(self, batch: StepBatch):

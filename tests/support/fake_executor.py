@@ -350,7 +350,8 @@ class FakeExecutor:
         self.block_size = block_size
         self.hidden_block_size = block_size if hidden_block_size is None else hidden_block_size
         self.max_num_seqs = max_num_seqs
-        self.can_convert = True
+        self.can_convert, self.lengths_only = True, False
+        self.adapters: Sequence[str] = ()
         self.vocab_size = vocab_size
         self.clock = clock
         self.duration_s = duration_s

@@ -10,8 +10,10 @@ import numpy as np
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.core.step import StepBatch
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
+from apt_jax.engine.batch import PlainReserver, Reserver
 from apt_jax.request import EngineRequest, PromptLogprobs, SamplingParams
 from apt_jax.sched import check_plan, make_policy
 from apt_jax.sched.view import Plan, SchedulerView
@@ -73,7 +75,7 @@ class Served:
         adapters: tuple[str, ...] = (),
         num_host_blocks: int = 0,
         lost=None,
-        share_blocks: bool = False,
+        reserver: type[Reserver] = PlainReserver,
         disk: FakeDisk | None = None,
     ) -> None:
         self.adapters = adapters
@@ -90,6 +92,7 @@ class Served:
             num_host_blocks=num_host_blocks,
             lost=lost,
         )
+        self.executor.adapters = adapters
         if disk is not None:
             disk.host = self.executor.host
         self.batches: list[StepBatch] = []
@@ -113,10 +116,8 @@ class Served:
             CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             costs=COSTS,
             vocab_size=VOCAB_SIZE,
-            adapters=adapters,
-            host_memory=self.executor.host if num_host_blocks else None,
-            disk=disk,
-            share_blocks=share_blocks,
+            tiers=Tiers(host=self.executor.host if num_host_blocks else None, disk=disk),
+            reserver=reserver,
             debug=debug,
         )
         self.requests: dict[str, EngineRequest] = {}

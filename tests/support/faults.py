@@ -152,7 +152,7 @@ class _FaultyHandle:
 def inject(parts: EngineComponents, plan: Plan) -> FaultyExecutor:
     """Put a plan between the engine and its executor, before anything is served."""
     faulty = FaultyExecutor(parts.engine.executor, plan)
-    parts.engine.executor = cast("Executor", faulty)
+    parts.engine.executor = parts.engine._steps._executor = cast("Executor", faulty)
     return faulty
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from apt_jax.config import SLO, CacheConfig, HiddenAttention, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
-from apt_jax.core.tiers import HostMemory
+from apt_jax.core.tiers import HostMemory, Tiers
 from apt_jax.engine import Engine
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.models.config import ModelConfig
@@ -50,7 +50,7 @@ def greedy(
     engine = Engine(
         executor, policy, WallClock(), kinds, scheduler,
         dataclasses.replace(executor.cache_config), vocab_size=executor.config.vocab_size,
-        host_memory=host_memory, debug=True,
+        tiers=Tiers(host=host_memory), debug=True,
     )  # fmt: skip
     eos = executor.config.eos_token_id
     params = SamplingParams(

@@ -55,7 +55,7 @@ def make_executor(
         attention=ops,
         conversion=kwargs.pop("conversion", False),
         adapters=kwargs.pop("adapters", ()),
-        shares_blocks=kwargs.pop("shares_blocks", False),
+        both_ends=kwargs.pop("both_ends", False),
     )
 
 

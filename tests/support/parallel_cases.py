@@ -135,7 +135,7 @@ def make_executor(
     ops: str,
     swap_space: float = 0.0,
     *,
-    shares_blocks: bool = False,
+    both_ends: bool = False,
 ) -> tuple[JaxExecutor, list[str]]:
     """The executor, and which of the given weights it has deleted. Those of the kind "kv" are to be kept."""
     if ops != "xla":  # rows few and short, of which some steps still have little
@@ -144,7 +144,7 @@ def make_executor(
     config = MODELS[model]
     params = distinct_params(config)
     num_blocks = 44 if swap_space else 120
-    if shares_blocks and kind == "hidden":  # so short that real-time requests take slots of others
+    if both_ends and kind == "hidden":  # so short that real-time requests take slots of others
         num_blocks //= 2
     cache = CacheConfig(
         block_size=4,
@@ -166,7 +166,7 @@ def make_executor(
         mesh=None if size == 1 else parallel.tensor_mesh(size),
         conversion=True,
         keep_params=kind == "kv",
-        shares_blocks=shares_blocks,
+        both_ends=both_ends,
     )
     for sizes in (executor.buckets.decode, executor.buckets.prefill):
         del sizes[:-1]  # fewer programs to compile
@@ -189,7 +189,7 @@ def run_with_host_memory(kind: str, size: int) -> dict[str, Any]:
 @functools.cache
 def run_with_shared_blocks(kind: str, size: int) -> dict[str, Any]:
     """Requests of two classes, of which real-time ones take slots of best-effort ones."""
-    executor, _ = make_executor("opt", kind, "absorb", size, None, "xla", swap_space=1 / 1024, shares_blocks=True)
+    executor, _ = make_executor("opt", kind, "absorb", size, None, "xla", swap_space=1 / 1024, both_ends=True)
     host = executor.host
     assert host is not None
     assert host.slots is not None

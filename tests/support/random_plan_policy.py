@@ -209,7 +209,7 @@ class PerturbedPolicy:
 
 def _takeable_blocks(view: SchedulerView, preempt: list[int]) -> list[int]:
     """By kind, blocks that real-time requests may take from best-effort ones that stay."""
-    if view.sharing is None:
+    if view.takeable is None:
         return [0, 0]
-    groups = [int(np.count_nonzero(~np.isin(view.sharing.takeable(k), preempt))) for k in range(2)]
+    groups = [int(np.count_nonzero(~np.isin(view.takeable.rows(k), preempt))) for k in range(2)]
     return [n * int(blocks) for n, blocks in zip(groups, view.blocks_per_group, strict=True)]

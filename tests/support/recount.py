@@ -30,13 +30,13 @@ class Recount:
         self._recomputed: collections.Counter[EngineRequest] = collections.Counter()
         self.num_recomputed = 0
         states: Any = engine.states
-        self._execute = engine._execute
+        self._execute = engine._steps.execute
         self._preempt, self._lose_cache = states.preempt, states.lose_cache
-        engine._execute = self._note_step  # type: ignore[method-assign]
+        engine._steps.execute = self._note_step  # type: ignore[method-assign]
         states.preempt, states.lose_cache = self._note_preemption, self._note_loss
 
-    def _note_step(self, plan, batch, rows, requests):
-        dispatched = self._execute(plan, batch, rows, requests)
+    def _note_step(self, plan, batch, rows, requests, costs):
+        dispatched = self._execute(plan, batch, rows, requests, costs)
         spans = zip(requests, batch.start.tolist(), batch.num_tokens.tolist(), batch.samples.tolist(), strict=True)
         for state, start, num_tokens, samples in spans:
             request = state.request

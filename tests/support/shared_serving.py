@@ -7,8 +7,10 @@ import numpy as np
 
 from apt_jax.config import SLO, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
+from apt_jax.engine.batch import PlainReserver, SharedReserver
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import Policy
@@ -42,7 +44,7 @@ def serve(
     engine = Engine(
         made, policy, WallClock(), kinds, SchedulerConfig(max_num_seqs=made.max_num_seqs, max_num_batched_tokens=32),
         dataclasses.replace(made.cache_config, enable_prefix_caching=share, swap_space=0.0), costs=StepCosts(prefill_per_token_s=1e-4),
-        host_memory=made.host if share else None, share_blocks=share, vocab_size=97, debug=True,
+        tiers=Tiers(host=made.host if share else None), reserver=SharedReserver if share else PlainReserver, vocab_size=97, debug=True,
     )  # fmt: skip
     said: dict[str, list[int]] = {}
     waiting = list(enumerate(requests))

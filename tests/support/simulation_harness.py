@@ -25,8 +25,10 @@ import numpy as np
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, NO_KIND, CacheKindSpec
 from apt_jax.core.step import StepBatch
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine, StepOutput
+from apt_jax.engine.batch import PlainReserver, SharedReserver
 from apt_jax.errors import (
     DuplicateRequestError,
     EngineDeadError,
@@ -335,9 +337,8 @@ class Simulation:
             ),
             vocab_size=VOCAB_SIZE,
             output_processor=self,
-            host_memory=self.executor.host if scenario.num_host_blocks else None,
-            disk=self.disk,
-            share_blocks=scenario.share_blocks and scenario.prefix_caching,
+            tiers=Tiers(host=self.executor.host if scenario.num_host_blocks else None, disk=self.disk),
+            reserver=SharedReserver if scenario.share_blocks and scenario.prefix_caching else PlainReserver,
             debug=scenario.debug and full_checks,
         )
         self._instrument()

@@ -1,5 +1,6 @@
 """A whole engine without a model: `FakeExecutor`, a tokenizer of bytes, the real scheduler, engine and front end."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -95,7 +96,8 @@ def toy_parts(
             **scheduler,
         ),
     )
-    return build_components(
+    executor.adapters = tuple(adapters)
+    parts = build_components(
         config,
         executor,
         kinds=(
@@ -107,9 +109,9 @@ def toy_parts(
         tokenizer=byte_tokenizer() if tokenizer == "bytes" else tokenizer,  # type: ignore[arg-type]
         eos_token_ids=eos_token_ids,
         debug=debug,
-        chat_template=chat_template,
         clock=clock,
     )
+    return dataclasses.replace(parts, chat_template=chat_template)
 
 
 def executor_of(parts: EngineComponents) -> GatedExecutor:

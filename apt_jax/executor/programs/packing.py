@@ -67,7 +67,7 @@ class StepFormat:
     buckets: Buckets
     has_adapters: bool = False
     """Programs take the adapter of each token."""
-    shares_blocks: bool = False
+    both_ends: bool = False
     """Block tables may have blocks that rows use from their right end: negative ones (`StepBatch.block_tables`)."""
 
     @property
@@ -256,7 +256,7 @@ def pack_forward(
     views["token_slots"][place] = batch.slots[owner]
     views["positions"][place] = position
     first_blocks, second_blocks = (batch.block_tables[owner, half, block] for half in range(2))
-    if step_format.shares_blocks:
+    if step_format.both_ends:
         rest = np.where(first_blocks < 0, per_block - 1 - rest, rest)
         first_blocks, second_blocks = np.abs(first_blocks), np.abs(second_blocks)
     views["first_slots"][place] = first_blocks * per_block + rest

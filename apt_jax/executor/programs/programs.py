@@ -319,7 +319,7 @@ class Programs:
             parts["prefill_hidden"],
         )
         decode_ranges = prefill_ranges = None
-        if self.step_format.shares_blocks:
+        if self.step_format.both_ends:
             decode_ranges = self._slot_ranges(decode_tables, parts["decode_lens"], parts["token_hidden"][:num_decode])
             prefill_ranges = self._slot_ranges(prefill_tables, parts["prefix_lens"], parts["prefill_hidden"])
             decode_tables, prefill_tables = jnp.abs(decode_tables), jnp.abs(prefill_tables)

@@ -97,7 +97,7 @@ class HostPool:
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    def share_slots(self, widths: tuple[int | None, int | None], place: Callable[[np.ndarray], Any]) -> None:
+    def add_slots(self, widths: tuple[int | None, int | None], place: Callable[[np.ndarray], Any]) -> None:
         """Let single slots be saved, too: see `HostSlots`."""
         self.slots = HostSlots(self.runner, self._ready, self._memory, self._saver, widths, place)
 

@@ -1,4 +1,4 @@
-"""Single slots of blocks in host memory: what requests that share blocks lose to each other (BROS §5.2).
+"""Single slots of blocks in host memory: what requests lose to each other that fill a block from both ends (BROS §5.2).
 
 They lie in the blocks of a `HostPool`, where they were on the device. All slots of a step that are of one kind travel
 together, in programs of fixed sizes, as whole blocks do (`apt_jax.executor.transfers.host_memory`).

@@ -31,7 +31,7 @@ def model_identity(executor: JaxExecutor) -> bytes:
         "devices": executor.num_devices,
         "adapters": executor.adapters,
         "block": [executor.block_size, executor.hidden_block_size, host.blocks.shape, str(np.dtype(host.blocks.dtype))],
-        "shares blocks": executor.step_format.shares_blocks,
+        "both ends": executor.step_format.both_ends,
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     leaves = jax.tree_util.tree_leaves_with_path(executor.params)

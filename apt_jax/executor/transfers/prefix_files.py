@@ -67,7 +67,7 @@ class StoredGroup(NamedTuple):
     checksums: tuple[int, ...]
     """CRC-32 of each."""
     is_downward: bool
-    """Positions lie from the right end of the blocks (`apt_jax.cache.block_sharing`)."""
+    """Positions lie from the right end of the blocks (`apt_jax.cache.placement`)."""
 
 
 class PrefixFiles:

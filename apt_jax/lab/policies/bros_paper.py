@@ -3,16 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.sched.policies.bros import (
-    AGING_TOKENS_PER_S,
-    BrosPolicy,
-    Candidates,
-    Kinds,
-    among,
-    end_times_s,
-    free_slots,
-    shared_groups,
-)
+from apt_jax.sched.policies.bros import AGING_TOKENS_PER_S, BrosPolicy, Kinds, free_slots, shared_groups
+from apt_jax.sched.policies.bros_candidates import Candidates, among, end_times_s
 from apt_jax.sched.step_packer import Rows
 from apt_jax.sched.view import SchedulerView
 

@@ -215,7 +215,7 @@ class AptPolicy:
         decoding: Rows,
         keep: bool,
     ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Values and blocks (n, num_kinds) of running requests; with the kind held, shared blocks cost nothing."""
+        """Values and blocks (n, num_kinds) of running requests; with the kind held, blocks of shared prefixes cost nothing."""
         table = view.table
         held = table.kind[decoding]
         value = option_values(view, decoding, urgent, num_requests, self.violation_decay, held if keep else None)

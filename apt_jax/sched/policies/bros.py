@@ -1,6 +1,6 @@
 """BROS: real-time requests by remaining time, best-effort ones into what is left (BROS §4, Algorithm 1).
 
-Where blocks are shared (`SchedulerView.sharing`; BROS §5), real-time requests take slots of best-effort ones, which are
+Where blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take slots of best-effort ones, which are
 checkpointed; else, and where there are no more of them, a request that must make room is preempted as a whole.
 """
 
@@ -10,9 +10,16 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from apt_jax.core.kinds import HIDDEN
-from apt_jax.costs.model import StepCosts, prefix_step_s
 from apt_jax.sched.kind_by_cost import kinds_by_cost
+from apt_jax.sched.policies.bros_candidates import (
+    Candidates,
+    TokenGroups,
+    alone_s,
+    among,
+    end_times_s,
+    iteration_s,
+    poll,
+)
 from apt_jax.sched.policies.overdue import OverdueRequests, share_of_step
 from apt_jax.sched.step_packer import (
     Rows,
@@ -42,74 +49,6 @@ Kinds = Literal["first", "by-cost"]
 
 MOST_REPLACEMENTS = 4
 """Real-time requests that make way for best-effort ones in one step."""
-
-
-@dataclasses.dataclass(eq=False)
-class Candidates:
-    """Requests in the order of their priority, with each one's work in this step."""
-
-    rows: Rows
-    kind: NDArray[np.int8]
-    num_tokens: NDArray[np.int32]
-    start: NDArray[np.int32]
-    slack_s: NDArray[np.float64]
-    """Time that is left when this step begins, for it and nothing else; inf for best-effort requests, -inf for overdue
-    ones."""
-
-    holds: NDArray[np.bool_]
-    """True if it holds cache."""
-    need: NDArray[np.int32]
-    """Blocks that it must be given: for its next positions, for what it lacks, or for the whole prompt if it waits."""
-    load: NDArray[np.int32]
-    """Blocks that are copied from host memory before it runs: M^cpu."""
-
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "Candidates":
-        return Candidates(*(getattr(self, name)[index] for name in _ARRAYS))
-
-    def join(self, other: "Candidates") -> "Candidates":
-        return Candidates(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ARRAYS))
-
-    @property
-    def prompts(self) -> NDArray[np.bool_]:
-        return (self.num_tokens > 1) | (self.start == 0)
-
-
-_ARRAYS = tuple(field.name for field in dataclasses.fields(Candidates))
-
-
-class _Groups:
-    """Completion time of the last group of each request's tokens, as seen from one decision to the next.
-
-    Args:
-        size: tokens of a group after the first token, which is a group of its own.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._rank = np.zeros(0, np.int64)
-        self._group = np.zeros(0, np.int32)
-        self._since_s = np.zeros(0)
-
-    def since_s(self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]) -> NDArray[np.float64]:
-        """(n,) end of the last whole group of `rows`; the arrival before the first token.
-
-        Args:
-            view: what the decision is made from.
-            rows: (n,) requests.
-            delivered: (n,) output tokens that each has had.
-        """
-        table = view.table
-        grown = table.capacity - self._rank.size
-        if grown:
-            self._rank = np.concatenate([self._rank, np.full(grown, -1)])
-            self._group = np.concatenate([self._group, np.zeros(grown, np.int32)])
-            self._since_s = np.concatenate([self._since_s, np.zeros(grown)])
-        group, rank = (delivered - 1) // self._size, table.rank[rows]
-        new = (self._rank[rows] != rank) | (self._group[rows] != group)
-        which = rows[new]
-        self._rank[which], self._group[which] = rank[new], group[new]
-        self._since_s[which] = table.last_token_s[which]
-        return self._since_s[rows]
 
 
 class BrosPolicy:
@@ -142,7 +81,7 @@ class BrosPolicy:
     remaining time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the
     waiting queue is sorted only where its order is another one.
 
-    *Blocks.* Real-time requests take free ones, then groups that best-effort requests have alone (`SharedBlocks`), then
+    *Blocks.* Real-time requests take free ones, then groups that best-effort requests have alone (`TakeableGroups`), then
     all blocks of best-effort requests, the latest arrived first. Where running ones outgrow
     the pool even so, those with the most remaining time are preempted, but prompts under way last. A waiting request
     takes no block from a real-time one: its recomputation would be late. A best-effort request takes free blocks only.
@@ -164,7 +103,7 @@ class BrosPolicy:
 
     name = "bros"
     has_classes = True
-    shares_blocks = True
+    takes_groups = True
     most_replacements: int | None = MOST_REPLACEMENTS
     """In one step; None: no limit."""
 
@@ -185,7 +124,7 @@ class BrosPolicy:
         self.kinds: Kinds = kinds
         self._batch_size = BASE_BATCH
         self._average_s = 0.0
-        self._groups = _Groups(token_group)
+        self._groups = TokenGroups(token_group)
 
     def schedule(self, view: SchedulerView) -> Plan:
         table = view.table
@@ -208,7 +147,7 @@ class BrosPolicy:
             first = _first(view, first, overdue)
             real_time = first.join(real_time)
             if first.rows.size:
-                limit_s += _step_s(view.costs, first)
+                limit_s += iteration_s(view.costs, first)
         index = np.flatnonzero(low)
         if index.size:
             index = index[self._pull_best_effort(view, waiting[index], kind[index])]
@@ -225,7 +164,7 @@ class BrosPolicy:
             self._batch_size = min(2 * self._batch_size, max(BASE_BATCH, view.max_num_seqs))
         if not step.rows.size:
             return Plan.idle(victims)
-        step_s = _step_s(view.costs, step)
+        step_s = iteration_s(view.costs, step)
         self._average_s += (step_s - self._average_s) * (AVERAGE_WEIGHT if self._average_s else 1.0)
         prompts = step.prompts
         return Plan(
@@ -300,7 +239,7 @@ class BrosPolicy:
 
     def _is_late(self, view: SchedulerView, asked: Candidates) -> NDArray[np.bool_]:
         """(n,) True: the row comes after all rows that can be in time, and does not count for the time of the step."""
-        return asked.slack_s < _alone_s(view.costs, asked)
+        return asked.slack_s < alone_s(view.costs, asked)
 
     def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
         """Positions in waiting best-effort `rows` by the cost to start, at most as many as a step may have."""
@@ -399,7 +338,7 @@ class BrosPolicy:
         need, holds = asked.need, asked.holds
         spare = left - int(need[holds].sum())
         waits = holds & (np.cumsum(np.where(holds, need, 0)) > left)
-        if spare < 0 and view.sharing is not None and (step.rows.size or not waits[holds].all()):
+        if spare < 0 and view.takeable is not None and (step.rows.size or not waits[holds].all()):
             return asked.take(holds & ~waits), preempted[:0]  # the others keep what they have, and are restored later
         if spare < 0:
             kept, more = _outgrown(view, asked.take(holds), left)
@@ -415,7 +354,7 @@ class BrosPolicy:
 
     def _by_checkpoints(self, view: SchedulerView, asked: Candidates) -> Candidates:
         """Best-effort candidates by their checkpointed blocks minus their waiting time (Algorithm 1, line 17)."""
-        if view.sharing is None or not asked.load.any():
+        if view.takeable is None or not asked.load.any():
             return asked
         waited_s = view.now_s - view.table.last_token_s.take(asked.rows)
         tokens = asked.load * (view.block_sizes / view.blocks_per_group)[asked.kind]
@@ -428,7 +367,7 @@ class BrosPolicy:
         return (
             step.rows.size <= self._batch_size
             and int(step.num_tokens.sum()) <= view.max_num_batched_tokens
-            and _step_s(view.costs, step) <= limit_s
+            and iteration_s(view.costs, step) <= limit_s
         )
 
     def _fit(
@@ -498,35 +437,8 @@ class BrosPolicy:
         """Return True if the i-th request of a step may be replaced: if it is still in time in the next step."""
         if step.slack_s[i] == -np.inf:
             return False
-        one, step_s = step.take(np.array([i])), _step_s(view.costs, step)
-        return bool(one.slack_s[0] - step_s >= _alone_s(view.costs, one)[0] + step_s)
-
-
-def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Positions of `pending` and then `waiting` in order of their keys (BROS §4.2, Fig. 8).
-
-    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys
-    pending ones come first, then those that come first in their queue.
-
-    Args:
-        pending: (p,) keys of requests that hold cache.
-        waiting: (w,) keys of those that do not, in order of arrival.
-        most: of the waiting ones.
-
-    Returns:
-        (p + min(w, most),) positions in the two arrays one after the other.
-    """
-    first = pending.argsort(kind="stable")
-    in_order = (waiting[1:] >= waiting[:-1]).all()
-    second = np.arange(waiting.size) if in_order else waiting.argsort(kind="stable")
-    second = second[: max(most, 0)]
-    order = np.empty(first.size + second.size, np.intp)
-    at = np.searchsorted(waiting[second], pending[first]) + np.arange(first.size)
-    free = np.ones(order.size, np.bool_)
-    free[at] = False
-    order[at] = first
-    order[free] = second + first.size
-    return order
+        one, step_s = step.take(np.array([i])), iteration_s(view.costs, step)
+        return bool(one.slack_s[0] - step_s >= alone_s(view.costs, one)[0] + step_s)
 
 
 def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
@@ -548,7 +460,7 @@ def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Ro
         Their rows, one for each group; and the blocks that are lacking even so.
     """
     taken = [step.rows[:0]]
-    if view.sharing is None or short <= 0:
+    if view.takeable is None or short <= 0:
         return taken[0], max(short, 0)
     overdue = view.table.best_effort[step.rows]
     for kind in np.unique(step.kind[~overdue]).tolist():
@@ -557,7 +469,7 @@ def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Ro
         copied = of_kind & ~step.holds & (step.start % int(view.block_sizes[kind]) != 0)  # such a group is not shared
         most = int(step.need[of_kind].sum()) - halves * int(np.count_nonzero(copied))
         wanted = min(max(short, 0), most)
-        theirs = view.sharing.takeable(kind)
+        theirs = view.takeable.rows(kind)
         if overdue.any():
             theirs = theirs[~among(view, theirs, step.rows)]
         taken.append(theirs[: -(-wanted // halves)])
@@ -572,47 +484,9 @@ def _without_groups(view: SchedulerView, asked: Candidates, lost: Rows) -> Candi
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
 
 
-def _step_s(costs: StepCosts, step: Candidates) -> float:
-    """Time of an iteration: of execution or of the copies from host memory, whichever is longer (BROS §4.1)."""
-    step_s = costs.step_s(step.num_tokens, step.start, step.kind)
-    return max(step_s, costs.transfer_s(0, int(step.load.sum()))) if step.load.any() else step_s
-
-
-def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
-    """(n,) time of the steps of the first 1, 2, .. n candidates, copies from host memory included."""
-    step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
-    if asked.load.any():
-        loaded = asked.load.cumsum()
-        load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
-        step_s = np.maximum(step_s, load_s)
-    return step_s
-
-
 def free_slots(view: SchedulerView, step: Candidates, preempted: Rows) -> int:
     """Requests that may begin beside a real-time part, which preempts others."""
     return view.max_num_seqs - view.running.size + preempted.size - int(np.count_nonzero(~step.holds))
-
-
-def _alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
-    """(n,) time of a step of each request by itself."""
-    c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
-    hidden = asked.kind == HIDDEN
-    decode_s = np.where(
-        hidden,
-        costs.decode_per_hidden_request_s + (m + 1) * costs.decode_per_hidden_token_s,
-        costs.decode_per_request_s + (m + 1) * costs.decode_per_token_s,
-    )
-    prefix_s = np.where(hidden, costs.prefill_per_hidden_prefix_s, costs.prefill_per_kv_prefix_s)
-    chunk_s = costs.prefill_per_request_s + costs.prefill_per_token_s * c + prefix_s * m
-    chunk_s += costs.prefill_per_pair_s * c * (c + 2 * m)
-    return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
-
-
-def among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
-    """(n,) whether each of `rows` is one of `others`."""
-    chosen = np.zeros(view.table.capacity, np.bool_)
-    chosen[others] = True
-    return chosen[rows]
 
 
 def _reserve(view: SchedulerView, running: Rows) -> int:

@@ -14,6 +14,7 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, SchedulerConfig
 from apt_jax.core.kinds import CacheKindSpec
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
@@ -66,7 +67,7 @@ class Server:
         self.engine = Engine(
             made, make_policy("fcfs"), WallClock(), kinds, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
             dataclasses.replace(made.cache_config, enable_prefix_caching=cached, swap_space=0.0),
-            costs=StepCosts(prefill_per_token_s=10.0), host_memory=made.host if cached else None, disk=self.store,
+            costs=StepCosts(prefill_per_token_s=10.0), tiers=Tiers(host=made.host if cached else None, disk=self.store),
             vocab_size=97, debug=True,
         )  # fmt: skip
         self.num = 0
@@ -217,7 +218,7 @@ class TestIdentity:
             {"dtype": "bfloat16"},
             {"cache": {"block_size": 8}},
             {"config": {"norm_eps": 1e-6}},
-            {"shares_blocks": True},
+            {"both_ends": True},
         ],
         ids=lambda changes: next(iter(changes)),
     )

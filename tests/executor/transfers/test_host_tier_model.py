@@ -14,6 +14,7 @@ import pytest
 
 from apt_jax.config import SLO, CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
+from apt_jax.core.tiers import Tiers
 from apt_jax.costs.model import StepCosts
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
@@ -63,7 +64,7 @@ class Talks:
             made, policy or make_policy("fcfs"), WallClock(), kinds,
             SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
             dataclasses.replace(made.cache_config, enable_prefix_caching=caching, swap_space=0.0),
-            costs=StepCosts(prefill_per_token_s=1e-3), host_memory=host() if tier else None, vocab_size=97, debug=True,
+            costs=StepCosts(prefill_per_token_s=1e-3), tiers=Tiers(host=host() if tier else None), vocab_size=97, debug=True,
         )  # fmt: skip
         self.num = 0
 

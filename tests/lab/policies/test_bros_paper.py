@@ -12,7 +12,7 @@ from apt_jax.lab.policies.bros_paper import BrosAnyPolicy, BrosPaperPolicy
 from apt_jax.sched import SchedulerView, StepCosts
 from apt_jax.sched.plan_check import check_plan
 from apt_jax.sched.policies.bros import BASE_BATCH, BrosPolicy
-from apt_jax.sched.view import SharedBlocks
+from apt_jax.sched.view import TakeableGroups
 from tests.support.cases import num_cases
 from tests.support.sched_world import KV, World
 
@@ -199,8 +199,8 @@ def random_state(rng: np.random.Generator) -> tuple[World, BrosPolicy, Scheduler
     free = GROUP * int(rng.choice([0, 1, 3, 10, 40, 200]) * rng.random())
     world.num_blocks = 2000
     taken = preemptible([r for r in requests if r["best_effort"]])
-    sharing = SharedBlocks(lambda _: np.array(taken, np.int32))
-    view = dataclasses.replace(world.view(), free_blocks=free, sharing=sharing)
+    takeable = TakeableGroups(lambda _: np.array(taken, np.int32))
+    view = dataclasses.replace(world.view(), free_blocks=free, takeable=takeable)
     return world, policy, view, requests, free
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from apt_jax.costs.model import prefix_step_s
 from apt_jax.sched import StepCosts, make_policy
-from apt_jax.sched.policies.bros import BASE_BATCH, MOST_REPLACEMENTS, BrosPolicy, poll
+from apt_jax.sched.policies.bros import BASE_BATCH, MOST_REPLACEMENTS, BrosPolicy
+from apt_jax.sched.policies.bros_candidates import poll
 from apt_jax.sim.hardware import load_hardware
 from tests.support.cases import num_cases
 from tests.support.sched_world import HIDDEN, KV, World

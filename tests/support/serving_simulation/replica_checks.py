@@ -37,14 +37,14 @@ class ReplicaChecks:
         self.recount = Recount(replica.parts.engine)
         self.admission = AdmissionRecount(replica)
         engine: Any = replica.parts.engine
-        self._execute, engine._execute = engine._execute, self._world.guarded(self._checked_execute)
+        self._execute, engine._steps.execute = engine._steps.execute, self._world.guarded(self._checked_execute)
 
     def begin_iteration(self) -> None:
         """Note when an iteration begins."""
         self._iteration_s = self._world.loop.time()
         self._num_iterations += 1
 
-    def _checked_execute(self, plan, batch, rows, requests):
+    def _checked_execute(self, plan, batch, rows, requests, costs):
         replica, world = self._replica, self._world
         now_s, loop_s = replica.clock.now_s(), world.loop.time()
         open_streams = replica.engine._streams.by_request
@@ -72,7 +72,7 @@ class ReplicaChecks:
                 f"{request.request_id} waits for {waited_s:.3f} s, longer than --set max_queue_s",
             )
         world.log("step", replica.place, round(loop_s, 6), ids, batch.num_tokens.tolist())
-        return self._execute(plan, batch, rows, requests)
+        return self._execute(plan, batch, rows, requests, costs)
 
     def _check_client(self, request: EngineRequest, now_s: float) -> None:
         """Nothing is run for a client that has been gone for more than an iteration."""

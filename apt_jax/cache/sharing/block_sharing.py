@@ -26,103 +26,16 @@ group leaves it: its block table has a hole there until it is restored.
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from apt_jax.cache.block_pool import NO_OWNER, NO_SLOT, require
-from apt_jax.cache.group_pool import GroupPool
+from apt_jax.cache.hybrid_cache import HybridCache
+from apt_jax.cache.placement import SlotTraffic
+from apt_jax.cache.sharing.host_blocks import HostBlocks
+from apt_jax.cache.sharing.preemption_table import Place, PreemptionTable, SlotTransfers
 from apt_jax.core.step import NULL_BLOCK
-
-Place = tuple[int, int]
-"""A request's slot, its index among requests with cache, and an entry of its block table."""
-
-
-class HostBlocks(Protocol):
-    """Blocks of host memory."""
-
-    def allocate(self, num: int) -> NDArray[np.int32] | None: ...
-
-    def free(self, ids: NDArray[np.int32]) -> None: ...
-
-    def is_free(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]: ...
-
-
-class LentBlocks:
-    """`HostBlocks` of the cache's second tier, which drops groups for them."""
-
-    def __init__(self, groups: GroupPool) -> None:
-        assert groups.tier is not None
-        self._groups, self._tier = groups, groups.tier
-
-    def allocate(self, num: int) -> NDArray[np.int32] | None:
-        return self._groups.lend_host(num)
-
-    def free(self, ids: NDArray[np.int32]) -> None:
-        self._tier.pool.free(ids)
-        self._tier.num_lent -= ids.size
-
-    def is_free(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        return self._tier.pool.is_free(ids)
-
-
-class SharedCache(Protocol):
-    """The part of a `HybridCache` that is used here; see there."""
-
-    groups: GroupPool
-    tables: NDArray[np.int32]
-    num_groups: NDArray[np.int32]
-    num_tokens: NDArray[np.int32]
-    kind: NDArray[np.int8]
-    owner: NDArray[np.int64]
-    free_slots: list[int]
-    block_sizes: tuple[int, int]
-    blocks_per_group: tuple[int, ...]
-
-    def slot_of(self, owner: int) -> int: ...
-
-    def reserve_rows(
-        self,
-        owners: NDArray[np.int64],
-        slots: NDArray[np.int32],
-        num_tokens: NDArray[np.int32],
-        kinds: NDArray[np.int8],
-    ) -> NDArray[np.bool_]: ...
-
-    def take_slot(self, owner: int, kind: int) -> int: ...
-
-    def widen_tables(self, groups: int) -> None: ...
-
-
-@dataclasses.dataclass(eq=False)
-class Checkpoint:
-    """An entry of the preemption table: what a request lacks of one of its groups."""
-
-    kept: int
-    """Its first positions of the group are on the device; the rest, as many as it has there, in host memory."""
-    host: NDArray[np.int32]
-    """(blocks of a group,) where they are: in the slots that they had on the device."""
-    step: int = -1
-    """Step that is being built when the last of them are saved,"""
-    kept_before: int = 0
-    """how many were on the device before it,"""
-    blocks: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """and in which blocks."""
-
-
-@dataclasses.dataclass
-class SlotTransfers:
-    """Transfers of a step, in the order in which they happen: all saves are read, copies are made, loads are written."""
-
-    saves: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    """(block on the device, host block, first slot, number of slots, kind)"""
-    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """(source, destination) whole blocks on the device"""
-    loads: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    """(host block, block on the device, first slot, number of slots, kind)"""
-    lost: list[int] = dataclasses.field(default_factory=list)
-    """Owners whose slots found no room in host memory: their cache must be released before the step runs."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,10 +51,10 @@ class _Shared:
 
 
 class BlockSharing:
-    """Groups with two users: the end from which each uses them, and their checkpoints.
+    """Groups with two users, and the end from which each user fills them; a `Placement`.
 
     Args:
-        cache: whose block tables these are.
+        cache: whose block tables these are; it follows this placement from now on.
         host: blocks of host memory, as large as those of the device.
         is_best_effort: by owner.
 
@@ -149,58 +62,27 @@ class BlockSharing:
         grows_down: by slot, whether the request takes new groups from the right.
         is_downward: by first block, whether the lone user of a group has it from the right.
         shared: groups with two users, by first block.
-        preempted: the preemption table: by slot and entry of its block table.
+        preempted: what requests lack of their groups.
         num_holes: by slot, entries of its block table that have no group.
-        transfers: of the step that is being built.
-        saved_slots, loaded_slots: by kind, slots of groups that have been moved in all.
     """
 
-    def __init__(self, cache: SharedCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
-        self._cache, self._groups, self._host = cache, cache.groups, host
+    def __init__(self, cache: HybridCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
+        self._cache, self._groups = cache, cache.groups
         self._is_best_effort = is_best_effort
         num_slots, num_blocks = cache.num_groups.size, cache.groups.num_refs.size
         self.grows_down = np.zeros(num_slots, np.bool_)
         self.is_downward = np.zeros(num_blocks, np.bool_)
         self.shared: dict[int, _Shared] = {}
-        self.preempted: dict[int, dict[int, Checkpoint]] = {}
+        self.preempted = PreemptionTable(cache, host, self.grows_down)
         self.num_holes = np.zeros(num_slots, np.int32)
-        self.transfers = SlotTransfers()
-        self.saved_slots, self.loaded_slots = [0, 0], [0, 0]
-        self._step = 0
         self._shared_by: dict[int, set[int]] = {}
-        self._unloaded: list[NDArray[np.int32]] = []
-        """Host blocks that the step loads: free once it has been built, as its saves must not overwrite them."""
+        cache.use_placement(self)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def used(self, place: Place, num_tokens: int | None = None) -> int:
-        """Positions that a request has in one of its groups, or will have with `num_tokens` in all."""
-        slot, entry = place
-        size = self._cache.block_sizes[self._cache.kind[slot]]
-        tokens = int(self._cache.num_tokens[slot]) if num_tokens is None else num_tokens
-        return min(max(tokens - entry * size, 0), size)
-
-    def on_device(self, place: Place) -> int:
-        """Number of these blocks that are on the device."""
-        checkpoint = self.preempted.get(place[0], {}).get(place[1])
-        return self.used(place) if checkpoint is None else checkpoint.kept
-
-    def are_shared(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def have_two_users(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
         """(n,) whether groups have two users."""
         return np.isin(firsts, np.fromiter(self.shared, np.int32)) if self.shared else np.zeros(firsts.size, np.bool_)
-
-    def moved_blocks(self) -> tuple[float, float]:
-        """Blocks' worth of slots that have been saved and loaded in all."""
-        sizes, halves = self._cache.block_sizes, self._cache.blocks_per_group
-        saved, loaded = (
-            sum(n * h / size for n, h, size in zip(slots, halves, sizes, strict=True))
-            for slots in (self.saved_slots, self.loaded_slots)
-        )
-        return saved, loaded
-
-    def is_complete(self, slot: int) -> bool:
-        """True if all that a request has is on the device."""
-        return slot not in self.preempted
 
     def downwards(self, slots: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
         """(n, width) whether the requests have their groups from the right."""
@@ -218,13 +100,6 @@ class BlockSharing:
         row_of = np.full(self.grows_down.size, -1, np.int32)
         row_of[slots] = np.arange(slots.size, dtype=np.int32)
         return row_of
-
-    def checkpointed_blocks(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(n,) blocks of which each request has something in host memory: M^cpu of BROS, Table 1."""
-        blocks = np.zeros(self.grows_down.size, np.int32)
-        for slot, table in self.preempted.items():
-            blocks[slot] = len(table) * self._cache.blocks_per_group[self._cache.kind[slot]]
-        return blocks[slots]
 
     def preemptible(self, kind: int, running: set[int]) -> list[Place]:
         """Groups used only by best-effort requests, most empty slots first (`FindPreemptBlock`).
@@ -254,7 +129,7 @@ class BlockSharing:
         alone = (firsts != NULL_BLOCK) & (self._groups.num_refs[firsts] == 1) & (self.is_downward[firsts] == down)
         used = np.clip(cache.num_tokens[theirs, None] - np.arange(width) * size, 0, size)
         row_of = self._rows_of(theirs)
-        for slot, table in self.preempted.items():
+        for slot, table in self.preempted.of_slot.items():
             if row_of[slot] >= 0:
                 used[row_of[slot], list(table)] = [checkpoint.kept for checkpoint in table.values()]
         row, entry = np.nonzero(alone)
@@ -302,7 +177,7 @@ class BlockSharing:
         ok = np.zeros(owners.size, np.bool_)
         running = set(running)
         for rows in (np.flatnonzero(~best_effort), np.flatnonzero(best_effort)):
-            involved = np.fromiter({*self.preempted, *self._shared_by}, np.int32)
+            involved = np.fromiter({*self.preempted.of_slot, *self._shared_by}, np.int32)
             held = slots[rows]
             plain = (held == NO_SLOT) | ~np.isin(held, involved)
             roomy = (held != NO_SLOT) & (num_tokens[rows] <= cache.num_groups[held] * sizes[rows])
@@ -340,7 +215,9 @@ class BlockSharing:
 
         need = int((groups(rows) * halves[kinds[rows]]).sum())
         if others.size:
-            more = [len(self.preempted.get(s, ())) + len(self._shared_by.get(s, ())) for s in slots[others].tolist()]
+            more = [
+                len(self.preempted.of_slot.get(s, ())) + len(self._shared_by.get(s, ())) for s in slots[others].tolist()
+            ]
             need += int(((groups(others) + more) * halves[kinds[others]]).sum())
         fresh = int(np.count_nonzero(slots[rows] == NO_SLOT))
         return need <= self._groups.num_free and fresh <= len(cache.free_slots)
@@ -362,14 +239,16 @@ class BlockSharing:
         cache, groups = self._cache, self._groups
         slot = cache.slot_of(owner)
         fresh = slot == NO_SLOT
-        if owner in self.transfers.lost or (fresh and not cache.free_slots):
+        if owner in self.preempted.transfers.lost or (fresh and not cache.free_slots):
             return False
         held = 0 if fresh else int(cache.num_groups[slot])
         require(fresh or cache.kind[slot] == kind, f"owner {owner} holds another kind than {kind}")
         require(fresh or num_tokens >= cache.num_tokens[slot], f"owner {owner} would shrink to {num_tokens} positions")
         down = self._is_best_effort(owner) if fresh else bool(self.grows_down[slot])
         total = -(-num_tokens // cache.block_sizes[kind])
-        holes = [] if fresh else [e for e in self.preempted.get(slot, ()) if cache.tables[slot, 0, e] == NULL_BLOCK]
+        holes = (
+            [] if fresh else [e for e in self.preempted.of_slot.get(slot, ()) if cache.tables[slot, 0, e] == NULL_BLOCK]
+        )
         entries = [*holes, *range(held, total)]
         halves = cache.blocks_per_group[kind]
         room = groups.num_free // halves
@@ -377,8 +256,7 @@ class BlockSharing:
         lacking = max(len(entries) + len(moves) - room, 0)
         if lacking > len(entries) - copied:
             return False
-        lacked = {} if fresh else self.preempted.get(slot, {})
-        if any(e in lacked and lacked[e].step == self._step for e in entries[len(entries) - lacking :]):
+        if not fresh and any(self.preempted.is_saved_now((slot, e)) for e in entries[len(entries) - lacking :]):
             return False  # what it lacks is copied as a whole: nobody else can have the group
         found = self._find(kind, lacking, running | {slot}, num_tokens, entries, down=down) if lacking else []
         if len(found) < lacking:
@@ -403,7 +281,7 @@ class BlockSharing:
         before = int(cache.num_tokens[slot])
         cache.num_tokens[slot] = num_tokens
         self._make_room(slot)
-        self._load(slot, before)
+        self.preempted.load(slot, before)
         return True
 
     def _moves(self, slot: int, num_tokens: int, running: set[int], room: int, *, down: bool) -> list[int]:
@@ -417,7 +295,7 @@ class BlockSharing:
         for first in self._shared_by.get(slot, ()):
             own, other = self.shared[first].sides(slot)
             size = self._cache.block_sizes[self._cache.kind[slot]]
-            if self.used(own, num_tokens) + self.on_device(other) > size:
+            if self.preempted.used(own, num_tokens) + self.preempted.on_device(other) > size:
                 (must if other[0] in running else may).append(own[1])
         return must + may if down and len(must) + len(may) <= room else must
 
@@ -471,7 +349,7 @@ class BlockSharing:
         """Have a request leave a shared group for one of its own, which begins as a copy."""
         old = self._cache.tables[slot, : ids.size, entry].copy()
         self._leave(slot, int(old[0]))
-        self.transfers.copies += zip(old.tolist(), ids.tolist(), strict=True)
+        self.preempted.transfers.copies += zip(old.tolist(), ids.tolist(), strict=True)
         self._hold(slot, entry, ids)
 
     def _leave(self, slot: int, first: int) -> None:
@@ -490,116 +368,44 @@ class BlockSharing:
         self.is_downward[first] = self.grows_down[other[0]]
         self._cache.tables[slot, :, own[1]] = NULL_BLOCK
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
+    # --- slots of others ---------------------------------------------------------------------------------------------
 
     def _make_room(self, slot: int) -> None:
         """Checkpoint the slots of others that a request is about to write to, or has others' contents loaded to."""
         size = self._cache.block_sizes[self._cache.kind[slot]]
         for first in list(self._shared_by.get(slot, ())):
             own, other = self.shared[first].sides(slot)
-            kept = size - self.used(own)
-            if self.on_device(other) > kept:
+            kept = size - self.preempted.used(own)
+            if self.preempted.on_device(other) > kept:
                 self._checkpoint(other, kept)
 
     def _checkpoint(self, place: Place, kept: int) -> None:
         """Save a request's positions of a group from `kept` on; it leaves the group if nothing stays there."""
-        slot, entry = place
-        there = self.on_device(place)
-        ids = self._cache.tables[slot, : self._cache.blocks_per_group[self._cache.kind[slot]], entry]
-        table = self.preempted.setdefault(slot, {})
-        checkpoint = table.get(entry)
-        if checkpoint is None:
-            host = self._host.allocate(ids.size)
-            if host is None:
-                owner = int(self._cache.owner[slot])
-                if owner not in self.transfers.lost:
-                    self.transfers.lost.append(owner)
-                host = np.zeros(0, np.int32)
-            table[entry] = checkpoint = Checkpoint(there, host)
-        if checkpoint.step != self._step:
-            checkpoint.step, checkpoint.kept_before, checkpoint.blocks = self._step, there, ids.copy()
-        first, num = self._slots(slot, kept, there)
-        for block, copy in zip(ids.tolist(), checkpoint.host.tolist(), strict=False):
-            self.transfers.saves.append((block, copy, first, num, int(self._cache.kind[slot])))
-        self.saved_slots[self._cache.kind[slot]] += num
-        checkpoint.kept = kept
+        self.preempted.save(place, kept)
         if kept == 0:
-            self._leave(slot, int(ids[0]))
+            slot, entry = place
+            self._leave(slot, int(self._cache.tables[slot, 0, entry]))
             self.num_holes[slot] += 1
-
-    def _load(self, slot: int, num_tokens: int) -> None:
-        """Load missing positions of a request of `num_tokens` positions into its groups, which it holds again."""
-        table = self.preempted.pop(slot, {})
-        for entry, checkpoint in table.items():
-            require(checkpoint.host.size, "a request goes on whose slots were lost")
-            place, begin = (slot, entry), checkpoint.kept
-            ids = self._cache.tables[slot, : checkpoint.host.size, entry]
-            if checkpoint.step == self._step:  # what this step saves has not been overwritten yet
-                if begin == 0:
-                    self.transfers.copies += zip(checkpoint.blocks.tolist(), ids.tolist(), strict=True)
-                begin = checkpoint.kept_before
-                self._cancel_saves(slot, checkpoint)
-            self._unloaded.append(checkpoint.host)
-            first, num = self._slots(slot, begin, self.used(place, num_tokens))
-            if not num:
-                continue
-            for copy, block in zip(checkpoint.host.tolist(), ids.tolist(), strict=True):
-                self.transfers.loads.append((copy, block, first, num, int(self._cache.kind[slot])))
-            self.loaded_slots[self._cache.kind[slot]] += num
-
-    def _cancel_saves(self, slot: int, checkpoint: Checkpoint) -> None:
-        """Cancel this step's saves of a group."""
-        host = set(checkpoint.host.tolist())
-        self.saved_slots[self._cache.kind[slot]] -= checkpoint.kept_before - checkpoint.kept
-        self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]
-
-    def _slots(self, slot: int, begin: int, end: int) -> tuple[int, int]:
-        """First slot and number of slots of positions [begin, end) of a request's group."""
-        size = self._cache.block_sizes[self._cache.kind[slot]]
-        # Slots that are saved are those of a group that the request took itself, from its own end.
-        return (size - end if self.grows_down[slot] else begin), end - begin
-
-    def take_transfers(self) -> SlotTransfers:
-        """Transfers of the step that has been built."""
-        taken, self.transfers = self.transfers, SlotTransfers()
-        self._step += 1
-        for host in self._unloaded:
-            self._host.free(host)
-        self._unloaded.clear()
-        return taken
-
-    # --- giving back -------------------------------------------------------------------------------------------------
-
-    def lacking(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Slots that requests must load before they run.
-
-        Returns:
-            (m, 4) host block, first slot, number of slots and kind; and (m,) the requests' slots.
-        """
-        spans: list[tuple[int, int, int, int]] = []
-        owners: list[int] = []
-        for slot in slots.tolist():
-            for entry, checkpoint in self.preempted.get(slot, {}).items():
-                first, num = self._slots(slot, checkpoint.kept, self.used((slot, entry)))
-                spans += [(copy, first, num, int(self._cache.kind[slot])) for copy in checkpoint.host.tolist()]
-                owners += [slot] * checkpoint.host.size
-        return np.array(spans, np.int32).reshape(-1, 4), np.array(owners, np.int32)
 
     def release(self, slot: int) -> None:
         """A request gives everything back: it leaves its shared groups, and its checkpoints are dropped."""
         for first in list(self._shared_by.get(slot, ())):
             self._leave(slot, first)
-        for checkpoint in self.preempted.pop(slot, {}).values():
-            if checkpoint.host.size:
-                if checkpoint.step == self._step:  # others may get these blocks of host memory in the same step
-                    self._cancel_saves(slot, checkpoint)
-                self._host.free(checkpoint.host)
+        self.preempted.drop(slot)
         self.num_holes[slot] = 0
+
+    def take_transfers(self) -> SlotTransfers:
+        """Return the transfers of the step that has been built."""
+        return self.preempted.take_transfers()
+
+    def traffic(self) -> SlotTraffic:
+        """Count the slots that have been saved and loaded."""
+        return self.preempted.traffic()
 
     # --- integrity ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Recount shared groups, holes and checkpoints.
+        """Recount shared groups and holes, and check the checkpoints.
 
         Raises:
             CacheIntegrityError: something does not add up.
@@ -611,7 +417,9 @@ class BlockSharing:
             require(not self.grows_down[up] and self.grows_down[down], "two requests share a group from one end")
             size = cache.block_sizes[cache.kind[up]]
             require(cache.kind[up] == cache.kind[down], "requests of two kinds share a group")
-            require(self.on_device(pair.up) + self.on_device(pair.down) <= size, "a slot has two owners")
+            require(
+                self.preempted.on_device(pair.up) + self.preempted.on_device(pair.down) <= size, "a slot has two owners"
+            )
             require(self._groups.num_refs[first] == 2, "a shared group has not two holders")
             require(not self._groups.prefixes.is_registered[first], "a shared group can be found")
         by_slot: dict[int, set[int]] = {}
@@ -619,16 +427,7 @@ class BlockSharing:
             for slot, _ in (pair.up, pair.down):
                 by_slot.setdefault(slot, set()).add(first)
         require(by_slot == self._shared_by, "users of shared groups are miscounted")
-        used: list[int] = [block for host in self._unloaded for block in host.tolist()]
-        for slot, table in self.preempted.items():
-            require(table and cache.owner[slot] != NO_OWNER, "a checkpoint of nobody")
-            for entry, checkpoint in table.items():
-                require(entry < cache.num_groups[slot], "a checkpoint of a group that is not held")
-                require(checkpoint.kept < self.used((slot, entry)), "a checkpoint of nothing")
-                require((tables[slot, 0, entry] == NULL_BLOCK) == (checkpoint.kept == 0), "a hole that is none")
-                used += checkpoint.host.tolist()
-        require(len(set(used)) == len(used), "a host block is owned twice")
-        require(not self._host.is_free(np.array(used, np.int32)).any(), "a host block is both owned and free")
+        self.preempted.check_integrity()
         taken = np.flatnonzero(cache.owner != NO_OWNER)
         within = np.arange(tables.shape[2]) < cache.num_groups[taken, None]
         holes = np.count_nonzero((tables[taken, 0] == NULL_BLOCK) & within, axis=1)

@@ -1,0 +1,49 @@
+"""Programs that few requests need, compiled beside serving when the first of these comes."""
+
+import concurrent.futures
+import threading
+from collections.abc import Sequence
+
+from apt_jax.executor import Executor
+from apt_jax.request import EngineRequest
+
+
+class RarePrograms:
+    """The programs for log probabilities and pooled states of prompts.
+
+    Args:
+        executor: compiles them, in a thread of its own while it runs steps.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = threading.Lock()
+        self._compiled: concurrent.futures.Future[None] | None = None
+        """None: nobody has asked for any."""
+
+    @property
+    def is_compiling(self) -> bool:
+        """True while a thread compiles, which nothing can end."""
+        compiled = self._compiled
+        return compiled is not None and not compiled.done()
+
+    def compile_for(self, requests: Sequence[EngineRequest]) -> "concurrent.futures.Future[None] | None":
+        """Begin to compile the programs that requests need; returns when they are compiled. None: the requests need none."""
+        if all(request.params.prompt_logprobs is None and request.params.pooling is None for request in requests):
+            return None
+        with self._lock:
+            compiled = self._compiled
+            if compiled is None:
+                compiled = self._compiled = concurrent.futures.Future()
+                compiled.set_running_or_notify_cancel()  # one of those who wait for it cannot cancel it
+                threading.Thread(target=self._compile, args=(compiled,), daemon=True).start()
+        return compiled
+
+    def _compile(self, compiled: "concurrent.futures.Future[None]") -> None:
+        try:
+            self._executor.prepare_prompt_logprobs()
+        except Exception as error:
+            self._compiled = None  # the next request tries again
+            compiled.set_exception(error)
+        else:
+            compiled.set_result(None)

@@ -1,0 +1,144 @@
+"""Requests that `bros` may put into a step: their work, order and time (BROS §4)."""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.core.kinds import HIDDEN
+from apt_jax.costs.model import StepCosts, prefix_step_s
+from apt_jax.sched.step_packer import Rows
+from apt_jax.sched.view import SchedulerView
+
+
+@dataclasses.dataclass(eq=False)
+class Candidates:
+    """Requests in the order of their priority, with each one's work in this step."""
+
+    rows: Rows
+    kind: NDArray[np.int8]
+    num_tokens: NDArray[np.int32]
+    start: NDArray[np.int32]
+    slack_s: NDArray[np.float64]
+    """Time that is left when this step begins, for it and nothing else; inf for best-effort requests, -inf for overdue
+    ones."""
+
+    holds: NDArray[np.bool_]
+    """True if it holds cache."""
+    need: NDArray[np.int32]
+    """Blocks that it must be given: for its next positions, for what it lacks, or for the whole prompt if it waits."""
+    load: NDArray[np.int32]
+    """Blocks that are copied from host memory before it runs: M^cpu."""
+
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "Candidates":
+        return Candidates(*(getattr(self, name)[index] for name in _ARRAYS))
+
+    def join(self, other: "Candidates") -> "Candidates":
+        return Candidates(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ARRAYS))
+
+    @property
+    def prompts(self) -> NDArray[np.bool_]:
+        return (self.num_tokens > 1) | (self.start == 0)
+
+
+_ARRAYS = tuple(field.name for field in dataclasses.fields(Candidates))
+
+
+class TokenGroups:
+    """Completion time of the last group of each request's tokens, as seen from one decision to the next.
+
+    Args:
+        size: tokens of a group after the first token, which is a group of its own.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rank = np.zeros(0, np.int64)
+        self._group = np.zeros(0, np.int32)
+        self._since_s = np.zeros(0)
+
+    def since_s(self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]) -> NDArray[np.float64]:
+        """(n,) end of the last whole group of `rows`; the arrival before the first token.
+
+        Args:
+            view: what the decision is made from.
+            rows: (n,) requests.
+            delivered: (n,) output tokens that each has had.
+        """
+        table = view.table
+        grown = table.capacity - self._rank.size
+        if grown:
+            self._rank = np.concatenate([self._rank, np.full(grown, -1)])
+            self._group = np.concatenate([self._group, np.zeros(grown, np.int32)])
+            self._since_s = np.concatenate([self._since_s, np.zeros(grown)])
+        group, rank = (delivered - 1) // self._size, table.rank[rows]
+        new = (self._rank[rows] != rank) | (self._group[rows] != group)
+        which = rows[new]
+        self._rank[which], self._group[which] = rank[new], group[new]
+        self._since_s[which] = table.last_token_s[which]
+        return self._since_s[rows]
+
+
+def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
+    """Positions of `pending` and then `waiting` in order of their keys (BROS §4.2, Fig. 8).
+
+    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys
+    pending ones come first, then those that come first in their queue.
+
+    Args:
+        pending: (p,) keys of requests that hold cache.
+        waiting: (w,) keys of those that do not, in order of arrival.
+        most: of the waiting ones.
+
+    Returns:
+        (p + min(w, most),) positions in the two arrays one after the other.
+    """
+    first = pending.argsort(kind="stable")
+    in_order = (waiting[1:] >= waiting[:-1]).all()
+    second = np.arange(waiting.size) if in_order else waiting.argsort(kind="stable")
+    second = second[: max(most, 0)]
+    order = np.empty(first.size + second.size, np.intp)
+    at = np.searchsorted(waiting[second], pending[first]) + np.arange(first.size)
+    free = np.ones(order.size, np.bool_)
+    free[at] = False
+    order[at] = first
+    order[free] = second + first.size
+    return order
+
+
+def iteration_s(costs: StepCosts, step: Candidates) -> float:
+    """Time of an iteration: of execution or of the copies from host memory, whichever is longer (BROS §4.1)."""
+    step_s = costs.step_s(step.num_tokens, step.start, step.kind)
+    return max(step_s, costs.transfer_s(0, int(step.load.sum()))) if step.load.any() else step_s
+
+
+def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
+    """(n,) time of the steps of the first 1, 2, .. n candidates, copies from host memory included."""
+    step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
+    if asked.load.any():
+        loaded = asked.load.cumsum()
+        load_s = view.costs.load_base_s * (loaded > 0) + view.costs.load_per_block_s * loaded
+        step_s = np.maximum(step_s, load_s)
+    return step_s
+
+
+def alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
+    """(n,) time of a step of each request by itself."""
+    c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
+    hidden = asked.kind == HIDDEN
+    decode_s = np.where(
+        hidden,
+        costs.decode_per_hidden_request_s + (m + 1) * costs.decode_per_hidden_token_s,
+        costs.decode_per_request_s + (m + 1) * costs.decode_per_token_s,
+    )
+    prefix_s = np.where(hidden, costs.prefill_per_hidden_prefix_s, costs.prefill_per_kv_prefix_s)
+    chunk_s = costs.prefill_per_request_s + costs.prefill_per_token_s * c + prefix_s * m
+    chunk_s += costs.prefill_per_pair_s * c * (c + 2 * m)
+    return np.where(asked.prompts, costs.prefill_base_s + chunk_s, costs.decode_base_s + decode_s)
+
+
+def among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
+    """(n,) whether each of `rows` is one of `others`."""
+    chosen = np.zeros(view.table.capacity, np.bool_)
+    chosen[others] = True
+    return chosen[rows]
