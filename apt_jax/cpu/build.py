@@ -1,8 +1,7 @@
 """Load the kernels of `kernels.cc`, compiled for this machine, and register them with XLA.
 
-The library is kept in the cache directory under a hash of everything that it depends on, and so is, for a day, that it
-cannot be made. `begin` has it compiled in a
-thread, before JAX is imported.
+The library is kept in the cache directory under a hash of everything that it depends on. The failure of a build is
+kept there too, for a day. `begin` compiles the library in a thread, before JAX is imported.
 """
 
 import concurrent.futures
@@ -70,17 +69,17 @@ _TARGETS = (
     "apt_add_low_rank",
 )
 _MOST_KEPT = 12
-"""Libraries in the cache directory: of several versions, compilers and flags."""
+"""Maximum number of libraries kept in the cache directory, for different versions, compilers and flags."""
 
 _TRY_AGAIN_S = 86400.0
-"""Age of a failed build after which it is tried again."""
+"""Age in seconds of a failed build from which on it is tried again."""
 
 _begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
-"""Libraries that `begin` makes, by the name of the library: results of `_make`."""
+"""Builds started by `begin`, by name of the library; their results are those of `_make`."""
 
 
 def begin() -> None:
-    """Compile missing kernels that this machine needs in a thread: they take as long as the rest of a first start."""
+    """Compile missing kernels for this machine in a thread, as this takes as long as the rest of a first start."""
     # Devices of other kinds come with a package of their own; which one JAX will choose is not known before it starts.
     plugins = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
     if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu" or any(map(importlib.util.find_spec, plugins)):
@@ -104,17 +103,17 @@ def begin() -> None:
 
 
 def is_compiling() -> bool:
-    """True while the kernels that `begin` has made are not ready."""
+    """True while a build started by `begin` is running."""
     return any(not made.done() for made in _begun.values())
 
 
 def wait() -> None:
-    """Wait for the end of the build that `begin` started; `load` reports its result."""
+    """Wait for the end of the build started by `begin`; `load` reports its result."""
     concurrent.futures.wait(list(_begun.values()))
 
 
 def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | None:
-    """Compile the library and keep it; None: another process has kept it meanwhile."""
+    """Compile the library and keep it; None: another process has kept it in the meantime."""
     with _alone(directory):
         if directory is None:
             return compile_library(compiler)
@@ -138,12 +137,13 @@ def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | Non
 
 
 def _failed_path(directory: Path, name: str) -> Path:
-    """File that says that a library cannot be made."""
+    """Path of the file that records a failed build of a library."""
     return (directory / name).with_suffix(".failed")
 
 
 def _identity(compiler: list[str]) -> list[object]:
-    """Path and time of the compiler's file: they change when another version is installed under its name."""
+    """Path and modification time of the compiler's file, which change when another version is installed under its
+    name."""
     path = os.path.realpath(shutil.which(compiler[0]) or compiler[0])
     try:
         return [path, os.stat(path).st_mtime_ns]
@@ -152,7 +152,7 @@ def _identity(compiler: list[str]) -> list[object]:
 
 
 def _noted(error: LastingBuildError, compiler: list[str], directory: Path, name: str) -> KernelBuildError:
-    """Keep a failure for later starts; the error to raise for it."""
+    """Record a failure for later starts, and return the error to raise."""
     path = _failed_path(directory, name)
     note = {"time": time.time(), "compiler": _identity(compiler), "reason": str(error)}
     try:
@@ -165,7 +165,7 @@ def _noted(error: LastingBuildError, compiler: list[str], directory: Path, name:
 
 
 def _failed_before(compiler: list[str], directory: Path, name: str) -> KernelBuildError | None:
-    """The error of a build that failed less than a day ago; None: try it."""
+    """The error of a build that failed less than a day ago; None: no such failure, build it."""
     path = _failed_path(directory, name)
     try:
         note = json.loads(read_private(path) or b"{}")
@@ -186,7 +186,7 @@ def _repeated(reason: str, path: Path, left_s: float) -> KernelBuildError:
 
 @contextlib.contextmanager
 def _alone(directory: Path | None) -> Iterator[None]:
-    """Wait until no other process compiles for this directory: side by side, each would take as long as all."""
+    """Wait until no other process compiles for this directory: in parallel, each would take as long as all together."""
     if directory is None:
         yield
         return
@@ -200,7 +200,7 @@ def _alone(directory: Path | None) -> Iterator[None]:
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
-    """The cached library, if it is whole and only this user could write it; None: compile it."""
+    """The cached library, if it is complete and only this user could have written it; None: it must be compiled."""
     descriptor = open_private(path)
     if descriptor is None:
         return None
@@ -247,13 +247,14 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def has_tiles() -> bool:
-    """True if products of bfloat16 use matrix tiles on this machine (AMX); the kernels must be loaded."""
+    """True if bfloat16 products use matrix tiles (AMX) on this machine; the kernels must be loaded."""
     return bool(_library().apt_has_tiles())
 
 
 @functools.cache
 def instructions() -> str:
-    """The instruction sets that the kernels use here, such as "AVX-512, BF16, VNNI"; the kernels must be loaded."""
+    """The instruction sets used by the kernels on this machine, such as "AVX-512, BF16, VNNI"; the kernels must be
+    loaded."""
     function = _library().apt_instructions
     function.restype = ctypes.c_char_p
     return function().decode() + (", AMX" if has_tiles() else "")
@@ -261,21 +262,21 @@ def instructions() -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationTime:
-    """Time and work of all calls of one name."""
+    """Time and work of all calls of one operation."""
 
     calls: int
     seconds: float
     bytes: float
-    """Bytes of weights and cache that were read; 0: not counted."""
+    """Bytes of weights and cache read; 0: not counted."""
     operations: float
-    """Products and sums; 0: not counted."""
+    """Multiplications and additions; 0: not counted."""
 
 
 def take_times() -> dict[str, OperationTime]:
-    """Times of the kernels' operations since the last call of this, by name.
+    """Times of the kernels' operations since the last call of `take_times`, by name.
 
     Raises:
-        KernelBuildError: the kernels were not compiled to keep them, with ``-DAPT_TIMES`` in $APT_JAX_KERNEL_FLAGS.
+        KernelBuildError: the kernels were not compiled with ``-DAPT_TIMES`` in $APT_JAX_KERNEL_FLAGS.
     """
     try:
         function = _library().apt_take_times
@@ -292,10 +293,10 @@ def take_times() -> dict[str, OperationTime]:
 
 @functools.cache
 def load() -> None:
-    """Compile if need be, load and register the kernels, once a process.
+    """Load and register the kernels once per process, after compiling them if necessary.
 
     Raises:
-        KernelBuildError: they cannot be compiled or loaded on this machine.
+        KernelBuildError: the kernels cannot be compiled or loaded on this machine.
     """
     try:
         library = _library()

@@ -1,7 +1,7 @@
-"""The C++ compiler of the CPU kernels: which one, with what flags, and the library that it makes. Needs no JAX.
+"""Compilation of the CPU kernels: choice of the C++ compiler, its flags, and its result. JAX is not imported.
 
-Any C++17 compiler will do: $CXX, `c++`, `g++`, `clang++`, or the one in the Python package `ziglang`. `kernels.cc` is
-compiled in parts side by side, as one would take a single core half a minute.
+Any C++17 compiler works: $CXX, `c++`, `g++`, `clang++`, or the compiler in the Python package `ziglang`. `kernels.cc`
+is compiled in parallel parts, as the whole would take a single core half a minute.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from apt_jax.utils.cache_dir import cache_dir
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
-"""Includes the other files."""
+"""Main source file, which includes the others."""
 _NUM_PARTS = 2
-"""Parts that `kernels.cc` can be compiled in (APT_PART)."""
+"""Number of parts that `kernels.cc` is compiled in (APT_PART)."""
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC")
 _LIMIT_S = 300
 _CPU_S = 30.0
-"""Processor seconds that the compiler needs, until a file in the cache directory says how many it needed here."""
+"""Default of the compiler's processor time in seconds, until a file in the cache directory holds the measured time."""
 _CPU_S_FILE = "kernels-cpu-seconds"
 _WATCHER = """
 import os, signal, sys
@@ -43,9 +43,10 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 sys.stdin.buffer.read()
 os.killpg(0, signal.SIGKILL)
 """
-"""Ends its process group when the process that holds the other end of its standard input ends, however it ends."""
+"""Program that kills its process group when its standard input is closed, that is, when the parent process has
+ended."""
 _PASSING = ("No space left", "No such file", "not found", "not find")
-"""In a compiler's error: something lacks that may come without a change of the compiler's command."""
+"""Texts in a compiler's error that point to a temporary cause, which may go away without a change of the command."""
 
 
 class KernelBuildError(Exception):
@@ -53,17 +54,18 @@ class KernelBuildError(Exception):
 
 
 class LastingBuildError(KernelBuildError):
-    """The same build would fail again."""
+    """The kernels cannot be built, and the same build would fail again."""
 
 
 class _Compilers:
-    """The compilers that run now, and how far they are: by their processor time, so that it is right on busy cores too."""
+    """The compilers that are running, and their progress. It is measured in processor time, which also holds on busy
+    cores."""
 
     def __init__(self) -> None:
         self._started_s: float | None = None
         self._pids: list[int] = []
         self._used_s: dict[int, float] = {}
-        """Processor seconds by process, as last seen."""
+        """Last known processor time of each process, in seconds, by process id."""
 
     def begin(self) -> None:
         self._started_s, self._pids, self._used_s = time.monotonic(), [], {}
@@ -75,7 +77,7 @@ class _Compilers:
         self._started_s = None
 
     def left_s(self) -> float | None:
-        """Estimate of the seconds that are left; None: nothing is compiled, or nothing is known yet."""
+        """Estimate of the seconds left; None: no compiler is running, or it is too early to tell."""
         started_s = self._started_s
         if started_s is None:
             return None
@@ -91,7 +93,8 @@ _compilers = _Compilers()
 
 
 def left_s() -> float | None:
-    """Estimate of the seconds until the kernels are compiled; None: they are not being compiled, or it is not known."""
+    """Estimate of the seconds until the kernels are compiled; None: no compiler is running, or it is too early to
+    tell."""
     return _compilers.left_s()
 
 
@@ -109,7 +112,7 @@ def _note_cpu_s(pid: int, used_s: dict[int, float]) -> None:
 
 
 def _reaped_cpu_s() -> float:
-    """Processor seconds of the processes that this one has started and that have ended."""
+    """Processor seconds of the child processes of this process that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -122,12 +125,12 @@ def _needed_cpu_s() -> float:
 
 
 def _flags() -> list[str]:
-    """Flags of the compiler; those of $APT_JAX_KERNEL_FLAGS come last, such as `-march=x86-64-v3` or a sanitizer."""
+    """Flags of the compiler. $APT_JAX_KERNEL_FLAGS come last, such as `-march=x86-64-v3` or a sanitizer."""
     return [*_FLAGS, *shlex.split(os.environ.get("APT_JAX_KERNEL_FLAGS", ""))]
 
 
 def find_compiler() -> list[str] | None:
-    """Command of a C++ compiler, or None."""
+    """Command of a C++ compiler; None: no compiler was found."""
     if os.environ.get("CXX"):
         return shlex.split(os.environ["CXX"])
     for name in ("c++", "g++", "clang++"):
@@ -139,7 +142,7 @@ def find_compiler() -> list[str] | None:
 
 
 def describe_cpu() -> str:
-    """Description of the CPU, on which `-march=native` depends."""
+    """Description of the CPU, on which the result of `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -149,14 +152,14 @@ def describe_cpu() -> str:
 
 
 def library_name(compiler: Sequence[str]) -> str:
-    """Name of the library's file: a hash of everything that it depends on."""
+    """Name of the library's file, with a hash of everything that the library depends on."""
     sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
     parts = (*sources, metadata.version("jaxlib"), describe_cpu(), *compiler, *_flags())
     return f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
 
 
 def _include_dir() -> str:
-    """Headers of XLA's foreign function interface; `jax.ffi.include_dir` would import JAX."""
+    """Directory of the headers of XLA's foreign function interface; `jax.ffi.include_dir` would import JAX."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         raise KernelBuildError("jaxlib is not installed")
@@ -164,11 +167,11 @@ def _include_dir() -> str:
 
 
 def compile_library(compiler: Sequence[str]) -> bytes:
-    """The library that the compiler makes of the kernels.
+    """Compile the kernels and return the contents of the library.
 
     Raises:
-        KernelBuildError: it makes none.
-        LastingBuildError: it makes none, and would make none again.
+        KernelBuildError: the compilation fails.
+        LastingBuildError: the compilation fails, and would fail again.
     """
     start, used_s = time.perf_counter(), _reaped_cpu_s()
     # A warning, as the start says nothing else for that long.
@@ -204,7 +207,7 @@ def compile_library(compiler: Sequence[str]) -> bytes:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands side by side, in a process group that ends with this process; none is left when this returns.
+    """Run commands in parallel, in a process group that ends with this process; all have ended when this returns.
 
     Raises:
         KernelBuildError: a command fails, or takes too long.
@@ -244,7 +247,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _failure(name: str, status: int, said: str) -> KernelBuildError:
-    """The error of a compiler that ended with a status other than 0."""
+    """The error for a compiler that exited with a status other than 0."""
     lines = [line for line in said.splitlines() if "error" in line]
     reason = f"{one_line((lines or [f'exit status {status}'])[0]):.300}"
     is_ended = status in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)

@@ -4,11 +4,12 @@ ignored.
 Every field of transformers' configuration class of a family (and of the objects within it) is in one of three groups,
 which `tests/parity/test_known_fields.py` checks:
 
-* read: the family's `model_config` uses it; * off: refused, unless its value has no effect; * `IGNORED`: has no effect
-on the logits of a served decoder; the table gives the reason.
+* read: the family's `model_config` uses it;
+* off: refused, unless its value has no effect;
+* `IGNORED`: has no effect on the logits of a served decoder; the table gives the reason.
 
-Other fields are unknown to transformers as well, which ignores them. They are logged once (`unknown_fields`). `python
--m apt_jax.models.families` prints the table, which is part of the reference documentation.
+Other fields are unknown to transformers as well, which ignores them. They are logged once (`unknown_fields`).
+`python -m apt_jax.models.families` prints the table, which is part of the reference documentation.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ separately from the product, in the dtype of activations.
 
 * Products of a step (`adapted`): `x W^T + (x A^T) B` for each row's own A and B.
 * Cached layer inputs are computed with the request's adapter, and keys and values are computed from them with the
-adapter's W_k and W_v. If attention absorbs the projections, it absorbs the additions too: the query of a head becomes
-`W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h (A z)` (`ops.low_rank.absorbed_low_rank`).
+  adapter's W_k and W_v. If attention absorbs the projections, it absorbs the additions too: the query of a head becomes
+  `W_k^T q + A^T (B_h q)`, and its output `W_v z + B_h (A z)` (`ops.low_rank.absorbed_low_rank`).
 """
 
 import dataclasses

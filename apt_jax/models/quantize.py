@@ -1,6 +1,6 @@
-"""Weights as int8 with a scale per output, half the bytes of bfloat16, all of which every decode step reads; and
-dequantization of integer matrices for uses that need numbers.
+"""Weights as int8 with a scale per output, and dequantization of integer matrices for uses that need numbers.
 
+Every decode step reads all weights, and int8 takes half the bytes of bfloat16.
 Norms, biases, position tables and the cache are not quantized. Scales and rounding are qwix's (symmetric, the largest
 weight of an output is 127.5 steps). Products read the integers directly and scale the results; on CPUs they round
 activations too (`ops.weights.IntegerTiles`).

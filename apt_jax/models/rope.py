@@ -3,11 +3,12 @@
 `read_rope` turns the fields of a ``config.json`` into a `RopeConfig`. Names of types and fields are those of
 transformers, old (``rope_theta`` and ``rope_scaling``) and new (``rope_parameters``):
 
-default   1 / theta^(2i / R)                                         (Su et al., 2021) linear    all of them divided by
-`factor`                            (Chen et al., 2023) dynamic   theta grows with the context: "dynamic NTK"
-(bloc97 and emozilla, 2023) llama3    low frequencies divided by `factor`, high ones kept        (Llama 3.1) yarn
-like llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023) longrope  a factor per lane, one set
-for short contexts, one for long  (Ding et al., 2024)
+default   1 / theta^(2i / R)                                           (Su et al., 2021)
+linear    all of them divided by `factor`                              (Chen et al., 2023)
+dynamic   theta grows with the context: "dynamic NTK"                  (bloc97 and emozilla, 2023)
+llama3    low frequencies divided by `factor`, high ones kept          (Llama 3.1)
+yarn      like llama3 with a ramp over lanes, and scaled scores        (Peng et al., 2023)
+longrope  a factor per lane, one set for short contexts, one for long  (Ding et al., 2024)
 
 Two types depend on the length of the context. Cached keys cannot be rotated again when a context grows, so the
 frequencies are fixed for one length, the model's `max_len`. Up to the original context they are exactly those of

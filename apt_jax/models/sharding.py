@@ -6,8 +6,8 @@ the vocabulary, within one `jax.shard_map` per program. The collectives are meth
 * a sum after attention's output product and after the feed-forward layer, as both are sharded by input;
 * a sum of the token embeddings, of which every device has some rows, and a gather of the scores over the vocabulary;
 * for layer inputs X, whose cache is sharded by feature so that it too takes 1/t of the memory on each of t devices:
-absorbed attention gathers the new queries, sums the scores between its two products, and sums and scatters its result
-over heads; if rotary keys must be computed from X, its features are gathered first.
+  absorbed attention gathers the new queries, sums the scores between its two products, and sums and scatters its result
+  over heads; if rotary keys must be computed from X, its features are gathered first.
 
 If attention over layer inputs is absorbed, W_k and W_v are sharded by feature too (`cuts_by_feature`). Keys and values
 of new tokens are then sums over devices, scattered over heads: a second copy of the weights, sharded by head, would

@@ -1,1 +1,1 @@
-"""Operations of a model: contracts (`reference`), weights, and portable code in plain XLA."""
+"""Operations of a model: reference definitions (`reference`), weights, and portable code in plain XLA."""

@@ -1,4 +1,4 @@
-"""Contract of a kernel backend: the ops of one implementation, and what it can do beside plain attention."""
+"""Interface of a kernel backend: the ops of one implementation, and the features that it supports."""
 
 import dataclasses
 import functools
@@ -10,21 +10,22 @@ from jax import Array
 from apt_jax.ops import linear, low_rank
 
 RULES: frozenset[str] = frozenset({"softcap", "alibi", "window"})
-"""Features that layers need each by itself: the fields of `LogitModifiers`."""
+"""Features that each layer can need separately: the fields of `LogitModifiers`."""
 
 EXTRAS: frozenset[str] = RULES | {"key norm", "lane norm", "grouped absorption", "input width", "adapters"}
-"""Features that some models need beside plain attention: those of `RULES`, `KeyNorm` of each head or of all together,
-`decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower or wider than the lane, and adapters of
-W_k or W_v where keys and values are computed from layer inputs."""
+"""Features that some models need in addition to plain attention: those of `RULES`, `KeyNorm` of each head ("key norm")
+or of all heads together ("lane norm"), `decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower
+or wider than the lane, and adapters of W_k or W_v when keys and values are computed from layer inputs."""
 
 ATTENTION_OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill")
-"""Fields of `KernelBackend`. Features are named for them and for `prefill_hidden`: `prefill` with `hidden_prefixes`."""
+"""Fields of `KernelBackend` that are attention ops. Features are stated per op, and for `prefill_hidden`: `prefill`
+with `hidden_prefixes`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelBackend:
-    """One implementation of the attention ops and the products around them. Ops take queries, and a record of what they
-    read (`calls.py`); contracts in `reference.py`."""
+    """One implementation of the attention ops and the products around them. Attention ops take queries and a record of
+    their other arguments (`calls.py`); `reference.py` defines their results."""
 
     name: str
     decode_kv: Callable[..., Any]
@@ -33,49 +34,52 @@ class KernelBackend:
     decode_v_absorbed: Callable[..., Any]
     prefill: Callable[..., Any]
     dense: Callable[..., Array] = linear.dense
-    """Products of rows with weights, `linear.dense`."""
+    """Products of rows with weights, like `linear.dense`."""
     head_products: Callable[..., Array] = linear.head_products
-    """Products of heads with matrices of their own, `linear.head_products`."""
+    """Products of heads with one matrix per head, like `linear.head_products`."""
     add_low_rank: Callable[..., Array] = low_rank.add_low_rank
-    """Low-rank additions of adapters to products, `low_rank.add_low_rank`."""
+    """Low-rank additions of adapters to products, like `low_rank.add_low_rank`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
-    """`sampling.greedy` of the products of `dense`, from the same arguments; None: not provided."""
+    """`sampling.greedy` of the products of `dense`, with the arguments of `dense`; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None
-    """The first half of a gated feed-forward in one: rows (T, I), gate and up as one matrix (2 F, I), and the name of
-    the activation, to (T, F) in the dtype of the rows; None: not provided."""
+    """The first half of a gated feed-forward layer in one op: from rows (T, I), gate and up as one matrix (2 F, I), and
+    the name of the activation, to (T, F) in the dtype of the rows; None: not provided."""
     add_norm: Callable[..., tuple[Array, Array]] | None = None
-    """Sum of the residual stream and an addend, and its norm (`cpu.ops.add_norm`); None: not provided, like the next."""
+    """Sum of the residual stream and an addend, and its norm (`cpu.ops.add_norm`); None: not provided."""
     split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
-    """Cut one product for q, k and v into the three (`cpu.ops.split_qkv`)."""
+    """Splits one product for q, k and v into the three (`cpu.ops.split_qkv`); None: not provided."""
     decode_layer: Callable[..., tuple[Array, Array]] | None = None
     """A whole layer of decode rows that cache keys and values (`cpu.ops.decode_layer`); None: not provided."""
     takes_layer: Callable[..., bool] = lambda *_: False
     """True if `decode_layer` computes the layers of a model (`cpu.ops.takes_layer`)."""
     skips_rows: bool = False
-    """`dense` and the ops after it take `live`, the number of rows to compute; those behind are padding and give zeros."""
+    """True if `dense` and the ops after it take `live`, the number of rows to compute; rows from `live` on are padding
+    and give zeros."""
     tiles: bool = False
-    """Products of float32 and bfloat16 take their weights as `models.weight_layout.tile_params` lays them out."""
+    """True if products of float32 and bfloat16 take their weights as `models.weight_layout.tile_params` lays them
+    out."""
     integer_products: bool = False
-    """With `tiles`: products of matrices of integers round rows to 8 bits and multiply integers, faster than widened
-    weights would be."""
+    """True if, with `tiles`, products with integer matrices round rows to 8 bits and multiply integers, which is faster
+    than with dequantized weights."""
     rows_per_tile: int
-    """Decode rows that attend together, reading up to the longest of their contexts."""
+    """Decode rows in one tile, which is read up to the longest of their contexts."""
     extras: frozenset[str] | Mapping[str, frozenset[str]] = dataclasses.field(hash=False)
-    """Features of `EXTRAS` that all ops support, or each op by itself; one that is not named supports none."""
+    """Features of `EXTRAS` that all ops support, or the features by name of the op; an op without an entry supports
+    none."""
     takes_shards: frozenset[str] = frozenset()
-    """Ops of `ATTENTION_OPS` that take `tensor` (`calls.Shards`): layer inputs spread over devices by feature."""
+    """Ops of `ATTENTION_OPS` that take `tensor` (`calls.Shards`): layer inputs sharded over devices by feature."""
     branches: bool
-    """The decoder may branch around ops that have no rows. False: ops are called for every step and must cost little
-    where they have none, as a branch on the device would break up a CUDA graph."""
+    """True if the decoder may branch around ops that have no rows. False: ops are called in every step and must cost
+    little without rows, as a branch on the device would break up a CUDA graph."""
 
     def extras_of(self, op: str) -> frozenset[str]:
-        """Features of `EXTRAS` that an op supports: one of `ATTENTION_OPS`, or `prefill_hidden`."""
+        """Features of `EXTRAS` that an op supports; `op` is one of `ATTENTION_OPS`, or `prefill_hidden`."""
         if isinstance(self.extras, Mapping):
             return self.extras.get(op, frozenset())
         return self.extras
 
     def for_rows(self, live: Array) -> "KernelBackend":
-        """The same backend for steps of which only the first `live` rows matter."""
+        """A copy of the backend for steps in which only the first `live` rows are used."""
         if not self.skips_rows:
             return self
         bound = {name: functools.partial(getattr(self, name), live=live) for name in _OF_ROWS}

@@ -1,15 +1,15 @@
-"""Records of the attention ops' arguments: what a call reads from the pool of one layer, and by which rules.
+"""Records of the attention ops' arguments: the part of a layer's pool that a call reads, and the score rules.
 
 Every op of `backend.KernelBackend` takes its queries and one record, so that a backend cannot overlook a feature and a
-new feature is one field. The tensors that play key and value follow from the record:
+new feature is one field. The record determines which tensors are keys and values:
 
 tables      projection   keys                      values
 (R, 2, J)   None         the first cached tensor   the second
 (R, J)      None         the cached tensor         the same: attention on layer inputs, absorbed
 (R, J)      given        computed from it          computed from it (`wv`), or the cached tensor itself (`wv` is None)
 
-Heads of queries share the key heads that the pool's width, or the projection, has. Products take the dtype of the pool
-and accumulate in float32. Dimension key: `reference.py`.
+Query heads share key heads, whose number follows from the pool's width or the projection. Products take the dtype of
+the pool and accumulate in float32. For names of dimensions see `reference.py`.
 """
 
 import dataclasses
@@ -32,23 +32,23 @@ else:  # programs are compiled for abstract arrays, and references for NumPy's
 
 @runtime_checkable
 class Shards(Protocol):
-    """Devices that layer inputs are spread over by feature: `apt_jax.models.sharding.TensorParallel`."""
+    """Devices over which layer inputs are sharded by feature: `apt_jax.models.sharding.TensorParallel`."""
 
     @property
     def size(self) -> int:
-        """Their number."""
+        """Number of devices."""
         ...
 
     def sum(self, x: Array) -> Array:
-        """The sum over them."""
+        """Sum over the devices."""
         ...
 
     def scatter_sum(self, x: Array, axis: int) -> Array:
-        """This device's shard along an axis of the sum over them."""
+        """This device's shard, along an axis, of the sum over the devices."""
         ...
 
     def gather(self, x: Array, axis: int) -> Array:
-        """The shares of all of them, one after another."""
+        """Shards of all devices, concatenated along an axis."""
         ...
 
 
@@ -58,44 +58,45 @@ class LogitModifiers:
     """Modifiers of attention scores before the softmax, applied in this order."""
 
     softcap: float | None = dataclasses.field(default=None, metadata=_STATIC)
-    """`cap * tanh(s / cap)` (Gemma-2)."""
+    """Soft cap of the scores: s becomes `cap * tanh(s / cap)` (Gemma-2); None: no cap."""
     slopes: Float[AnyArray, " N"] | None = None
-    """ALiBi: `slope * (j - i)` is added for query i and key j (Press et al., 2022)."""
+    """ALiBi: `slope * (j - i)` is added to the score of query i and key j (Press et al., 2022); None: no ALiBi."""
     window: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """A query sees only its last `window` positions, its own included."""
+    """Positions that a query attends to, its own included; None: all."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyNorm:
-    """RMS norm of projected keys, before they are turned (Qwen3, OLMo-2)."""
+    """RMS norm of projected keys, before their rotation (Qwen3, OLMo-2)."""
 
     scale: Float[AnyArray, " S"]
-    """(H,): each head by itself; (K * H,): all heads together."""
+    """(H,): norm of each head; (K * H,): norm of all heads together."""
     eps: float = dataclasses.field(metadata=_STATIC)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Keys and values from a cached tensor x: k = turn(norm(W_k x + b_k)), v = W_v x + b_v."""
+    """Keys and values from a cached tensor x: k = rotate(norm(W_k x + b_k)), v = W_v x + b_v."""
 
     wk: Float[AnyArray, "K H D"]
-    """In `decode_v_absorbed` only the lanes that are computed: (K, R, D)."""
+    """Weights of the keys; in `decode_v_absorbed` only of the computed lanes: (K, R, D)."""
     bk: Float[AnyArray, "OWN H"] | None = None
-    """(K, H), or this device's heads where `wk` and `wv` have this device's features of all."""
+    """Bias of the keys, (K, H), or of this device's heads only if `wk` and `wv` have this device's features of all
+    heads."""
     wv: Float[AnyArray, "K H D"] | None = None
-    """None: x itself is the value, `decode_v_absorbed`."""
+    """Weights of the values; None: x itself is the value, in `decode_v_absorbed`."""
     bv: Float[AnyArray, "OWN H"] | None = None
     angles: Float[AnyArray, "S HALF"] | None = None
-    """Rotary angles of every position; None: keys are not turned. Queries are turned by the caller."""
+    """Rotary angles of every position; None: keys are not rotated. Queries are rotated by the caller."""
     key_norm: KeyNorm | None = None
     adapters: KeyValueAdapters | None = None
-    """Added to W_k and W_v, by row."""
+    """Adapters whose additions to W_k and W_v apply by row; None: no adapters."""
 
     @property
     def value_weights(self) -> Float[AnyArray, "K H D"]:
-        """`wv`, which must be given."""
+        """`wv`, which must not be None."""
         assert self.wv is not None
         return self.wv
 
@@ -103,38 +104,38 @@ class Projection:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCall:
-    """Cached positions that decode rows attend to, one query a row."""
+    """Cached positions that decode rows attend to, with one query per row."""
 
     pool: Float[AnyArray, "P C E"]
     tables: Int32[AnyArray, "R 2 J"] | Int32[AnyArray, "R J"]
-    """Blocks of keys and of values, or blocks of one tensor."""
+    """Blocks of keys and of values, (R, 2, J), or blocks of one tensor, (R, J)."""
     lens: Int32[AnyArray, " B"]
-    """Positions of each row; rows of length 0 give zeros."""
+    """Number of positions of each row; rows of length 0 give zeros."""
     block_size: int = dataclasses.field(metadata=_STATIC)
-    """Positions of a block, which lie at its start."""
+    """Positions per block, which lie at its start."""
     rows: tuple[AnyArray, AnyArray] | None = None
-    """Half-open range of rows to compute; the others give zeros. None: all."""
+    """Half-open range of rows to compute; other rows give zeros. None: all rows."""
     slot_ranges: Int32[AnyArray, "R J 2"] | None = None
-    """The row's slots of each block (`reference.py`); None: every block from its first slot on."""
+    """Slots that the row owns in each block (`reference.py`); None: it owns every block from the first slot on."""
     table_of_row: Int32[AnyArray, " B"] | None = None
-    """Row of `tables` and `slot_ranges` that each query row reads; None: its own (R = B)."""
+    """Row of `tables` and `slot_ranges` that each query row reads; None: the row of the same index (R = B)."""
     rules: LogitModifiers | None = None
     projection: Projection | None = None
     tensor: Shards | None = dataclasses.field(default=None, metadata=_STATIC)
-    """Devices that the features of x are spread over; None: this device has all of them."""
+    """Devices over which the features of x are sharded; None: this device has all features."""
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """With `tensor`: positions of all rows together, each row's rounded up to a multiple of `xla_common.ROOM_STEP`, that
-    there is memory for; rows beyond it give zeros. None: as many as tables hold."""
+    """With `tensor`: most positions of all rows together, each row's rounded up to a multiple of
+    `xla_common.ROOM_STEP`; rows beyond it give zeros. None: as many as tables hold."""
 
     @property
     def projected(self) -> Projection:
-        """`projection`, which must be given."""
+        """`projection`, which must not be None."""
         assert self.projection is not None
         return self.projection
 
     @property
     def capacity(self) -> int:
-        """Positions that a row of the tables can hold."""
+        """Most positions of one row of the tables."""
         return self.tables.shape[-1] * self.block_size
 
     def by_row(self) -> "DecodeCall":
@@ -146,7 +147,7 @@ class DecodeCall:
         return dataclasses.replace(self, tables=tables, slot_ranges=ranges, table_of_row=None)
 
     def row_range(self) -> tuple[Array, Array]:
-        """`rows`, or all."""
+        """`rows`, or the range of all rows."""
         return self.rows or (jnp.int32(0), jnp.int32(self.lens.shape[0]))
 
 
@@ -157,18 +158,18 @@ class HiddenPrefixes:
 
     projection: Projection
     block_size: int = dataclasses.field(metadata=_STATIC)
-    """Layer inputs of a block."""
+    """Layer inputs per block."""
     tensor: Shards | None = dataclasses.field(default=None, metadata=_STATIC)
-    """As in `DecodeCall`. `projection` has this device's heads, or this device's features of all heads."""
+    """Devices, as in `DecodeCall`. `projection` has this device's heads, or this device's features of all heads."""
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """Positions of all prefixes together, each row's rounded up to whole tiles of a kernel, at most; None: as many as
-    tables hold."""
+    """Most positions of all prefixes together, each rounded up to whole tiles of a kernel; None: as many as tables
+    hold."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillCall:
-    """Prompt chunks that lie one after another among T tokens, each over its cached prefix and itself.
+    """Prompt chunks, one after another in T tokens; each attends to its cached prefix and itself.
 
     Row r has tokens [offsets[r], offsets[r] + chunk_lens[r]) and positions [0, prefix_lens[r]) of the pool.
     """
@@ -179,11 +180,12 @@ class PrefillCall:
     chunk_lens: Int32[AnyArray, " B"]
     prefix_lens: Int32[AnyArray, " B"]
     hidden: Bool[AnyArray, " B"]
-    """The row's prefix is layer inputs, whose blocks are the first of `tables`."""
+    """True for rows whose prefix is layer inputs, in the blocks of `tables[:, 0]`."""
     num_rows: Int32[AnyArray, ""]
-    """Rows to compute, the first ones."""
+    """Number of rows to compute, from the first on."""
     block_size: int = dataclasses.field(metadata=_STATIC)
     slot_ranges: Int32[AnyArray, "B J 2"] | None = None
     rules: LogitModifiers | None = None
     hidden_prefixes: HiddenPrefixes | None = None
-    """None: no row has a prefix of layer inputs, whatever `hidden` says, and nothing is launched for one."""
+    """Settings of prefixes of layer inputs; None: no row has such a prefix, whatever `hidden` says, and no kernel is
+    launched for them."""

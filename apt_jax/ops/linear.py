@@ -19,7 +19,7 @@ def dot(
     batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     dtype: Any = None,
 ) -> Array:
-    """`lax.dot_general` over one axis of each side, returned in `dtype`, float32 unless told."""
+    """`lax.dot_general` over one axis of each operand, returned in `dtype`; None: float32."""
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=dtype or jnp.float32)
 
 
@@ -31,9 +31,9 @@ def head_products(
     rows: tuple[Array, Array] | None = None,
     dtype: Any = jnp.float32,
 ) -> Array:
-    """Products of every query head with its key head's matrix: of queries (B, N, H), (B, N, D) with `onto_inputs`; else
-    of sums of layer inputs (B, N, D), (B, N, H). Returned in `dtype`. Rows outside the half-open range `rows` hold
-    zeros or are not asked for."""
+    """Product of every query head with the matrix of its key head: with `onto_inputs` from queries (B, N, H) to (B, N,
+    D), otherwise from sums of layer inputs (B, N, D) to (B, N, H). The result has dtype `dtype`. Rows outside the
+    half-open range `rows` are zeros or unspecified."""
     batch, num_heads, width = x.shape
     num_kv_heads = w.shape[0]
     group = num_heads // num_kv_heads
@@ -52,8 +52,9 @@ def dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`activate(x @ w.T * scale + bias)` in float32, returned in `dtype`; w (O, I), int8 with a `scale`. One 16-bit row
-    is padded to two: CPUs have a fast product, but no fast GEMV, for it."""
+    """`activate(x @ w.T * scale + bias)` computed in float32 and returned in `dtype`; w (O, I) is int8 if there is a
+    `scale`. A single 16-bit row is padded to two, as CPUs have a fast matrix product but no fast matrix-vector product
+    in 16 bits."""
     rows = x.shape[0]
     if isinstance(w, GroupedMatrix):
         w = w.dequantized(x.dtype)
@@ -69,7 +70,7 @@ def dense(
 
 
 def activate(x: Float[Array, "T F"], name: str) -> Float[Array, "T F"]:
-    """The activation that a `ModelConfig` names."""
+    """Apply the activation of a `ModelConfig` by its name."""
     if name == "relu":
         return jax.nn.relu(x)
     if name == "silu":
@@ -85,8 +86,8 @@ def project_kv(
     norm: KeyNorm | None = None,
     more: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened; rounded once, after `reference.rotate`.
-    `more` is added to the product."""
+    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened. They are rounded once, after
+    `reference.rotate`. `more` is added to the product."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if more is not None:
         out = out + more

@@ -1,6 +1,7 @@
-"""Low-rank additions to weights, one of several a row: `y = x W^T + (x A^T) B` with the A and B of the row's adapter.
+"""Low-rank additions to weights, with one of several adapters per row: `y = x W^T + (x A^T) B` with A and B of the
+row's adapter.
 
-A row has the number of its adapter; 0: none, and then nothing is added. Everything here is plain XLA. Sums are float32.
+Each row has the index of its adapter; 0: no adapter, and no addition. All code here is plain XLA. Sums are float32.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ def add_low_rank(
     parts: Sequence[tuple[LowRank | None, int]],
     index: Int32[Array, " T"],
 ) -> Float[Array, "T O"]:
-    """`y` with the products of each row's adapter added, float32.
+    """`y` plus the products of each row's adapter, float32.
 
-    Two products with the matrices of all adapters side by side, of which each row keeps its own: no gather.
+    Rows are multiplied with the matrices of all adapters and masked to their own adapter, which avoids a gather.
 
     Args:
-        parts: of the outputs, from the first on: what is added to them, or None, and how many they are.
+        parts: (addition or None, number of outputs) of consecutive ranges of outputs.
     """
     added = []
     for part, width in parts:
@@ -40,7 +41,7 @@ def add_low_rank(
 
 
 def _of_rows(w: LowRank, index: Int32[Array, " B"]) -> tuple[Array, Array]:
-    """A (B, R, I), zeros for rows without adapter, and B (B, R, O) of each row."""
+    """A (B, R, I) and B (B, R, O) of each row's adapter; A is zero for rows without an adapter."""
     at = jnp.maximum(index - 1, 0)
     a = jnp.where((index > 0)[:, None, None], w.a[at], jnp.zeros((), w.a.dtype))
     return a, w.b[at]
@@ -49,7 +50,7 @@ def _of_rows(w: LowRank, index: Int32[Array, " B"]) -> tuple[Array, Array]:
 def low_rank_of_rows(
     x: Float[Array, "B T I"], w: LowRank | None, index: Int32[Array, " B"]
 ) -> Float[Array, "B T O"] | None:
-    """Compute the addition to products of several inputs of each row, float32; None: nothing."""
+    """Compute the additions to products of several inputs per row, float32; None: there is no addition."""
     if w is None:
         return None
     a, b = _of_rows(w, index)
@@ -60,7 +61,8 @@ def low_rank_of_rows(
 def additions(
     x: Float[Array, "R T D"], adapters: KeyValueAdapters | None, rows: Int32[Array, " R"]
 ) -> tuple[Array | None, Array | None]:
-    """Compute the additions to keys and to values of layer inputs of some rows, (R * T, E); None: nothing."""
+    """Compute the additions to keys and to values of the layer inputs of some rows, each (R * T, E); None: there is no
+    addition."""
     if adapters is None:
         return None, None
     index = adapters.index[rows]
@@ -72,10 +74,10 @@ def additions(
 def absorbed_low_rank(
     x: Float[Array, "B N R"], w: LowRank, index: Int32[Array, " B"], num_kv_heads: int, *, onto_inputs: bool
 ) -> Array:
-    """Compute the addition to `linear.head_products` of the heads of each row, float32.
+    """Compute the addition to `linear.head_products` of each row, float32.
 
-    Of queries (B, N, H), with `onto_inputs`: `A^T (B_h q)` (B, N, I). Of sums of layer inputs (B, N, I): `B_h (A x)`
-    (B, N, H).
+    With `onto_inputs` it is `A^T (B_h q)` (B, N, I) for queries (B, N, H), otherwise `B_h (A x)` (B, N, H) for sums of
+    layer inputs (B, N, I).
     """
     batch, heads, _ = x.shape
     a, b = _of_rows(w, index)

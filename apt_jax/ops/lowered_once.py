@@ -1,8 +1,8 @@
-"""Functions that a process traces and lowers once for each set of shapes, whatever programs call them.
+"""Functions that a process traces and lowers once for each set of shapes, even if several programs call them.
 
-`jax.jit` within a program keeps what it has traced for the next program, but lowers it again. Lowering a kernel takes
-longer than the rest of a step, and many programs have the same kernels: so a kernel is exported, which is a module by
-itself, and each program that calls it takes that module in.
+`jax.jit` within a program keeps its trace for the next program, but lowers it again. Lowering a kernel takes longer
+than lowering the rest of a step, and many programs have the same kernels. So a kernel is exported to a module, which is
+included in each program that calls it.
 """
 
 import threading
@@ -16,12 +16,13 @@ from jax import export
 def lowered_once(
     function: Callable[..., Any], *, static_argnames: Sequence[str], platform: str, custom_calls: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """`function` to be called within programs for one platform. No collectives, and nothing of the caller's mesh.
+    """Wrap `function` for calls within programs for one platform. It may use neither collectives nor the caller's mesh.
 
     Args:
-        static_argnames: keyword arguments that are no arrays.
-        platform: of the programs, as the compiler calls it: "cuda", "cpu".
-        custom_calls: targets of custom calls in it, which need not mean the same in another version.
+        static_argnames: names of keyword arguments that are not arrays.
+        platform: the compiler's name of the programs' platform: "cuda", "cpu".
+        custom_calls: targets of custom calls in `function`, for which `jax.export` guarantees no stability across
+            versions.
     """
     known: dict[Hashable, export.Exported] = {}
     lock = threading.Lock()

@@ -1,24 +1,25 @@
-"""Readable references of the attention ops: the contract that every implementation is tested against.
+"""Readable reference implementations of the attention ops, which every other implementation is tested against.
 
-All of them work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions
-of one request, keys (K * H = E elements a slot) or values, or layer inputs (D elements a slot; where D is not E, a
-block holds more or fewer of them: `block_size` of the ops that read them, which lie at its start). Block tables map
-position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0` and are never read
-as data.
+All of them work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
+one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
+first `block_size` of them in the flat block, with the `block_size` of the ops that read them). Block tables map
+position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0`, and their
+slots are never used.
 
-Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then says
-which slots of row b's j-th block are its own: upwards `[first, last)` where first <= last, its positions in the order
-of the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and values of a
-position lie in the same slot of their two blocks. Without `slot_ranges` every block is `(0, min(C, len - j * C))`.
-`lens` stays the number of positions, `C` a block except in the last one; `rows = (a, b)` leaves rows outside [a, b)
-out: they give zeros and read nothing.
+Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then is the
+range of slots in row b's j-th block that the row owns: upwards `[first, last)` where first <= last, its positions in
+the order of the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and
+values of a position lie in the same slot of their two blocks. Without `slot_ranges` every block is
+`(0, min(C, len - j * C))`. `lens` is still the number of positions: `C` per block except in the last one.
+`rows = (a, b)` skips rows outside [a, b): they give zeros and read nothing.
 
-Rotary embedding turns lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate half",
-as in Llama and GPT-NeoX); cached layer inputs are not turned, so keys computed from them are turned by their position.
+Rotary embedding rotates lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate
+half", as in Llama and GPT-NeoX); cached layer inputs are not rotated, so keys computed from them are rotated by their
+position.
 
 Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width, R
 rotary lanes of a head, P blocks, C slots per block, J table entries per row, S positions. Softmax and sums are float32
-whatever the input dtype.
+for any input dtype.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall, Projectio
 
 
 def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float) -> Float[Array, "T K H"]:
-    """`KeyNorm` of float32 queries or keys."""
+    """RMS norm of float32 queries or keys, as in `KeyNorm`."""
     shape = x.shape
     if scale.shape[0] != shape[2]:
         x = x.reshape(shape[0], 1, -1)
@@ -46,7 +47,8 @@ def modified_scores(
     query_position: Int32[Array, ""],
     rules: LogitModifiers | None,
 ) -> tuple[Float[Array, "N S"], Bool[Array, " S"]]:
-    """Scores of one query by the rules, and a mask of the keys at `position` that it may see, itself the last."""
+    """Scores of one query after the rules, and a mask of the keys at `position` that the query may attend to: none
+    after itself."""
     sees = position <= query_position
     if rules is None:
         return scores, sees
@@ -65,7 +67,8 @@ def own_slots(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
-    """Mask of the row's own slots and their positions, for every slot of its blocks in the order of the table."""
+    """Mask of the slots that a row owns, and their positions, for every slot of its blocks in the order of the
+    table."""
     slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
     entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
     if slot_ranges is None:
@@ -82,7 +85,7 @@ def own_slots(
 
 
 def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> Float[Array, "S N H"]:
-    """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
+    """Rotate the first `2 * HALF` lanes of every head by `angles`, in float32."""
     if angles is None:
         return x.astype(jnp.float32)
     return apply_rope(x, jnp.cos(angles), jnp.sin(angles))
@@ -91,7 +94,7 @@ def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> F
 def apply_rope(
     x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
 ) -> Float[Array, "S N H"]:
-    """`rotate` with the cosine and sine of the angles."""
+    """Like `rotate`, but with the cosine and sine of the angles."""
     x, half = x.astype(jnp.float32), cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -106,7 +109,8 @@ def gather_slots(pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_s
 def gather_inputs(
     pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int, width: int
 ) -> Float[Array, "S D"]:
-    """`gather_slots` for layer inputs, of which `block_size` of `width` lie at the start of a block."""
+    """Like `gather_slots`, but for layer inputs of `width` elements, `block_size` of which lie at the start of each
+    block."""
     used = pool[table].reshape(table.shape[0], -1)[:, : block_size * width]
     return used.reshape(table.shape[0] * block_size, width).astype(jnp.float32)
 
@@ -119,7 +123,7 @@ def _softmax(scores: Float[Array, "N S"], mask: Array) -> Float[Array, "N S"]:
 
 
 def _over_rows(row: Callable[..., Array], q: Array, call: DecodeCall, *more: Array) -> Array:
-    """`row(q, table, length, slot_ranges, *more)` of every row of the call, zeros elsewhere."""
+    """`row(q, table, length, slot_ranges, *more)` of every row in the call's range, zeros for other rows."""
     call, (first, last), index = call.by_row(), call.row_range(), jnp.arange(q.shape[0])
     lens = jnp.where((index >= first) & (index < last), call.lens, 0)
     axes = (0, 0, 0, None if call.slot_ranges is None else 0, *(0 for _ in more))
@@ -148,14 +152,15 @@ def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H
 def _inputs_of(
     call: DecodeCall, table: Array, length: Array, ranges: Array | None, width: int
 ) -> tuple[Float[Array, "S D"], Bool[Array, " S"], Int32[Array, " S"]]:
-    """The cached tensor of a row, zeros in slots that are not the row's own; which are; and their positions."""
+    """The cached tensor of a row, with zeros in slots that the row does not own; a mask of its own slots; and their
+    positions."""
     own, position = own_slots(ranges, length, table.shape[0], call.block_size)
     return jnp.where(own[:, None], gather_inputs(call.pool, table, call.block_size, width), 0.0), own, position
 
 
 def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
     """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md, Absorption);
-    the scale is in q~."""
+    the scale is included in q~."""
     width = q_absorbed.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
@@ -183,7 +188,7 @@ def _project_keys(x: Float[Array, "S D"], p: Projection, position: Int32[Array, 
 def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
     """Attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b).
 
-    `q` is turned by the caller, and normed where keys are.
+    The caller has rotated `q`, and normed it if keys are normed.
     """
     p = call.projected
     wv, group, head_dim = p.value_weights, q.shape[1] // p.wk.shape[0], q.shape[2]
@@ -201,11 +206,11 @@ def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Arra
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"], q_absorbed: Float[Array, "B N D"] | None, call: DecodeCall
 ) -> Float[Array, "B N D"]:
-    """`softmax(q_r k_r^T + q~ x^T) x` with k_r = turn(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
+    """`softmax(q_r k_r^T + q~ x^T) x` with k_r = rotate(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
 
-    The R rotary lanes of a head must be reprojected, as their turn stands between q and W_k; its other H - R lanes are
-    absorbed into `q_absorbed` (None where R = H). Both queries carry the scale, `q_rotary` is turned by the caller.
-    With a key norm all lanes are reprojected (R = H), and the angles turn the first 2 * HALF of them.
+    The R rotary lanes of a head must be reprojected, as their rotation comes between q and W_k; the other H - R lanes
+    are absorbed into `q_absorbed` (None if R = H). Both queries include the scale, and the caller has rotated
+    `q_rotary`. With a key norm all lanes are reprojected (R = H), and the angles rotate the first 2 * HALF of them.
     """
     p = call.projected
     group = q_rotary.shape[1] // p.wk.shape[0]
@@ -226,12 +231,12 @@ def decode_v_absorbed(
 def prefill(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
-    """Causal attention of prompt chunks that lie one after another in T, each over its cached prefix and itself.
+    """Causal attention of prompt chunks, one after another in T tokens, each over its cached prefix and itself.
 
-    Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool, keys
-    and values or (where `hidden[r]`) layer inputs. Rows from `num_rows` on are left out; tokens of no row give zeros.
-    `q` and `k` are turned by the caller where the model is rotary. Where this is compiled, the rows' arrays of the call
-    are NumPy's, as the program is for these rows.
+    Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool:
+    layer inputs if `hidden[r]`, otherwise keys and values. Rows from `num_rows` on are skipped; tokens outside all rows
+    give zeros. The caller has rotated `q` and `k` if the model is rotary. To compile this function, pass the call's
+    arrays of rows as NumPy arrays: the program holds only for these rows.
     """
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]
@@ -261,7 +266,7 @@ def causal_attention(
     v: Float[Array, "S K H"],
     rules: LogitModifiers | None = None,
 ) -> Float[Array, "T N H"]:
-    """Attention of the last T of S positions, each over itself and all before it: what a prefill chunk computes."""
+    """Attention of the last T of S positions, each over itself and all earlier positions, as in a prefill chunk."""
     group, head_dim = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (
         jnp.repeat(k, group, axis=1).astype(jnp.float32),

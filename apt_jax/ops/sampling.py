@@ -1,7 +1,7 @@
 """Sampling on the device: penalties, bias, temperature, top-k, top-p, min-p, seeded draws, log probabilities.
 
 Thresholds are found by a search over the ordered bit patterns of the scores instead of by sorting: 8 passes over (B, V)
-give the k-th largest value exactly, and a sort of 50,000 columns costs many times that.
+give the exact k-th largest value, while sorting 50,000 columns costs many times as much.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int32, UInt32
 
 NUM_LOGPROBS = 20
-"""Most likely tokens whose log probabilities a step can return."""
+"""Maximum number of most likely tokens whose log probabilities a step can return."""
 NUM_BIASES = 336
-"""Entries of a row's bias list: 300 of the user's, the rest to forbid EOS and stop tokens before min_tokens."""
+"""Entries of a row's bias list: 300 for the user's, the rest to forbid EOS and stop tokens before min_tokens."""
 
 _FORBIDDEN = -jnp.inf
 
@@ -27,9 +27,9 @@ class SamplingRows:
     """Per-row sampling settings on the device; B rows."""
 
     temperature: Float[Array, " B"]
-    """0: greedy."""
+    """Temperature; 0: greedy."""
     top_k: Int32[Array, " B"]
-    """0: off."""
+    """Number of most likely tokens to sample from; 0: all."""
     top_p: Float[Array, " B"]
     min_p: Float[Array, " B"]
     seed: UInt32[Array, " B"]
@@ -43,37 +43,39 @@ class PenaltyRows:
     """Per-row inputs of penalties and bias; only steps that need them carry them."""
 
     in_prompt: Bool[Array, "B V"]
-    """Tokens of the prompt."""
+    """True for tokens that occur in the prompt."""
     outputs: Int32[Array, "B V"]
-    """How often each token is among the outputs that the host has seen."""
+    """Number of times that each token occurs in the outputs that the host has seen."""
     last_slot: Int32[Array, " B"]
-    """Slot whose last token the host has not seen yet and which follows these; out of range: none."""
+    """Slot of the row's last token, if the host has not seen it yet, so that `outputs` lacks it; out of range: no such
+    token."""
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
     bias_ids: Int32[Array, "B 336"]
-    """Out-of-range ids pad and are dropped."""
+    """Token ids of the bias list; padding has ids out of range, which are dropped."""
     bias_values: Float[Array, "B 336"]
-    """-inf forbids a token."""
+    """Addend to each biased token's score; -inf forbids the token."""
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Unsigned integers in the order of the floats (no NaN); both zeros are one."""
+    """Unsigned integers in the same order as the floats, which must not be NaN; both zeros give the same integer."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     negative = bits >= jnp.uint32(0x80000000)
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 
 
 def _split(x: Array) -> Array:
-    """Rows (B, V) as (B, parts, V / parts): whole, a GPU would give a row to one processor."""
+    """Rows (B, V) as (B, parts, V / parts), as a GPU would reduce each whole row on one multiprocessor."""
     parts = math.gcd(x.shape[1], 32)
     return x.reshape(x.shape[0], parts, -1)
 
 
 def _row_sums(terms: tuple[UInt32[Array, "B parts _"], ...]) -> tuple[UInt32[Array, " B"], ...]:
-    """The sums of several arrays over all but their rows, in one reduction: what they have in common is read once.
+    """The sums of several arrays over all axes except rows, in one reduction, so that their common inputs are read
+    once.
 
-    They are of integers, so that they do not depend on the order: neither on the device nor on the other rows.
+    The arrays are integers, so that the sums do not depend on the order of addition, the device or the other rows.
     """
 
     def add(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -89,12 +91,12 @@ def _largest_threshold(
     wanted: UInt32[Array, " B"],
     unroll: bool,
 ) -> UInt32[Array, "B 1"]:
-    """The largest threshold of a row at or above which the weights sum to `wanted` or more; 0 where none is.
+    """The largest threshold of each row at or above which the weights sum to `wanted` or more; 0 if there is none.
 
     Four bits are found per pass, which reads a row once and sums the weights above 15 thresholds.
 
     Args:
-        weigh: The weights, uint32, from the bits; those of a row sum to less than 2³².
+        weigh: function from the bits to the weights, uint32; a row's weights sum to less than 2³².
     """
     parts = _split(bits)
 
@@ -110,8 +112,8 @@ def _largest_threshold(
 
 
 def _normalise(relative: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Probabilities from their ratios to the largest one. Their sum is of three times 13 bits, of
-    fewer than 2¹⁹."""
+    """Probabilities from their ratios to the largest one. The ratios are split into three digits of 13 bits, which are
+    summed as integers over fewer than 2¹⁹ tokens."""
     scale, rest = 2.0**13, _split(relative)
     digits = []
     for _ in range(3):
@@ -135,13 +137,14 @@ def restrict(
     min_p: Float[Array, " B"],
     branches: bool = True,
 ) -> Float[Array, "B V"]:
-    """Scores with every token outside top-k, then top-p of the rest, then min-p, at -inf. Ties at a border stay.
+    """Scores with -inf for every token outside top-k, then outside top-p of the rest, then outside min-p. Ties at a
+    limit are kept.
 
-    The most likely token always stays. Top-p sums probabilities as multiples of 2⁻³¹.
+    The most likely token is always kept. Top-p sums probabilities as multiples of 2⁻³¹.
 
     Args:
-        branches: branch on the device around what no row needs. Without it nothing branches or loops, so that the whole
-            can be part of one CUDA graph.
+        branches: branch on the device around steps that no row needs. If False there are no branches or loops, so that
+            the code can be part of one CUDA graph.
     """
     vocab = scores.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
@@ -178,7 +181,8 @@ def restrict(
 def penalise(
     scores: Float[Array, "B V"], rows: PenaltyRows, last_tokens: Int32[Array, " slots"]
 ) -> Float[Array, "B V"]:
-    """Repetition over prompt and output, presence and frequency over output, then bias (vLLM's and OpenAI's rules)."""
+    """Apply the repetition penalty to tokens of prompt and output, presence and frequency penalties to tokens of the
+    output, then the bias (rules of vLLM and OpenAI)."""
     batch, vocab = scores.shape
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     last = last_tokens.at[rows.last_slot].get(mode="fill", fill_value=vocab)[:, None]
@@ -191,13 +195,13 @@ def penalise(
 
 
 def allow(scores: Float[Array, "B V"], masks: Int32[Array, "B W"]) -> Float[Array, "B V"]:
-    """Scores with every token at -inf whose bit (i % 32 of word i // 32) is not set; W = ceil(V / 32)."""
+    """Scores with -inf for every token i whose bit (i % 32 of word i // 32) is not set; W = ceil(V / 32)."""
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
     return jnp.where(bits.reshape(masks.shape[0], -1)[:, : scores.shape[1]] > 0, scores, _FORBIDDEN)
 
 
 def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) -> Float[Array, "B V"]:
-    """Noise that depends only on a row's seed and position, so that a draw never depends on its neighbours."""
+    """Gumbel noise that depends only on a row's seed and position, so that a draw never depends on other rows."""
 
     def row(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
@@ -206,7 +210,7 @@ def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) 
 
 
 def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
-    """The lowest marked index of a row, 0 without marks. CPUs are several times faster at this than at argmax,
+    """The lowest marked index of each row, 0 if no index is marked. CPUs compute this several times faster than argmax,
     which reduces pairs."""
     index = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
     lowest = jnp.min(jnp.where(found, index, found.shape[1]), axis=1)
@@ -214,13 +218,14 @@ def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
 
 
 def is_finite_row(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """True for rows that can be sampled from. One with NaN or +inf, or with every token forbidden, cannot: argmax and
-    the draw would return some index silently."""
+    """True for rows that can be sampled from. In rows with NaN or +inf, or with every token forbidden, argmax and the
+    draw would silently return an arbitrary index."""
     return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)
 
 
 def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """The most likely token (the lowest id among equals), and whether the row can be trusted."""
+    """The most likely token of each row (the lowest id among equals), and whether the row is valid
+    (`is_finite_row`)."""
     top = jnp.max(scores, axis=1)
     finite = jnp.isfinite(top) & ~jnp.any(jnp.isnan(scores), axis=1)
     return _first(scores == top[:, None]), finite
@@ -229,7 +234,8 @@ def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array,
 def sample(
     scores: Float[Array, "B V"], rows: SamplingRows, *, branches: bool = True
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """Draw one token a row by the Gumbel-max rule after temperature and the restrictions; greedy rows take the top."""
+    """Draw one token per row by the Gumbel-max rule after temperature, top-k, top-p and min-p; greedy rows take the
+    most likely token."""
     best, finite = greedy(scores)
     is_greedy = rows.temperature <= 0.0
     scaled = scores / jnp.where(is_greedy, 1.0, rows.temperature)[:, None]
@@ -242,7 +248,8 @@ def sample(
 def log_probabilities(
     scores: Float[Array, "B V"], chosen: Int32[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int32[Array, "B 20"], Float[Array, "B 20"]]:
-    """Log probability of the chosen token and the `NUM_LOGPROBS` best ones (of the model's own distribution)."""
+    """Log probabilities of the chosen token and of the `NUM_LOGPROBS` most likely tokens in the model's own
+    distribution, before penalties and temperature."""
     log_p = jax.nn.log_softmax(scores, axis=-1)
     values, ids = lax.top_k(log_p, min(NUM_LOGPROBS, scores.shape[1]))
     return jnp.take_along_axis(log_p, chosen[:, None], axis=1)[:, 0], ids.astype(jnp.int32), values

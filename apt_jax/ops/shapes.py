@@ -1,35 +1,35 @@
-"""Shapes that tests, tuning, benchmarks and the compile gate share: heads and widths of published models, and loads."""
+"""Shapes shared by tests, tuning, benchmarks and the compile gate: heads and widths of published models, and loads."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Static sizes that a kernel is compiled for, beside dtype and block size."""
+    """Static sizes that a kernel is compiled for, in addition to dtype and block size."""
 
     name: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rotary_dim: int = 0
-    """Lanes of a head that rotary embedding turns; 0: positions are learned or none."""
+    """Rotated lanes of a head; 0: no rotary embedding."""
     window: int | None = None
     softcap: float | None = None
-    """Score rules, as of `calls.LogitModifiers`."""
+    """Soft cap of the scores, as in `calls.LogitModifiers`."""
 
     @property
     def hidden_size(self) -> int:
-        """D, the width of a layer input."""
+        """D: width of a layer input."""
         return self.num_heads * self.head_dim
 
     @property
     def lane(self) -> int:
-        """E, the width of a pool slot."""
+        """E: width of a pool slot."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def has_hidden(self) -> bool:
-        """Layer inputs are smaller than keys and values (multi-head attention)."""
+        """True if layer inputs are smaller than keys and values together (multi-head attention)."""
         return self.lane == self.hidden_size
 
 
@@ -51,10 +51,10 @@ PUBLISHED = {
         AttentionShape(name="gpt-neox-20b", num_heads=64, num_kv_heads=64, head_dim=96, rotary_dim=24),
     )
 }  # fmt: skip
-"""Shapes by name."""
+"""Shapes of published models, by name."""
 
 GATE = ("opt-13b", "opt-30b", "opt-66b", "llama-2-7b")
-"""Shapes that every GPU kernel must compile for without spills."""
+"""Names of shapes that every GPU kernel must compile for without register spills."""
 
 SMALL = {
     shape.name: shape
@@ -71,10 +71,11 @@ SMALL = {
         AttentionShape(name="seventy-two-heads", num_heads=72, num_kv_heads=72, head_dim=16),
     )
 }  # fmt: skip
-"""For interpreters: head counts and widths that are no powers of two, groups, rotary lanes."""
+"""Small shapes for interpreters, by name: head counts and widths that are not powers of two, grouped heads, rotary
+lanes."""
 
 RAGGED_LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 500, 2000)
-"""Cached tokens of test rows."""
+"""Cached tokens of each row in tests."""
 
 CACHED_TOKENS = (4_000, 30_000, 120_000)
 """Cached tokens of a batch in kernel benchmarks."""

@@ -1,4 +1,4 @@
-"""Weights as the ops take them: norms, and matrices that are quantized or laid out in tiles."""
+"""Weights in the form that ops take: norms, and matrices that are quantized or laid out in tiles."""
 
 import dataclasses
 import math
@@ -17,21 +17,22 @@ class NormParams:
 
     scale: Any
     bias: Any
-    """None: adds nothing."""
+    """Bias of the norm; None: no bias."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """Additions of S adapters to one matrix (O, I); those of a lower rank than R, or without this matrix, have zeros."""
+    """Additions of S adapters to one matrix (O, I); adapters with a lower rank than R, or without this matrix, are
+    padded with zeros."""
 
     a: Any
     """(S, R, I)"""
     b: Any
-    """(S, R, O), the adapter's scale in it"""
+    """(S, R, O), with the adapter's scale included"""
 
     def lanes(self, heads: int, start: int, stop: int | None = None) -> "LowRank":
-        """The same for lanes [start, stop) of every head, where outputs are heads."""
+        """A copy for lanes [start, stop) of every head, if the outputs are `heads` heads."""
         s, r, width = self.b.shape
         of_heads = self.b.reshape(s, r, heads, width // heads)[:, :, :, start:stop]
         return LowRank(a=self.a, b=of_heads.reshape(s, r, -1))
@@ -40,18 +41,18 @@ class LowRank:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyValueAdapters:
-    """Additions of adapters to W_k and W_v, for keys and values that are computed from cached layer inputs of rows."""
+    """Additions of adapters to W_k and W_v, for keys and values computed from cached layer inputs."""
 
     k: LowRank | None
     v: LowRank | None
     index: Int32[Array, " B"]
-    """Adapter of each row."""
+    """Adapter of each row; 0: no adapter."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedMatrix:
-    """A matrix as `values * scale[:, None]`; see `quantize`."""
+    """A matrix stored as integers: `values * scale[:, None]`; see `apt_jax.models.quantize`."""
 
     values: Any
     """(O, I) int8"""
@@ -70,45 +71,45 @@ class TiledMatrix:
     """A matrix laid out in tiles for CPUs; see `apt_jax.models.weight_layout`."""
 
     values: Any
-    """Tiles of 16 outputs and 32 inputs: every input, or pair of inputs, of each output, padded with zeros;
-    (O / 16, I / 32, 32, 16, 1) float32, (O / 16, I / 32, 16, 16, 2) bfloat16 or int8"""
+    """Tiles of 16 outputs and 32 inputs, padded with zeros. A tile holds, for every input or pair of inputs, the values
+    of each output: (O / 16, I / 32, 32, 16, 1) float32, or (O / 16, I / 32, 16, 16, 2) bfloat16 or int8"""
     scale: Any
-    """(O,) float32 of int8, else None"""
+    """(O,) float32 scale of int8 values, otherwise None"""
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     """(O, I)"""
 
 
 GROUP = 32
-"""Inputs that share a scale in a `GroupedMatrix`."""
+"""Number of inputs that share a scale in a `GroupedMatrix`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatrix:
-    """A matrix of integers with a scale for every 32 inputs of an output, as GGUF files have them: `values * scale`,
-    with eight subtracted from values of four bits, or `minimum` added to the product."""
+    """A matrix of integers with a scale for every 32 inputs of an output, as in GGUF files. A weight is `values *
+    scale`, with eight subtracted from four-bit values, or `minimum` added to the product."""
 
     values: Any
-    """(O, I / 32, 32) int8, or (O, I / 32, 16) uint8 of two inputs of four bits: inputs 0 to 15 of a group in the low
-    halves and 16 to 31 in the high ones"""
+    """(O, I / 32, 32) int8, or (O, I / 32, 16) uint8 with two four-bit values per byte: inputs 0 to 15 of a group in
+    the low halves and 16 to 31 in the high halves"""
     scale: Any
     """(O, I / 32) float16"""
     minimum: Any
     """(O, I / 32) float16 or None"""
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    """(O, I), or of more axes whose product O is"""
+    """(O, I), or (..., I) with leading axes whose product is O"""
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Bits of a value, and whether there are minima: matrices of one kind can be joined."""
+        """Bits of a value, and whether there are minima; matrices of the same kind can be joined."""
         return 8 if self.values.shape[-1] == GROUP else 4, self.minimum is not None
 
     def dequantized(self, dtype: Any) -> Float[Array, "O I"]:
-        """The weights that the integers stand for."""
+        """The weights that the integers represent, in `dtype`."""
         return _grouped_rows(self.values, self.scale, self.minimum).astype(dtype)
 
     def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """Rows of `dequantized`, float32."""
+        """Rows of the dequantized matrix, float32."""
         return _grouped_rows(self.values[rows], self.scale[rows], None if self.minimum is None else self.minimum[rows])
 
 
@@ -128,14 +129,15 @@ def _grouped_rows(values: Array, scale: Array, minimum: Array | None) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntegerTiles:
-    """A `GroupedMatrix` or `QuantizedMatrix` laid out in tiles for products of integers on CPUs."""
+    """A `GroupedMatrix` or `QuantizedMatrix` laid out in tiles for integer products on CPUs."""
 
     values: Any
-    """(O / 16, I / 32, B) uint8: tiles of 16 outputs and 32 inputs in `B` bytes. Of grouped matrices scales of the
-    outputs come first, then their minima, float16. Words of 64 bytes follow: four inputs of each output, unsigned; in
-    four bits inputs 4 i to 4 i + 3 are the low halves of word i, those 16 further the high halves. int8 has 128 added."""
+    """(O / 16, I / 32, B) uint8: tiles of 16 outputs and 32 inputs in `B` bytes. In grouped matrices a tile begins with
+    the scales of its outputs, and then their minima if there are any, in float16. Words of 64 bytes follow, with four
+    inputs of each output, unsigned. In four bits the low halves of word i hold inputs 4 i to 4 i + 3, and its high
+    halves the inputs 16 further. int8 values have 128 added."""
     scale: Any
-    """(O,) float32 of a `QuantizedMatrix`, else None"""
+    """(O,) float32 scale of a `QuantizedMatrix`, otherwise None"""
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     """(O, I)"""
 
@@ -147,7 +149,7 @@ class IntegerTiles:
         words = (size - head) // 64
 
         def bytes_at(places: Array) -> Array:
-            """Bytes (T, steps, n) at places (T, n) of the tiles of every row."""
+            """Bytes (T, steps, n) at offsets `places` (T, n) in the tiles of every row."""
             return self.values[(rows // 16)[:, None, None], jnp.arange(steps)[None, :, None], places[:, None, :]]
 
         def halves(start: int) -> Array:
@@ -169,7 +171,7 @@ _BYTES_WITH_MINIMA = 64 + 256
 
 
 def tile_integers(w: GroupedMatrix | QuantizedMatrix) -> IntegerTiles:
-    """The tiled layout of a matrix of integers."""
+    """The tiled layout of an integer matrix."""
     if isinstance(w, QuantizedMatrix):
         groups = jnp.pad(w.values, ((0, 0), (0, -w.values.shape[1] % GROUP)))
         tiles = _tiles(groups.reshape(groups.shape[0], -1, GROUP), None, None)
@@ -201,8 +203,9 @@ def _tiles(values: Array, scale: Array | None, minimum: Array | None) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreNormLayer:
-    """A decoder layer that norms before attention and before its feed-forward, with nothing between them and their
-    products but biases, rotation and an activation. Matrices may be `QuantizedMatrix`, `TiledMatrix` or such of integers."""
+    """A decoder layer with norms before attention and before its feed-forward layer, and nothing else around their
+    products except biases, rotation and an activation. Matrices may be `QuantizedMatrix`, `TiledMatrix` or
+    `IntegerTiles`."""
 
     attn_norm: NormParams
     wqkv: Any
@@ -214,7 +217,7 @@ class PreNormLayer:
     bo: Any
     ffn_norm: NormParams
     w_up: Any
-    """(F, D), or (2F, D) of gate and then of up"""
+    """(F, D), or (2F, D): first gate, then up"""
     b_up: Any
     w_down: Any
     """(D, F)"""
@@ -225,16 +228,16 @@ class PreNormLayer:
     gated: bool = dataclasses.field(metadata={"static": True})
     activation: str = dataclasses.field(metadata={"static": True})
     norm: str = dataclasses.field(metadata={"static": True})
-    """"layer" or "rms"."""
+    """Kind of norm: "layer" or "rms"."""
     norm_eps: float = dataclasses.field(metadata={"static": True})
     norm_offset: float = dataclasses.field(metadata={"static": True})
 
 
 FLAT_MATRICES = (QuantizedMatrix, GroupedMatrix, TiledMatrix, IntegerTiles)
-"""Matrices in other forms than arrays: (outputs, inputs), whatever axes the outputs had."""
+"""Types of matrices that are not arrays. They are (outputs, inputs), even if the outputs had several axes."""
 
 
 def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Shaped[Array, "T I"]:
-    """Rows of the matrix, without the scale."""
+    """Rows of a tiled matrix, without its scale."""
     values = w.values[rows // 16, :, :, rows % 16]
     return values.reshape(rows.shape[0], -1)[:, : w.shape[1]]

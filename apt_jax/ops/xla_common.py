@@ -13,15 +13,15 @@ from apt_jax.ops.linear import dot
 from apt_jax.ops.reference import own_slots
 
 MASKED = -1e30
-"""Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
+"""Score of a masked position; finite, so that a fully masked tile does not produce NaN."""
 
 ROOM_STEP = 128
-"""Granularity of a row's positions where the host chooses the memory of a step."""
+"""Step in positions to which the host rounds up each row when it chooses the memory of a step."""
 
 Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
-"""From G table entries of each of R rows (R, A, G), whether each of their T slots is the row's own (R, T), its position
-(R, T) and the numbers of the rows (R,), to the slots' keys and values (R, T, E). Values of slots that are not the row's
-own must be finite."""
+"""Function that reads the slots of G table entries per row. Arguments: table entries (R, A, G); whether the row owns
+each of the T slots (R, T); positions of the slots (R, T); and indices of the rows (R,). It returns the slots' keys and
+values (R, T, E). Values of slots that the row does not own must be finite."""
 
 
 def project_shards(
@@ -32,8 +32,8 @@ def project_shards(
     bv: Float[Array, "OWN H"] | None,
     tensor: Shards,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """Keys and values of this device's heads, in float32, from the D features that it has of layer inputs, W_k and W_v:
-    products that are summed over devices in the dtype of `x`, and scattered over heads."""
+    """Keys and values of this device's heads, in float32, from this device's D features of layer inputs, W_k and W_v.
+    The products are summed over devices in the dtype of `x`, and scattered over heads."""
     parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)).astype(x.dtype) for w in (wk, wv)]
     # Heads first: what a device gets lies together.
     by_head = jnp.stack([part.reshape(x.shape[0], *wk.shape[:2]) for part in parts]).transpose(2, 0, 1, 3)
@@ -52,8 +52,9 @@ def apply_rules(
     rules: LogitModifiers,
     slopes_shape: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Apply the rules to scores, from key position less query position; also returns which keys the window leaves. See
-    `reference.modified_scores`. Distances and, in `slopes_shape`, slopes broadcast against the scores."""
+    """Apply the rules to scores, given the distance of key position minus query position; also return a mask of the
+    keys inside causal order and window. See `reference.modified_scores`. Distances, and slopes in `slopes_shape`,
+    broadcast against the scores."""
     if rules.softcap is not None:
         s = rules.softcap * jnp.tanh(s / rules.softcap)
     if rules.slopes is not None:
@@ -71,7 +72,7 @@ def own_slots_of(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
-    """`reference.own_slots` of R rows from `first_row` on, of their table entries from `first_entry` on."""
+    """`reference.own_slots` of R rows from `first_row` on, for `num_entries` table entries from `first_entry` on."""
     start = first_entry * block_size
     if slot_ranges is None:
         position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]
@@ -90,11 +91,11 @@ def fetch_blocks(
     width: int | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "R T E"]:
-    """The slots of G blocks per row; where `own` is given, zeros for slots that are not the row's own.
+    """The slots of G blocks per row. With `own`, slots that the row does not own are zeros.
 
     Args:
-        width: of a slot, where `block_size` of them do not fill a block.
-        tensor: the devices that the features of a slot are spread over; `width` is that of all.
+        width: width of a slot, if `block_size` slots may not fill a block.
+        tensor: the devices over which the features of a slot are sharded; `width` counts the features of all devices.
     """
     if tensor is not None:
         assert width is not None

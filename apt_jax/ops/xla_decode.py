@@ -1,13 +1,13 @@
 """Decode attention over the block pool as plain XLA code, laid out for CPUs (contracts: `reference.py`).
 
-How it is made fast, as measured on a 2-core machine with AMX:
+Reasons for its speed, as measured on a 2-core machine with AMX:
   * Rows are taken R at a time and contexts T positions at a time, with a dynamic trip count: no padding to the longest
-    context, no program per length. Callers sort rows by length, so that a tile wastes little.
+    context, no program per length. Callers sort rows by length, so that a tile has little padding.
   * A block's slots are token-major, so fetching T positions is a copy of whole blocks, and both products are batched
-    matrix products of at least 64 positions: those run at memory speed, which per-head products of one query do not.
-    For keys and values every head's query is spread over the E lanes with zeros elsewhere ("block-diagonal"): N times
-    the multiplications, which the matrix units do for free, and no transposition of the cache. Absorbed attention needs
-    no such trick: its queries are E wide by nature.
+    matrix products of at least 64 positions: these run at memory speed, unlike per-head products of one query. For keys
+    and values every head's query is spread over the E lanes with zeros elsewhere ("block-diagonal"): this takes N times
+    the multiplications, which cost no time on the matrix units, but no transposition of the cache. Absorbed attention
+    does not need this: its queries are E wide.
   * Products take the pool's dtype and accumulate in float32; the softmax is float32 (flash style: running maximum m,
     denominator l, accumulator acc).
 """
@@ -24,15 +24,16 @@ from apt_jax.ops.low_rank import additions
 from apt_jax.ops.xla_common import MASKED, Fetch, apply_rules, fetch_blocks, own_slots_of
 
 TOKENS_PER_TILE = 64
-"""T of decode attention: fewer make the products slow, more waste work on short contexts."""
+"""T of decode attention: fewer positions make the products slow, more waste work on short contexts."""
 TOKENS_PER_SUM = 512
-"""T where scores are summed over devices: each sum takes some time, however small."""
+"""T if scores are summed over devices: each sum has a fixed cost."""
 ROWS_PER_TILE = 32
 """R of decode attention."""
 
 
 def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None) -> Float[Array, "B N E"]:
-    """Head n's query in the lanes of its key/value head n // G, zeros elsewhere; scaled by 1 / sqrt(H)."""
+    """Head n's query in the lanes of its key/value head n // G and zeros elsewhere, times `scale`; None: 1 /
+    sqrt(H)."""
     batch, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     group = num_heads // num_kv_heads
@@ -43,7 +44,8 @@ def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int, scale: float | No
 
 
 def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R N H"]:
-    """The inverse of `_spread_heads` for outputs: of every head's E lanes keep its own key/value head's."""
+    """The inverse of `_spread_heads` for outputs: from the E lanes of every head keep the lanes of its key/value
+    head."""
     rows, num_heads, lanes = out.shape
     group = num_heads // num_kv_heads
     own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
@@ -60,12 +62,12 @@ def _decode(
     *,
     partly: bool = False,
 ) -> Float[Array, "B N W"]:
-    """Flash attention of one query a row over the keys and values (R, T, E) that `fetch` gives.
+    """Flash attention of one query per row over the keys and values (R, T, E) that `fetch` returns.
 
-    Only tiles that hold rows of the call are visited; the others give zeros.
+    Only tiles with rows in the call's range are computed; other rows give zeros.
 
     Args:
-        partly: `q` and `fetch` have one device's features: its products are a part of the scores.
+        partly: `q` and `fetch` have one device's features only, so its products are partial sums of the scores.
     """
     batch, num_heads, _ = q.shape
     r = min(batch, ROWS_PER_TILE)
@@ -131,7 +133,7 @@ def _decode(
 
 
 def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`; rows that are not the call's give zeros without work."""
+    """See `reference.decode_kv`; rows outside the call's range give zeros without work."""
     num_kv_heads = call.pool.shape[2] // q.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:
@@ -144,8 +146,7 @@ def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H
 
 
 def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`. With `tensor`, D counts the features that this device has of queries, pool and
-    result."""
+    """See `reference.decode_absorbed`. With `tensor`, D counts this device's features in queries, pool and result."""
     width = q_absorbed.shape[2]
 
     def fetch(ids: Array, own: Array, position: Array, index: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Prefill attention over the block pool as plain XLA code (contract: `reference.prefill`).
+"""Prefill attention over the block pool as plain XLA code; see `reference.prefill`.
 
 Chunks are taken row by row. A row's queries attend to its cached prefix first, a tile of keys at a time, then to the
 tokens of their own chunk, a tile of queries at a time. The flash state of all queries of a row is kept between the two.
@@ -25,11 +25,11 @@ _FlashState = tuple[Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """The tokens of all chunks, heads first: tiles are slices along one axis, and their products need no
-    transposition."""
+    """The tokens of all chunks with heads as the first axis, so that tiles are slices along one axis and their products
+    need no transposition."""
 
     q: Array
-    """(K, T, G * H), scaled; like the next two padded by a tile."""
+    """(K, T, G * H), with the scale applied; q, k and v are padded by a tile"""
     k: Array
     """(K, T, H)"""
     v: Array
@@ -40,7 +40,7 @@ class _Chunks:
 
     @property
     def group(self) -> int:
-        """G: query heads of a key head."""
+        """G: query heads per key head."""
         return self.q.shape[2] // self.k.shape[2]
 
     def queries(self, start: Array) -> Array:
@@ -51,11 +51,11 @@ class _Chunks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One chunk, scalars on the device."""
+    """One chunk; fields are scalars on the device, except `query_index`."""
 
     index: Array
     offset: Array
-    """Its first token among the tokens of all chunks."""
+    """Index of the chunk's first token among the tokens of all chunks."""
     length: Array
     prefix_len: Array
     query_tiles: Array
@@ -65,23 +65,23 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PrefixReader:
-    """Reader of cached prefixes, a few table entries at a time."""
+    """Reader of cached prefixes that reads a few table entries at a time."""
 
     tables: Array
     slot_ranges: Array | None
     entries: int
-    """Table entries of a tile of keys."""
+    """Table entries per tile of keys."""
     slots: int
-    """Positions of a table entry."""
+    """Positions per table entry."""
     fetch: Fetch
 
 
 def prefill(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
-    """See `reference.prefill`. A hidden prefix is projected first: above about H query tokens that costs less than
-    absorbing (crossover at H * N / (N - 1)). With `tensor` W_k and W_v have this device's heads, or this device's
-    features of all heads (`xla_common.project_shards`). `room` is not read: what there is is computed."""
+    """See `reference.prefill`. A hidden prefix is projected first: from about H query tokens on this costs less than
+    absorbing (crossover at H * N / (N - 1)). With `tensor`, W_k and W_v have this device's heads, or this device's
+    features of all heads (`xla_common.project_shards`). `room` has no effect: all prefixes are computed."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -185,9 +185,9 @@ def _attend_prefix(chunks: _Chunks, row: _Row, reader: _PrefixReader, state: _Fl
 
 
 def _attend_chunk(chunks: _Chunks, row: _Row, state: _FlashState, out: Array) -> Array:
-    """The outputs with one row's added, whose tokens attend to each other after the prefix that is in `state`.
+    """Add one row's outputs to `out`: its tokens attend to each other, after the prefix folded into `state`.
 
-    Tokens of the next row in the last tile get zeros here, and their values when it is their turn.
+    Tokens of the next row in the last tile get zeros here; the next row's call overwrites them.
     """
     tq, tk, rules = chunks.query_tile, chunks.key_tile, chunks.rules
 
@@ -235,7 +235,7 @@ def _fold(
     """Fold keys and values into the state of a tile of queries.
 
     Args:
-        distance: position of the key less that of the query.
+        distance: position of the key minus position of the query.
     """
     m, l, acc = tile
     heads = q_tile.shape[0]

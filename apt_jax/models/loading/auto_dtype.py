@@ -10,13 +10,13 @@ _SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 def with_auto_dtype(config: EngineConfig, fields: Mapping[str, Any], platform: str | None = None) -> EngineConfig:
-    """Return the configuration with a data type: float32 on CPUs, else the 16-bit type of the model's files, bfloat16
-    where they have none. Another one than ``auto`` is left as it is.
+    """Return the configuration with ``auto`` replaced by a data type: float32 on CPUs, otherwise the 16-bit type of the
+    model's files, or bfloat16 if they are not 16-bit. Any other data type stays unchanged.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
         fields: contents of the model's config.json.
-        platform: of the devices, as JAX calls it; None: JAX's default.
+        platform: JAX's name of the devices' platform; None: JAX's default.
     """
     if config.dtype != "auto":
         return config

@@ -4,9 +4,9 @@
 weights: names, sizes, offsets, duplicates. `Checkpoint.read` then returns one tensor.
 
 The safetensors format is read here rather than through its library for two reasons: the library maps files into memory,
-where a file that is cut off while it is being read kills the process (SIGBUS), and it accepts a header that names a
-tensor twice. The format: 8 bytes little-endian header length, a JSON header of dtype, shape and byte range per tensor,
-then the data, which the ranges must cover without gap or overlap.
+so that truncating a file during a read kills the process (SIGBUS), and it accepts a header that names a tensor twice.
+The format: 8 bytes little-endian header length, a JSON header of dtype, shape and byte range per tensor, then the data,
+which the ranges must cover without gap or overlap.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """A fresh array: in the stored dtype, or float32 where the values are quantised.
+        """A new array, in the stored dtype or, if the values are quantised, in float32.
 
         Raises:
             ModelLoadError: the file cannot be read or has become shorter.
@@ -82,24 +82,25 @@ class Checkpoint(Protocol):
         ...
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
-        """The values of `read` in the order of the file, as flat pieces of a few MiB.
+        """The values of a tensor in the order of the file, as flat pieces of a few MiB.
 
         Raises:
-            ModelLoadError: as `read`.
+            ModelLoadError: see `read`.
         """
         ...
 
     def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The joined pieces of `chunks`, in any dtype, in the order and shape of `tensors`; may be a view."""
+        """The joined pieces of `chunks`, in any dtype, in the order and shape of `tensors`; possibly a view of
+        `values`."""
         ...
 
     def close(self) -> None:
-        """Close the files; reading afterwards is an error."""
+        """Close the files; nothing can be read afterwards."""
         ...
 
 
 def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """`Checkpoint.read` from `chunks` and `arrange`."""
+    """The result of `Checkpoint.read`, joined from `chunks` by `arrange`."""
     values, done = np.empty(0, np.float32), 0
     for chunk in checkpoint.chunks(name):
         if not done:
@@ -110,14 +111,14 @@ def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def format_names(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """The first `most` names, and the number of further names."""
     names = list(names)
     shown = ", ".join(f"{one_line(name):.80}" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def is_weight_dtype(info: TensorInfo) -> bool:
-    """True if the stored dtype is one of model weights: floating point, or quantized blocks."""
+    """True if the stored dtype is a dtype of model weights: floating point, or quantized blocks."""
     return info.dtype in _WEIGHT_DTYPES or _QUANTISED.fullmatch(info.dtype) is not None
 
 
@@ -155,10 +156,11 @@ def _parse_json(text: bytes, where: str, allowance: int = 0) -> dict[str, Any]:
 
 
 def file_inside(directory: Path, name: str, named_by: str = "") -> Path:
-    """The path of a file that must lie in `directory` itself; `named_by` says where the name comes from.
+    """The path of a file that must lie directly in `directory`; `named_by` tells, for errors, where the name comes
+    from.
 
     Raises:
-        ModelLoadError: it would lie elsewhere.
+        ModelLoadError: the path would be outside `directory` or in a subdirectory.
     """
     # A file cannot have half a surrogate pair in its name.
     if not name or name in (".", "..") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name):
@@ -182,8 +184,8 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     """A JSON object from a file of the model directory.
 
     Raises:
-        ModelLoadError: no such file, unreadable, larger than 32 MiB, too large in memory, not JSON, not an object, a
-            key that occurs twice.
+        ModelLoadError: the file is missing, unreadable, larger than 32 MiB, too large in memory, or not a JSON object,
+            or a key occurs twice.
     """
     path = file_inside(directory, name, str(directory))
     try:
@@ -259,7 +261,7 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_bytes(file: io.FileIO, start: int, count: int) -> np.ndarray | None:
-    """Exactly `count` bytes from `start` on; None: the file has fewer."""
+    """Exactly `count` bytes from offset `start`; None: the file is shorter."""
     data = np.empty(count, np.uint8)
     file.seek(start)
     done = 0
@@ -272,7 +274,7 @@ def read_bytes(file: io.FileIO, start: int, count: int) -> np.ndarray | None:
 
 
 class SafetensorsCheckpoint:
-    """One or several safetensors files, read with plain reads."""
+    """One or several safetensors files, read without mapping them into memory."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files: dict[str, io.FileIO] = {}
@@ -325,7 +327,8 @@ class SafetensorsCheckpoint:
 
 
 class TorchCheckpoint:
-    """PyTorch's pickled files, restricted to tensors (`weights_only`). Held in host memory as a whole."""
+    """PyTorch's pickled files, loaded with `weights_only`, which allows only tensors. All of them are held in host
+    memory."""
 
     def __init__(self, paths: list[Path]) -> None:
         try:
@@ -411,13 +414,14 @@ def _check_index(directory: Path, index_name: str, checkpoint: Checkpoint) -> No
 
 @contextlib.contextmanager
 def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoint]:
-    """The weights of a model directory, with everything checked that their headers tell.
+    """The weights of a model directory, after all checks that need only their headers.
 
     Args:
-        allow_pickle: open PyTorch's files, and only those. Otherwise they are not touched, even where nothing else is.
+        allow_pickle: open PyTorch's files, and no others. Otherwise they are never opened, even if the directory has no
+            other weights.
 
     Raises:
-        ModelLoadError: no weights, missing shards, a file that is damaged or contradicts the index.
+        ModelLoadError: there are no weights, shards are missing, or a file is damaged or contradicts the index.
     """
     single, index = (PT_SINGLE_FILE, PT_INDEX_FILE) if allow_pickle else (SINGLE_FILE, INDEX_FILE)
     try:

@@ -1,7 +1,7 @@
-"""Rewrite a model's files: any format that can be read, to Orbax or safetensors.
+"""Conversion of a model's files from any readable format to Orbax or safetensors.
 
-The new directory is made under another name beside its final one and renamed when it is complete, so that nothing
-half-made is ever found under the final name.
+The new directory is written under a temporary name next to its final path and renamed when it is complete, so that an
+incomplete model never appears under the final name.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class _Writer(Protocol):
 
 
 class _SafetensorsWriter:
-    """Write one file per group, and an index where there are several."""
+    """Writer of one safetensors file per group, and of an index if there are several."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -107,15 +107,15 @@ def convert_model(
     """Write the model `source` to the new directory `target`.
 
     Args:
-        source: a name as for `resolve_model`.
-        target: must not exist.
-        format: what to write.
-        dtype: of the weights; None: as they are stored, quantised ones in bfloat16.
-        load_format: of the source; see `EngineConfig`.
-        use_tqdm: show progress, on terminals.
+        source: name of the model, for `resolve_model`.
+        target: directory to create; it must not exist.
+        format: format to write.
+        dtype: dtype of the written weights; None: the stored dtype, or bfloat16 for quantised weights.
+        load_format: format of the source; see `EngineConfig`.
+        use_tqdm: show a progress bar on terminals.
 
     Returns:
-        What was written: numbers of tensors and bytes.
+        Number of tensors and number of bytes written.
 
     Raises:
         ModelLoadError: the source cannot be read, or the target exists or cannot be written.
@@ -147,7 +147,7 @@ def convert_model(
 
 
 def _write(checkpoint: Checkpoint, writer: _Writer, dtype: str | None, path: Path, use_tqdm: bool) -> tuple[int, int]:
-    """Returns how many tensors and bytes."""
+    """Write all tensors; return the number of tensors and the number of bytes."""
     names = sorted(checkpoint.tensors, key=lambda n: (checkpoint.tensors[n].file, checkpoint.tensors[n].start))
     total = sum(info.num_bytes for info in checkpoint.tensors.values())
     written = 0
@@ -192,7 +192,7 @@ def _fields(fields: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def _copy_files(source: Path | None, target: Path) -> None:
-    """Tokenizer, chat template and generation settings, as far as the source has them."""
+    """Copy tokenizer, chat template and generation settings, if the source has them."""
     if source is None:
         return
     if source.is_file():

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: from the local cache where it has them, else downloaded.
+"""Models of the Hugging Face hub: read from the local cache if complete there, otherwise downloaded.
 
 Only configuration, tokenizer and safetensors files are ever fetched: no pickles, no code.
 """
@@ -24,7 +24,7 @@ ALLOWED = (
 
 
 def parse_hub_id(name: str) -> tuple[str, str | None] | None:
-    """``owner/model`` or ``owner/model@revision`` as its parts; None: the name is no hub id."""
+    """The parts of ``owner/model`` or ``owner/model@revision``; None: the name is not a hub id."""
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in match[1]:
         return None
@@ -32,7 +32,7 @@ def parse_hub_id(name: str) -> tuple[str, str | None] | None:
 
 
 def _is_complete(directory: Path) -> bool:
-    """True if every file that loading needs is present: a download may have been interrupted."""
+    """True if every file needed for loading is present; it may not be after an interrupted download."""
     if not (directory / "config.json").is_file():
         return False
     if (directory / SINGLE_FILE).is_file():
@@ -45,15 +45,16 @@ def _is_complete(directory: Path) -> bool:
 
 
 def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] | None = None) -> Path:
-    """The directory of a repository's files.
+    """The local directory of a repository's files.
 
     Args:
         repo: ``owner/model``.
         revision: branch, tag or commit; None: the main branch.
-        download: in place of `huggingface_hub.snapshot_download`.
+        download: function to call instead of `huggingface_hub.snapshot_download`.
 
     Raises:
-        ModelLoadError: not cached and not available: unknown, private, offline, or the library is not installed.
+        ModelLoadError: the model is not cached and cannot be downloaded: it is unknown or private, the hub is offline,
+            or the library is not installed.
     """
     name = repo if revision is None else f"{repo}@{revision}"
     if download is None:

@@ -1,13 +1,13 @@
-"""Loads the parameters of a model onto the device, given its name.
+"""Loading of a model's parameters onto the devices, given its name.
 
-1. `resolve_model` turns the name into a directory, a GGUF file or a preset; the hub is asked for names such as
-   ``owner/model`` alone. No code is ever taken from a model directory.
+1. `resolve_model` turns the name into a directory, a GGUF file or a preset; the hub is asked only for names of the form
+   ``owner/model``. Code in a model directory is never run.
 2. config.json, or the same fields from the metadata of a GGUF file, become a `ModelConfig` through the family's
    adapter.
 3. The checkpoint's headers are compared with the shapes that the configuration asks for: missing, extra and misshapen
    tensors and too little memory are found here, before anything is allocated on the device.
 4. Tensors are read in the order of the file, piece by piece, checked for NaN and infinities, dequantised, cast, and
-   moved to their devices. Host memory holds one tensor in the final dtype, and a piece, besides the result.
+   moved to their devices. Besides the result, host memory holds one tensor in the final dtype and one piece.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ from apt_jax.models.params import ModelParams, abstract_params, dummy_params, is
 from apt_jax.ops.weights import GroupedMatrix
 
 LeafSharding = Callable[[ModelConfig, str], jax.sharding.Sharding | None]
-"""Target sharding of a leaf of a model's parameters (``layers.3.wq``); None: on the default device."""
+"""Function from the configuration and the name of a leaf (``layers.3.wq``) to the leaf's sharding; None: it is placed
+on the default device."""
 
 _logger = logging.getLogger(__name__)
 
@@ -69,11 +70,11 @@ class LoadedModel:
     config: ModelConfig
     params: ModelParams
     path: Path | None
-    """Directory of its files, where a tokenizer may be, or its GGUF file; None for a preset."""
+    """Directory of the model's files, which may hold a tokenizer, or its GGUF file; None for a preset."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end an output: those of generation_config.json where it names any, else those of config.json."""
+    """Ids that end an output: from generation_config.json if it has any, otherwise from config.json."""
     hf_config: Mapping[str, Any]
-    """Contents of config.json, or of the preset, or the same fields made from the metadata of a GGUF file."""
+    """Contents of config.json or of the preset, or the same fields derived from the metadata of a GGUF file."""
     format: ModelFormat = "directory"
     weights: str = "random"
     """Storage format of the weights: their dtype or quantization, such as ``BF16`` or ``Q4_K``."""
@@ -81,13 +82,13 @@ class LoadedModel:
 
 @contextlib.contextmanager
 def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator[Checkpoint]:
-    """The tensors of a model that has files, whatever their format.
+    """The tensors of a model that has files, in any format.
 
     Args:
-        load_format: as in `EngineConfig`; other than ``auto`` the model must have it.
+        load_format: as in `EngineConfig`; unless it is ``auto``, the model must have this format.
 
     Raises:
-        ModelLoadError: the model has another format; or see `open_checkpoint`.
+        ModelLoadError: the model has another format, or see `open_checkpoint`.
     """
     path = resolved.path
     assert path is not None
@@ -122,7 +123,7 @@ def _eos_token_ids(path: Path | None, config: ModelConfig, fields: Mapping[str, 
 
 
 def free_memory_bytes(device: Any = None) -> int | None:
-    """Free memory of a device, by default the first one; None where it is unknown."""
+    """Free memory of a device in bytes, by default of the first one; None: unknown."""
     device = jax.local_devices()[0] if device is None else device
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -138,8 +139,8 @@ def free_memory_bytes(device: Any = None) -> int | None:
 def _check_memory(
     config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None, saved: int = 0
 ) -> None:
-    """Raises ModelLoadError where the weights of a device, or of all that the host plays, take more than is free: `saved`
-    bytes fewer than in `dtype`."""
+    """Raise ModelLoadError if the weights need more memory than is free, on each device or, on CPUs, on the host for
+    all simulated devices. The weights take `saved` bytes less than in `dtype`."""
     needed, free, share = config.num_params * dtype.itemsize - saved, free_memory_bytes(), ""
     if sharding is not None and jax.local_devices()[0].platform != "cpu":
         needed, share = 0, " of each device"
@@ -173,16 +174,16 @@ def _is_finite(values: np.ndarray) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """Source of one leaf of the parameters."""
+    """One leaf of the parameters and its source."""
 
     leaf: str
     shape: tuple[int, ...]
     stored: str | None
-    """Tensor in the checkpoint, or None:"""
+    """Name of the checkpoint's tensor; None: the leaf is filled with `constant`."""
     constant: float = 0.0
-    """the leaf is filled with this value."""
+    """Value of all elements if `stored` is None."""
     source: Source | None = None
-    """Layout of the leaf in it."""
+    """Layout of the leaf in the tensor; None if `stored` is None."""
 
 
 def _match(
@@ -192,7 +193,7 @@ def _match(
     fields: Mapping[str, Any],
     path: Path,
 ) -> tuple[list[_Leaf], str | None]:
-    """Pair every leaf with its tensor; also the stored name of a tied head, if the checkpoint has one.
+    """Pair every leaf with its tensor; also return the stored name of a tied head, if the checkpoint has one.
 
     Raises:
         ModelLoadError: one line that names the missing, extra, misshapen or mistyped tensors.
@@ -250,8 +251,7 @@ def _match(
 
 
 def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
-    """A tensor in `dtype`, checked and cast piece by piece: beside the result there is one piece, never a second
-    tensor."""
+    """A tensor in `dtype`, checked and cast piece by piece, so that memory holds only the result and one piece."""
     values = _empty(checkpoint, name, dtype, path)
     done = 0
     for chunk in checkpoint.chunks(name):
@@ -283,7 +283,7 @@ def _equal(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 
 def _put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Move values to the devices and wait: the host holds no more than one tensor that is on its way."""
+    """Copy values to the devices and wait, so that the host holds at most one tensor in transfer."""
     if sharding is None:
         array = jnp.asarray(values)
     else:
@@ -303,7 +303,8 @@ def _restored(
     path: Path,
     sharding: jax.sharding.Sharding | None,
 ) -> jax.Array | None:
-    """A leaf that Orbax can put onto its devices itself, as it is stored; None: it must pass through the host."""
+    """A leaf that Orbax can restore directly onto its devices in the stored dtype; None: the leaf must be read by the
+    host."""
     if sharding is None or leaf.stored is None or not isinstance(checkpoint, OrbaxCheckpoint):
         return None
     info = checkpoint.tensors[leaf.stored]
@@ -317,14 +318,14 @@ def _restored(
 
 
 def _is_grouped(checkpoint: Checkpoint, leaf: _Leaf) -> bool:
-    """True if a leaf is a matrix that can stay as integers."""
+    """True if a leaf is a matrix that can be kept as integers."""
     if leaf.stored is None or not is_matrix(leaf.leaf) or not isinstance(checkpoint, GgufCheckpoint):
         return False
     return checkpoint.is_grouped(leaf.stored)
 
 
 def _grouped(checkpoint: Checkpoint, leaf: _Leaf) -> GroupedMatrix:
-    """A leaf of `_is_grouped`, its integers as they are stored."""
+    """The matrix of a leaf for which `_is_grouped` is true, with the stored integers."""
     assert leaf.stored is not None
     assert leaf.source is not None
     assert isinstance(checkpoint, GgufCheckpoint)
@@ -415,10 +416,10 @@ def _load_params(
 def _placed(
     params: ModelParams, config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None
 ) -> ModelParams:
-    """Given weights, checked, in `dtype` and on their devices.
+    """The caller's weights after checks, in `dtype` and on their devices.
 
     Raises:
-        ConfigError: they are not those of a model of this shape, or hold NaN or infinite values.
+        ConfigError: the weights do not match the model's shape, or hold NaN or infinite values.
     """
     check_params(params, config, "params")
     default = jax.sharding.SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
@@ -440,18 +441,19 @@ def load_model(
     """Find, check and load the model that `config` names, or make random weights of its shape (`load_format="dummy"`).
 
     Args:
-        config: names the model.
-        sharding: where each leaf goes; each is moved there directly, in its shards. None: to the default device.
-        params: take these weights; those of the model's files are not read. Arrays that are in place already and in
+        config: engine configuration, which names the model.
+        sharding: sharding of each leaf, which is copied shard by shard to its devices. None: all go to the default
+            device.
+        params: weights to use instead of the model's files. Arrays that are already on their devices and in
             `config.dtype` are not copied.
 
     Returns:
-        The parameters, every leaf in `config.dtype`; with `quantization="gguf"` matrices of Q4_0, Q4_1 and Q8_0 are a
-        `GroupedMatrix`.
+        The parameters, every leaf in `config.dtype`; with `quantization="gguf"` every matrix stored as Q4_0, Q4_1 or
+        Q8_0 is a `GroupedMatrix`.
 
     Raises:
         ModelLoadError: one line that says which file or field is wrong and why.
-        ConfigError: the same of `params`.
+        ConfigError: `params` do not match the model, or hold NaN or infinite values.
     """
     dummy = config.load_format == "dummy"
     keep_integers = config.quantization == "gguf"
@@ -510,7 +512,7 @@ def load_model(
 
 
 def storage(checkpoint: Checkpoint) -> str:
-    """The dtype or quantisation that most bytes of a checkpoint have."""
+    """The dtype or quantisation of the most bytes in a checkpoint."""
     sums: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         sums[info.dtype] = sums.get(info.dtype, 0) + info.num_bytes

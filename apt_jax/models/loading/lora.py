@@ -1,8 +1,8 @@
-"""Reads LoRA adapters as PEFT saves them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+"""Reading of LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Everything that would change the output and is not computed here is refused by its name: weights beside A and B
-(`bias`, `modules_to_save`, embeddings), other kinds of adapters (DoRA and the like), initialisations that change the
-weights below. Names and shapes are held against the model before a value is read.
+Every unsupported feature that would change the output is refused by name: weights other than A and B (`bias`,
+`modules_to_save`, embeddings), other kinds of adapters (such as DoRA), initialisations that change the base weights.
+Names and shapes are checked against the model before a value is read.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` under which training changes the weights below the adapter too."""
+"""Prefixes of `init_lora_weights` with which training also changes the base weights."""
 _REFUSED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -43,18 +43,18 @@ _REFUSED = {
 """Fields that must be unset, and the features that they request."""
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
 _MAX_NAME_CHARS = 1024
-"""Longest name of a tensor: every end of its module's name is looked at."""
+"""Longest name of a tensor in characters: the time of a check grows with the length of its module's name."""
 
 
 def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelConfig, *, max_rank: int) -> LoraAdapter:
     """Read and check one adapter.
 
     Args:
-        name: what requests call it.
-        directory: with PEFT's two files.
-        family: of the model, whose names of modules the adapter has.
-        config: of the model.
-        max_rank: largest rank of a matrix.
+        name: name of the adapter in requests.
+        directory: directory of PEFT's two files.
+        family: family of the model, for the names of its modules.
+        config: configuration of the model.
+        max_rank: largest accepted rank of a matrix.
 
     Raises:
         ModelLoadError: one line that names the file, and the field, module or tensor that is wrong.
@@ -100,7 +100,8 @@ def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelCo
 
 
 def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float]:
-    """Check the configuration; gives the scale of a module by its name and rank, and checks the rank."""
+    """Check the configuration; return a function from a module's name and rank to its scale, which also checks the
+    rank."""
 
     def refuse(text: str) -> ModelLoadError:
         return ModelLoadError(f"{where}: {text}")
@@ -135,8 +136,8 @@ def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float
 
 
 def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[str, float], float]:
-    """The value that a pattern gives a module, or the default: by PEFT's rule, the first pattern that matches the whole
-    name or its end after a dot."""
+    """Return a function from a module's name and a default to the value of the first pattern that matches, by PEFT's
+    rule, the whole name or its end after a dot; without a match it returns the default."""
     given = fields.get(field) or {}
     if not isinstance(given, Mapping) or len(given) > _MAX_PATTERNS:
         raise ModelLoadError(f"{where}: {field} must map at most {_MAX_PATTERNS} names to numbers")
@@ -163,7 +164,7 @@ def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[st
 
 
 def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str, str]]:
-    """Names of the tensors A and B, by module."""
+    """Names of the tensors A and B by module, under the keys "A" and "B"."""
     pairs: dict[str, dict[str, str]] = {}
     for name, info in checkpoint.tensors.items():
         if len(name) > _MAX_NAME_CHARS:
@@ -205,7 +206,7 @@ def _check_targets(fields: Mapping[str, Any], pairs: Mapping[str, Any], where: s
 
 
 def _starts(module: str) -> list[int]:
-    """Where the name begins, and where it goes on after each dot."""
+    """Indices at which the name's parts, separated by dots, begin."""
     return [0] + [i + 1 for i, c in enumerate(module) if c == "."]
 
 
@@ -213,8 +214,8 @@ _Leaves = list[tuple[int, str, np.ndarray]]
 
 
 def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, int, _Leaves]]:
-    """By bare name of a module: its inputs and outputs, and the matrices that it holds: layer, field, and which of its
-    outputs they are."""
+    """Number of inputs, number of outputs, and matrices of each module, by its bare name; a matrix is given by layer,
+    field, and the indices of its outputs among those of the module."""
     names = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
     places: dict[str, tuple[int, int, _Leaves]] = {}
@@ -247,7 +248,8 @@ def _checked_rank(
     outputs: int,
     max_rank: int,
 ) -> int:
-    """The rank of a pair of tensors whose shapes fit the model."""
+    """The rank of a pair of tensors A and B. Raises ModelLoadError if their shapes do not fit the model or the rank
+    exceeds `max_rank`."""
     a, b = (checkpoint.tensors[tensors[which]].shape for which in "AB")
     rank = a[0] if a else 0
     if a != (rank, inputs) or b != (outputs, rank) or rank < 1:

@@ -1,11 +1,11 @@
-"""Models in Orbax: tensors that restore onto any devices, each process reading only what it holds.
+"""Models in Orbax format: tensors restore onto any devices, and each process reads only its shards.
 
     DIR/config.json, tokenizer files ...   as in Hugging Face format
-    DIR/orbax.json                         which tensors there are, with shapes, and in which group; marks the format
-    DIR/weights/00000, 00001, ...          one Orbax checkpoint a group, at most about 1 GiB
+    DIR/orbax.json                         manifest: tensors with their shapes and groups; marks the format
+    DIR/weights/00000, 00001, ...          one Orbax checkpoint per group of at most about 1 GiB
 
-Tensors keep the names and shapes of Hugging Face's files, so that directories outlive changes of our parameters. Groups
-bound the memory of writing: Orbax takes a tree of arrays, not a stream.
+Tensors keep the names and shapes of Hugging Face's files, so that directories stay valid when the layout of parameters
+changes. Groups limit the memory for writing: Orbax writes a tree of arrays, not a stream.
 """
 
 import json
@@ -25,12 +25,12 @@ MANIFEST = "orbax.json"
 _WEIGHTS = "weights"
 _VERSION = 1
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-"""Dtypes by the names that they have in safetensors files."""
+"""JAX's dtype names by the names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_ELEMENTS = 2**21
 _MAX_ELEMENTS = 2**40
 _PIECE_BYTES = 2**24
-"""Chunk size of a stored tensor: a device that needs a part of a chunk reads all of it."""
+"""Chunk size of a stored tensor in bytes: a device that needs a part of a chunk reads all of it."""
 
 
 def _orbax(where: Path) -> Any:
@@ -44,10 +44,11 @@ def _orbax(where: Path) -> Any:
 
 
 class OrbaxWriter:
-    """Writes the groups of a new directory; `finish` writes the manifest, without which it is none.
+    """Writer of the groups of a new directory; `finish` writes the manifest, without which the directory is not a
+    model.
 
     Args:
-        directory: exists; other files of the model may be in it.
+        directory: existing directory; it may hold other files of the model.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,10 +76,10 @@ class OrbaxWriter:
 
 
 class OrbaxCheckpoint:
-    """The tensors of such a directory; see `checkpoint.Checkpoint`.
+    """The tensors of a directory in Orbax format; see `checkpoint.Checkpoint`.
 
     Raises:
-        ModelLoadError: the manifest is damaged, a group is missing, Orbax cannot read it.
+        ModelLoadError: the manifest is damaged, a group is missing, or Orbax cannot read a tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +130,7 @@ class OrbaxCheckpoint:
         return self._restore(name, self._ocp.RestoreArgs, restore_type=np.ndarray)
 
     def read_sharded(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A tensor in its stored dtype, restored onto `sharding`: each process reads its shards alone."""
+        """A tensor in its stored dtype, restored onto `sharding`: each process reads only its shards."""
         return self._restore(
             name,
             self._ocp.ArrayRestoreArgs,

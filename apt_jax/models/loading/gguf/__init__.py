@@ -1,1 +1,1 @@
-"""GGUF files: their format, the models and the tokenizers in them."""
+"""GGUF files: the file format, and the models and tokenizers in it."""

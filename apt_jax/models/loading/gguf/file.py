@@ -1,12 +1,13 @@
-"""The GGUF container: metadata and tensors of one file, read with plain reads and checked before anything is believed.
+"""The GGUF container: metadata and tensors of one file, read without mapping it into memory, with every field checked
+before it is used.
 
     header      magic "GGUF", version, number of tensors, number of metadata entries
     metadata    key, type, value; arrays and strings carry their lengths
     tensors     name, sizes (fastest first), quantisation type, offset into the data
     data        aligned blocks
 
-The `gguf` library knows the quantisation types and turns blocks into numbers. Its reader is not used: it believes every
-count in the file, and it maps the file into memory, where a file that is cut off meanwhile kills the process.
+The `gguf` library defines the quantisation types and dequantizes blocks. Its reader is not used: it trusts every count
+in the file, and it maps the file into memory, so that truncating the file during a read kills the process.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_METADATA_BYTES = 256 * 2**20  # the largest vocabularies take 20 MiB
 _TEXT_BYTES = 40 * 2**20
-"""Memory that names and texts may take, besides twice the size of the file."""
+"""Limit in bytes of the memory for names and texts, in addition to twice the size of the file."""
 _TEXT_OVERHEAD = 32
-"""Memory of a text in a list, beside its `sys.getsizeof`."""
+"""Bytes of memory per text in a list, in addition to its `sys.getsizeof`."""
 _MOST_TEXT_BYTES = 512 * 2**20
 _MAX_ENTRIES = 2**16
 _MAX_TENSORS = 2**17
@@ -48,17 +49,17 @@ _SCALARS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A tensor as the file describes it."""
+    """One tensor as described by the file."""
 
     info: TensorInfo
-    """Shape slowest first, as arrays have it."""
+    """Metadata of the tensor, with the slowest axis of the shape first."""
     quant: int
     block_elements: int
     block_bytes: int
 
 
 class _Cursor:
-    """Reads the metadata part of a file front to back; every length is compared with what is left."""
+    """Reader of the metadata part of a file, front to back; every length is checked against the bytes left."""
 
     def __init__(self, file: BinaryIO, size: int, where: str) -> None:
         self._file, self._left, self._where = file, size, where
@@ -124,9 +125,10 @@ class GgufFile:
     """One open GGUF file.
 
     Attributes:
-        path: of the file.
-        metadata: by key; numbers, strings, lists of strings, NumPy arrays.
-        tensors: by the name in the file, shape slowest first; `dtype` is the quantisation, such as ``Q4_K``.
+        path: path of the file.
+        metadata: values by key: numbers, strings, lists of strings, NumPy arrays.
+        tensors: metadata by name in the file, with the slowest axis first; `dtype` is the quantisation, such as
+            ``Q4_K``.
 
     Raises:
         ModelLoadError: one line that names the file and the key or tensor that is wrong.
@@ -230,10 +232,10 @@ class GgufFile:
         return name, stored
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
-        """Values of a tensor as consecutive flat pieces: float32 for quantised ones, else as they are stored.
+        """Values of a tensor as consecutive flat pieces, in float32 if it is quantised, otherwise in the stored dtype.
 
         Raises:
-            ModelLoadError: the file has become shorter, or the type cannot be turned into numbers.
+            ModelLoadError: the file cannot be read or has become shorter, or its quantisation is not supported.
         """
         stored = self._stored[name]
         info, kind = stored.info, self._gguf.GGMLQuantizationType(stored.quant)
@@ -262,7 +264,7 @@ class GgufFile:
             ) from None
 
     def blocks(self, name: str) -> np.ndarray:
-        """A quantised matrix as it is stored: bytes (rows, blocks of a row, bytes of a block).
+        """The stored bytes of a quantised matrix, (rows, blocks per row, bytes per block).
 
         Raises:
             ModelLoadError: the file cannot be read or has become shorter.

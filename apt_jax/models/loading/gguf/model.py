@@ -1,8 +1,9 @@
-"""A GGUF file as the Hugging Face checkpoint that it was converted from: configuration, tensor names, tensor layout.
+"""Adapter of a GGUF file to the Hugging Face checkpoint that it was converted from: configuration, tensor names, tensor
+layout.
 
 llama.cpp's converter renames tensors and changes some: it interleaves the rotary halves of q and k (llama), adds one to
 norm weights (gemma), transposes matrices (gpt2) and sorts fused q, k and v by kind instead of by head (gptneox, bloom).
-`GgufCheckpoint` undoes each of these, so that everything behind it sees Hugging Face's names and values.
+`GgufCheckpoint` undoes each of these, so that its users see Hugging Face's names and values.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ _LLAMA_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 
 @dataclasses.dataclass(frozen=True)
 class _Grouped:
-    """A type of blocks of 32 values: scale, minimum where there is one, values."""
+    """A quantization type with blocks of 32 values: a scale, a minimum if the type has one, and the values."""
 
     has_minimum: bool
     dtype: type[np.generic]
@@ -145,14 +146,14 @@ _NAMES: dict[str, _Names] = {
 }  # fmt: skip
 
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Rotary frequencies; they become fields of the configuration, not weights."""
+"""Names of tensors of rotary frequencies, which become fields of the configuration, not weights."""
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 _LLAMA3_TOLERANCE = 1e-3
 
 
 class _Metadata:
-    """Typed access to the metadata of one architecture; every method names key and value where they are wrong."""
+    """Typed access to the metadata of one architecture; errors name the key and its value."""
 
     def __init__(self, file: GgufFile, arch: str) -> None:
         self._file, self._arch = file, arch
@@ -200,14 +201,14 @@ class _Metadata:
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>",
 )  # fmt: skip
-"""Control tokens that end a turn by their name, in files that do not list them otherwise (llama.cpp has the same
-list)."""
+"""Control tokens that end a turn, for files that do not list them in their metadata (llama.cpp has the same list)."""
 
 _CONTROL = 3
 
 
 def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
-    """Ids that end an output: the end of text and of a turn that the metadata names, then those known by their text."""
+    """Ids that end an output: the end-of-text and end-of-turn ids of the metadata, then control tokens of
+    `_END_TEXTS`."""
     get = _Metadata(file, "")
     ids = [get.token_id(f"{n}_token_id", vocab_size) for n in ("eos", "eot", "eom")]
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{n}") for n in ("tokens", "token_type"))
@@ -218,7 +219,8 @@ def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
 
 
 def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str) -> dict[str, Any]:
-    """The parameters that the tensor of factors was made from (Llama 3.1): it keeps only what came of them."""
+    """Parameters of Llama 3.1's scaling, recovered from the tensor of its factors, as the file holds only the
+    factors."""
     scale = float(factors.max())
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = 1.0, 4.0
@@ -284,7 +286,7 @@ def _small(file: GgufFile, name: str, size: int) -> np.ndarray:
 
 
 def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
-    """Fields that all Llama-like models share."""
+    """Fields of the configuration that all Llama-like models share."""
     hidden, heads = get.size("embedding_length"), get.size("attention.head_count")
     head_dim = get.size("attention.key_length", max(1, hidden // heads))
     if get.size("attention.value_length", head_dim) != head_dim:
@@ -494,7 +496,7 @@ _FIELDS: dict[str, Callable[[GgufFile, _Metadata], dict[str, Any]]] = {
 }
 
 ARCHITECTURES = tuple(_FIELDS)
-"""Values of ``general.architecture`` that are known."""
+"""Supported values of ``general.architecture``."""
 
 
 def _architecture(file: GgufFile) -> str:
@@ -512,10 +514,10 @@ def _architecture(file: GgufFile) -> str:
 
 
 def gguf_fields(file: GgufFile) -> dict[str, Any]:
-    """The fields of the ``config.json`` that the model had.
+    """The fields of the model's ``config.json``, reconstructed from metadata and tensors.
 
     Raises:
-        ModelLoadError: unknown architecture, missing or impossible metadata.
+        ModelLoadError: the architecture is unknown, or metadata are missing or impossible.
     """
     arch = _architecture(file)
     get = _Metadata(file, arch)
@@ -534,7 +536,7 @@ def gguf_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def hf_name(arch: str, name: str) -> str | None:
-    """Hugging Face's name of a tensor of a GGUF file; None: it has none, or is not a weight."""
+    """Hugging Face's name of a tensor of a GGUF file; None: the tensor is not a weight or has no counterpart."""
     names = _NAMES[arch]
     base, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias") or name in _ROPE_TENSORS:
@@ -548,13 +550,13 @@ def hf_name(arch: str, name: str) -> str | None:
 
 
 def _split_halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of rotary rows: neighbours form a pair there, rows half a head apart in Hugging Face."""
+    """Undo llama.cpp's order of rotary rows: its pairs are neighbouring rows, Hugging Face's are half a head apart."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 def _by_head(values: np.ndarray, heads: int) -> np.ndarray:
-    """All q, all k, all v -> q, k and v of each head in turn."""
+    """Reorder rows from all q, all k, all v to q, k and v of each head in turn."""
     kinds = values.reshape(3, heads, -1, *values.shape[1:])
     return kinds.swapaxes(0, 1).reshape(values.shape)
 
@@ -563,8 +565,8 @@ class GgufCheckpoint:
     """The tensors of a GGUF file by Hugging Face's names, in Hugging Face's layout; see `checkpoint.Checkpoint`.
 
     Args:
-        file: stays open until `close`.
-        fields: from `gguf_fields`.
+        file: the open file; `close` closes it.
+        fields: result of `gguf_fields`.
     """
 
     def __init__(self, file: GgufFile, fields: Mapping[str, Any]) -> None:
@@ -589,7 +591,7 @@ class GgufCheckpoint:
             self.tensors[hf] = dataclasses.replace(info, shape=shape)
 
     def _transposed(self, name: str) -> bool:
-        """GPT-2's matrices are (in, out) in Hugging Face's files, (out, in) everywhere else."""
+        """True for GPT-2's matrices, which are (in, out) in Hugging Face's files and (out, in) in GGUF files."""
         return self._arch == "gpt2" and bool(
             re.fullmatch(r"blk\.\d+\.(attn_qkv|attn_output|ffn_up|ffn_down)\.weight", name)
         )
@@ -601,12 +603,13 @@ class GgufCheckpoint:
             yield chunk - np.asarray(1, chunk.dtype) if add_one else chunk
 
     def is_grouped(self, name: str) -> bool:
-        """True if `groups` gives the tensor."""
+        """True if `groups` can return the tensor."""
         info = self.tensors[name]
         return info.dtype in _GROUPED and len(info.shape) == 2 and not self._transposed(self._inner[name])
 
     def groups(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Values, scales and minima of a matrix as `ops.weights.GroupedMatrix` has them, outputs in Hugging Face's order.
+        """Values, scales and minima of a matrix in the layout of `ops.weights.GroupedMatrix`, with outputs in Hugging
+        Face's order.
 
         Raises:
             ModelLoadError: the file cannot be read, has become shorter, or holds scales that are not finite.
@@ -630,7 +633,7 @@ class GgufCheckpoint:
         return values.T if self._transposed(inner) else values
 
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The rows of a tensor in Hugging Face's order."""
+        """The tensor with its rows in Hugging Face's order."""
         inner = self._inner[name]
         heads = 0
         if self._arch == "llama" and ".attn_q." in inner:
@@ -662,7 +665,7 @@ def open_gguf(path: Path) -> tuple[GgufCheckpoint, dict[str, Any]]:
     """The checkpoint of a GGUF file and its configuration fields.
 
     Raises:
-        ModelLoadError: one line that names the file and what is wrong in it.
+        ModelLoadError: one line that names the file and its defect.
     """
     file = GgufFile(path)
     try:

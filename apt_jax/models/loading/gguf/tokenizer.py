@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file, as a tokenizer of the `tokenizers` library.
 
-A GGUF file keeps the tokens and merges or scores, but not how text is split before: that it only names
-(``tokenizer.ggml.pre``), and `_SPLITS` has the expressions behind the names. Two kinds are known: byte-level BPE
-(``gpt2``) and SentencePiece's BPE with byte fallback (``llama``). For others `--tokenizer` names a directory.
+A GGUF file holds the tokens and their merges or scores, but only the name of the rule that splits text into words
+(``tokenizer.ggml.pre``); `_SPLITS` has the regular expressions of each name. Two kinds are supported: byte-level BPE
+(``gpt2``) and SentencePiece's BPE with byte fallback (``llama``). Other kinds require `--tokenizer` with a directory.
 """
 
 import json
@@ -58,11 +58,11 @@ _CASED_LETTERS = (
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _SPACE_AT_END = r"(?<!\s)\s++$"
-r"""The published expression is `\s+$`. It matches the same, but looks to the end of a run of spaces from each of them."""
+r"""Expression equivalent to the published `\s+$`, without scanning to the end of a run of spaces from each of them."""
 _GPT2 = "gpt2"
-"""Pattern of GPT-2, built into the library's byte-level pre-tokenizer."""
+"""Name of GPT-2's pattern, which the library's byte-level pre-tokenizer has built in."""
 _DIGITS = "digits"
-"""Every digit by itself."""
+"""Name of the step that splits off every digit."""
 
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "roberta-bpe"), (_GPT2,)),
@@ -85,18 +85,18 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
     "viking": (_BLOOM, _DIGITS),
 }  # fmt: skip
-"""Steps by name: expressions, one after another on the parts of the one before; those of the published tokenizers."""
+"""Regular expressions of the published tokenizers by name of the rule; each splits the parts of the one before."""
 _IGNORE_MERGES = (
     "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "minicpm5",
 )  # fmt: skip
-"""A word that is a token is that token, whatever the merges say."""
+"""Rules under which a word that is a token is never split, whatever the merges."""
 _NFC = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "mpt", "olmo")
 _ADD_BOS = _IGNORE_MERGES[:-1]
-"""Defaults for files that do not say whether a text begins with the bos token."""
+"""Rules whose texts begin with the BOS token if the file does not say whether they do."""
 
 
 class _Vocabulary:
-    """The arrays of ``tokenizer.ggml``, checked."""
+    """The arrays of ``tokenizer.ggml``, with checks."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -189,8 +189,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose union scores best; as merges: all splits of all pieces, best union
-    first."""
+    """Merges for SentencePiece's scores, which join the neighbours whose union scores best: all splits of all pieces,
+    best union first."""
     ids, scores = vocabulary.ids, vocabulary.scores()
     merges = []
     for piece, index in ids.items():
@@ -230,10 +230,10 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
-    """Build the tokenizer that the metadata describe.
+    """Build the tokenizer described by the metadata.
 
     Raises:
-        ModelLoadError: a kind that is not known, or arrays that contradict each other.
+        ModelLoadError: the kind of tokenizer is unknown, or arrays contradict each other.
     """
     model = file.metadata.get("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
@@ -283,10 +283,10 @@ def _add_template(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_de
 
 
 def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
-    """The chat templates in the metadata by name, `default` among them if there is one.
+    """The chat templates in the metadata by name; the unnamed one, if present, is called `default`.
 
     Raises:
-        ModelLoadError: one is not a string.
+        ModelLoadError: a template is not a string.
     """
     key = "tokenizer.chat_template"
     named = {"default": file.metadata[key]} if key in file.metadata else {}
@@ -300,7 +300,7 @@ def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
 
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and so on, as in tokenizer_config.json."""
+    """Special tokens by name (``bos_token``, ``eos_token`` and so on), as in tokenizer_config.json."""
     vocabulary = _Vocabulary(file)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {f"{short}_token": vocabulary.special(name) for name, short in names.items()}
@@ -308,7 +308,7 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def gguf_tokenizer_files(file: GgufFile) -> dict[str, str]:
-    """The tokenizer as the files of a model directory: contents by name."""
+    """Contents of the tokenizer's files for a model directory, by file name."""
     config: dict[str, Any] = dict(gguf_special_tokens(file))
     templates = gguf_chat_templates(file)
     if list(templates) == ["default"]:
