@@ -36,7 +36,7 @@ def address(target: str) -> str:
     """Convert ``grpc://HOST:PORT`` or ``HOST:PORT`` to gRPC's form.
 
     Raises:
-        ValueError: anything else.
+        ValueError: `target` has another form.
     """
     if target.startswith(HTTP_SCHEMES):
         raise ValueError(
@@ -51,12 +51,12 @@ def address(target: str) -> str:
 
 
 def is_http_port(details: str | None) -> bool:
-    """Return whether a failed call says, by its details, that its port speaks HTTP/1 and not gRPC."""
+    """Return whether the details of a failed call say that the port speaks HTTP/1 instead of gRPC."""
     return details is not None and ("http1.x server" in details or "Failed parsing HTTP/2" in details)
 
 
 def channel_credentials(tls_ca: str | None) -> grpc.ChannelCredentials | None:
-    """TLS credentials of a channel from a PEM file of CAs; None: plaintext. Raises ConfigError: it cannot be read."""
+    """Return TLS credentials from a PEM file of CAs; None: plaintext. Raises ConfigError: the file cannot be read."""
     if tls_ca is None:
         return None
     try:
@@ -76,12 +76,12 @@ def make_request(
     deadline_ms: float | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """Make a request message; `sampling` are the fields of the message SamplingParams, absent or None: the default.
+    """Make a request message; `sampling` holds fields of the message SamplingParams; absent or None: the default.
 
     `structured_outputs` is a mapping of the fields of `apt_jax.StructuredOutputsParams`.
 
     Raises:
-        ValueError: a field or value that the message cannot hold.
+        ValueError: the message does not have a field or cannot hold a value.
     """
     if slo_class not in tuple(_CLASSES):
         raise ValueError(f"slo_class: {slo_class!r:.60} must be 'rt' (real time) or 'be' (best effort)")
@@ -105,7 +105,7 @@ def make_request(
 
 
 class _Client:
-    """Shared part of both clients: the methods of their channel, and the arguments of its calls.
+    """Base of both clients: makes the channel and its methods, and the arguments of calls.
 
     Args:
         grpc_module: `grpc` or `grpc.aio`.
@@ -150,9 +150,9 @@ class _Client:
 
 
 def _method(channel: Any, name: str) -> Any:
-    """The stub of a method of AptServe, from its descriptor.
+    """Return the stub of a method of AptServe, made from its descriptor.
 
-    A generated module would refuse every grpcio older than the one that generated it.
+    A generated module would refuse every grpcio that is older than the generator.
     """
     method = _SERVICE.methods_by_name[name]
     kind = channel.unary_stream if method.server_streaming else channel.unary_unary
@@ -168,11 +168,11 @@ def _is_serving(response: health_pb2.HealthCheckResponse) -> bool:
 
 
 class AptClient(_Client):
-    """Blocking client.
+    """Blocking client of `aptjax.v1.AptServe`.
 
     Args:
         target: ``grpc://HOST:PORT`` or ``HOST:PORT``.
-        api_key: sent with every call.
+        api_key: API key that is sent with every call; None: no key.
         credentials: for a server with TLS, from `grpc.ssl_channel_credentials`; None: plaintext.
     """
 
@@ -193,7 +193,7 @@ class AptClient(_Client):
         metadata: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> Generator[pb.GenerateResponse]:
-        """Stream messages; see `make_request` for the fields. Closing the iterator cancels the request."""
+        """Stream the response messages; see `make_request` for the fields. Closing the iterator cancels the request."""
         call = self._generate(prompt, timeout_s, metadata, fields)
         try:
             yield from call
@@ -212,7 +212,7 @@ class AptClient(_Client):
             call.cancel()
 
     def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
-        """Ask the server's health service."""
+        """Ask the server's health service whether `service` is serving."""
         return _is_serving(self._check(service, timeout_s))
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class AptClient(_Client):
 
 
 class AsyncAptClient(_Client):
-    """As `AptClient`, for asyncio code."""
+    """Like `AptClient`, but for asyncio code."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class AsyncAptClient(_Client):
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Sent with every call: the API key, if there is one."""
+        """Metadata that is sent with every call: the API key, if there is one."""
         return self._metadata
 
     async def generate(
@@ -254,7 +254,7 @@ class AsyncAptClient(_Client):
         metadata: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """As `AptClient.generate`."""
+        """See `AptClient.generate`."""
         call = self._generate(prompt, timeout_s, metadata, fields)
         try:
             async for message in call:
@@ -266,7 +266,7 @@ class AsyncAptClient(_Client):
         return await self._stats(timeout_s)
 
     async def watch_scheduler(self, capacity: int | None = None) -> AsyncGenerator[pb.WatchSchedulerResponse]:
-        """As `AptClient.watch_scheduler`."""
+        """See `AptClient.watch_scheduler`."""
         call = self._watch(capacity)
         try:
             async for message in call:
@@ -275,7 +275,7 @@ class AsyncAptClient(_Client):
             call.cancel()
 
     async def is_serving(self, service: str = "", timeout_s: float = 10.0) -> bool:
-        """As `AptClient.is_serving`."""
+        """See `AptClient.is_serving`."""
         return _is_serving(await self._check(service, timeout_s))
 
     async def close(self) -> None:

@@ -3,7 +3,7 @@
 Exception
 ├── CommandError          a command cannot go on
 ├── PortInUseError        the address cannot be bound
-└── of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
+└── errors of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
     UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, ProfileWriteError, RequestFailedError
 """
 
@@ -21,7 +21,7 @@ class UnknownModelError(Exception):
 
 
 class SlowReaderError(Exception):
-    """The client has not read for too long."""
+    """The client has not read its stream for too long."""
 
 
 class NoTokenizerError(Exception):
@@ -33,7 +33,7 @@ class MissingKeyError(Exception):
 
 
 class OperatorKeyError(Exception):
-    """A call is for operators, and its API key is not one of theirs; one line that names the flag."""
+    """A call requires an operator's API key and has another key; one line that names the flag."""
 
 
 class ProfilerStateError(Exception):
@@ -49,10 +49,10 @@ class RequestFailedError(Exception):
 
 
 def require_matplotlib(flag: str) -> None:
-    """Look for matplotlib before a command begins, as it would fail at the end without it.
+    """Check that matplotlib is installed before a command begins, instead of failing at its end.
 
     Args:
-        flag: asks for a picture, such as ``--png``.
+        flag: flag that asks for a picture, such as ``--png``.
 
     Raises:
         CommandError: matplotlib is not installed.

@@ -3,7 +3,7 @@
 1. `CallService.engine` rejects the call while the server starts or drains.
 2. The `Transport` reads the request and builds the engine's requests, in a thread if that may take long
    (`serve.preprocessing`).
-3. `run_generate` submits them to the engine, which alone decides what runs.
+3. `run_generate` submits them to the engine, which decides when they run.
 4. The transport writes the output until every request has finished. A client that disconnects cancels them at once,
    whether it streams or not.
 5. However the call ends, its `CallRecord` becomes a line of the log and, if tracing is on, a trace.
@@ -32,20 +32,20 @@ if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
 LONG_PROMPT_CHARS = 4096
-"""Longer prompts are tokenized in a thread, so that the event loop stays responsive."""
+"""Number of characters above which a prompt is tokenized in a thread, so that the event loop stays responsive."""
 
 
 class EngineCall(NamedTuple):
-    """Requests of one call to the engine."""
+    """Requests of one call, ready for the engine."""
 
     call_id: str
     requests: Sequence[EngineRequest]
     deadline_s: float | None
-    """On the engine's clock."""
+    """Time on the engine's clock, in seconds, at which the requests are ended; None: no deadline."""
 
 
 class Transport(Protocol):
-    """One Generate call as its protocol carries it."""
+    """One Generate call over a particular protocol."""
 
     record: CallRecord
 
@@ -62,19 +62,19 @@ class Transport(Protocol):
         ...
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
-        """Send, or collect, new output of request `index`."""
+        """Send new output of request `index`, or collect it until the end."""
         ...
 
     async def finish(self) -> None:
-        """Send the end of the answer, after the output of all requests."""
+        """Send the end of the response, after the output of all requests."""
         ...
 
     def disconnect_reason(self, error: Exception) -> str | None:
-        """The log's reason if `error` ended a call whose client has disconnected, else None."""
+        """Return the reason to log if the client has disconnected when `error` ended the call, else None."""
         ...
 
     async def fail(self, error: Exception) -> None:
-        """Send an error in the protocol's form and note it in the record."""
+        """Send an error in the protocol's form, and store it in the record."""
         ...
 
     def close(self) -> None:
@@ -86,11 +86,11 @@ class CallService:
     """The engine behind one protocol's endpoints, and the state that their calls share; one event loop.
 
     Args:
-        logger: of the protocol.
-        tracer: None: no traces.
-        work: shared with other protocols; None: its own.
-        memory: None: no limit.
-        starting: tells how far the start is, while there is no engine.
+        logger: logger of the protocol.
+        tracer: receives ended calls; None: no traces.
+        work: threads and budgets shared with other protocols; None: separate ones.
+        memory: rejects calls while memory is short; None: no limit.
+        starting: returns the progress of the start while there is no engine.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CallService:
         self.work = Preprocessing() if work is None else work
         """Threads and budgets for work before the engine."""
         self.log = CallLog(logger)
-        """A line for each call that has ended."""
+        """Log with one line for each call that has ended."""
         self.num_open = 0
         """Number of in-flight Generate calls."""
         self.attached: AsyncEngine | None = None
@@ -139,10 +139,10 @@ class CallService:
         return self.attached is not None and self.attached.is_serving and not self._draining
 
     def engine(self, *, even_draining: bool = False) -> AsyncEngine:
-        """The engine.
+        """Return the engine.
 
         Raises:
-            EngineStartingError: there is none yet.
+            EngineStartingError: there is no engine yet.
             EngineClosedError: the server is shutting down.
         """
         if self._draining and not even_draining:
@@ -152,10 +152,11 @@ class CallService:
         return self.attached
 
     def admit(self) -> AsyncEngine:
-        """The engine, for a call that makes work.
+        """Return the engine for a call that submits requests, if memory allows.
 
         Raises:
-            EngineClosedError: as for `engine`, or memory is short.
+            EngineStartingError: there is no engine yet.
+            EngineClosedError: the server is shutting down or short of memory.
         """
         engine = self.engine()
         if self._memory is not None:
@@ -213,7 +214,7 @@ def require_served_model(parts: EngineComponents, name: str) -> None:
     """Check that a call names the model of this server, or one of its LoRA adapters.
 
     Raises:
-        UnknownModelError: it names another one.
+        UnknownModelError: `name` is another model.
     """
     if name not in (*parts.model_names, parts.config.model, *parts.limits.adapters):
         names = " and ".join(repr(known) for known in parts.model_names)
@@ -221,7 +222,7 @@ def require_served_model(parts: EngineComponents, name: str) -> None:
 
 
 def _failure(error: str | None) -> Exception:
-    """The error that ended an output, from the engine's text, which is for clients where its prefix says so."""
+    """Return the exception for an output that ended with this error text of the engine."""
     if error is not None and error.startswith(EXCLUDED):
         field, _, message = error.removeprefix(EXCLUDED).partition(": ")
         return InvalidRequestError(field, message, code="no_token_left")
@@ -229,7 +230,7 @@ def _failure(error: str | None) -> Exception:
 
 
 def _client_text(error: str | None) -> str:
-    """The engine's text if it is written for clients; others may hold anything."""
+    """Return the engine's error text if its prefix marks it as safe for clients, else a general text."""
     if error is not None and error.startswith(("numeric:", "grammar:")):
         return error
     return "the request failed"

@@ -1,6 +1,6 @@
-"""A soft limit of memory: new calls are rejected while the process uses most of what it may use.
+"""A soft limit of memory: new calls are rejected while the process uses most of its available memory.
 
-Refusing them is better than to be killed, which ends every stream. Memory is looked at a few times a second at most.
+Without it the system would kill the process, which ends every stream. Memory use is read at most five times per second.
 """
 
 import logging
@@ -22,10 +22,11 @@ class MemoryGate:
     """Rejects calls while memory is short.
 
     Args:
-        total_bytes: what the process may use; None: nothing is ever rejected.
-        share: of it, above which calls are rejected. Where the model alone takes so much, halfway from there to all.
-        used_bytes: reads what the process uses.
-        clock: seconds.
+        total_bytes: memory that the process may use; None: no call is rejected.
+        share: share of `total_bytes` above which calls are rejected. If the loaded model already uses more, the limit
+            is halfway between its use and `total_bytes`.
+        used_bytes: returns the memory that the process uses, in bytes; None: its resident memory.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class MemoryGate:
         self._read_s = self._logged_s = -_LOG_PERIOD_S
 
     def model_loaded(self) -> None:
-        """Set the limit from the current use."""
+        """Set the limit from the current memory use."""
         if self._total_bytes is not None:
             used = self._used_bytes()
             soft = int(self._total_bytes * self._share)
@@ -55,7 +56,7 @@ class MemoryGate:
         """Check that memory is left for another call.
 
         Raises:
-            EngineClosedError: there is not.
+            EngineClosedError: memory is short.
         """
         if self._limit_bytes is None:
             return
@@ -77,7 +78,7 @@ class MemoryGate:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; 0 where the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -85,7 +86,7 @@ def resident_bytes() -> int:
 
 
 def cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the memory limit of this process's control group, or of one around it; None: there is none."""
+    """Return the lowest memory limit of this process's control group and its parents, in bytes; None: no limit."""
     limits = []
     try:
         lines = of.read_text().splitlines()

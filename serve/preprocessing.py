@@ -1,15 +1,14 @@
 """Work on calls before the engine has them: reading bodies, parsing, tokenizing, compiling constraints.
 
-One `Preprocessing` serves all protocols of a server. Nothing in it may hold up a call of somebody else:
+One `Preprocessing` serves all protocols of a server. No call in it may hold up the calls of another owner:
 
-* Work runs in few threads (`FairQueue`). What waits for one belongs to an owner: the owner of the API key, or the
-  client's address where there are no keys. Owners take turns, each has a bounded share of the queue, and a call whose
-  client has disconnected leaves the queue at once.
-* Long texts have a thread of their own, and are tokenized in a child process (`apt_jax.text.long_texts`).
-* Constraints that have been compiled before never wait; new ones are tried one at a time.
-* All bodies that are being read or worked on share one budget of memory (`BodyBudget`), of which an owner can take
-  half.
-* Memory that a large call has freed goes back to the system.
+* Work runs in few threads (`FairQueue`). Each waiting call has an owner: the owner of its API key, or the client's
+  address if the server has no keys. Owners take turns, each has a bounded share of the queue, and a call whose client
+  has disconnected leaves the queue at once.
+* Long texts have a separate thread, and are tokenized in a child process (`apt_jax.text.long_texts`).
+* Constraints that have been compiled before never wait; new ones are compiled one at a time.
+* All bodies that are being read or processed share one memory budget (`BodyBudget`), of which an owner can take half.
+* Memory freed by a large call is returned to the system.
 """
 
 import asyncio
@@ -26,9 +25,9 @@ from apt_jax.structured.compiler import PendingGrammar
 from apt_jax.utils.memory import give_back_memory
 
 LONG_BYTES = 64 << 10
-"""Calls with more than this have a thread of their own: they take tens of milliseconds to minutes."""
+"""Size in bytes above which calls run in the thread for long texts: they take tens of milliseconds to minutes."""
 _FREE_BYTES = 16 << 10
-"""Part of each body that is not counted, so that small calls are served while large ones have taken the budget."""
+"""Number of bytes of each body that are not counted, so that small calls are served when the budget is used up."""
 _TRIM_DELAY_S = 1.0
 
 Owner = Hashable
@@ -40,29 +39,29 @@ class PreprocessingLimits:
     """Bounds of the work before the engine."""
 
     body_memory_bytes: int = 64 << 20
-    """Memory of all bodies that are being read or worked on, beyond the first 16 KiB of each."""
+    """Memory budget in bytes for bodies that are being read or processed; the first 16 KiB of each do not count."""
     max_waiting: int = 2048
-    """Calls that wait for a thread, of all owners."""
+    """Maximum number of calls that wait for a thread, over all owners."""
     max_waiting_per_owner: int = 1024
     max_waiting_long: int = 512
-    """Calls that wait with long texts, of all owners."""
+    """Maximum number of calls that wait for the thread for long texts, over all owners."""
     max_waiting_long_per_owner: int = 256
     max_waiting_grammars: int = 256
-    """Calls that wait for a trial of a new constraint, of all owners."""
+    """Maximum number of calls that wait for the compilation of a new constraint, over all owners."""
     max_waiting_grammars_per_owner: int = 128
     grammar_wait_s: float = 10.0
-    """Time limit of the wait for a trial."""
+    """Maximum wait for the compilation of a constraint to begin, in seconds."""
 
 
 class FairQueue:
     """Threads for short work, with a bounded queue in which owners take turns; one event loop.
 
     Args:
-        name: of the threads.
-        num_threads: that work at once.
-        max_waiting: jobs in the queue.
-        max_waiting_per_owner: jobs of one owner in it.
-        full: what the client is told where the queue is full.
+        name: name prefix of the threads.
+        num_threads: number of threads.
+        max_waiting: maximum number of jobs in the queue.
+        max_waiting_per_owner: maximum number of jobs of one owner in the queue.
+        full: error message for clients if the queue is full.
     """
 
     def __init__(self, name: str, num_threads: int, *, max_waiting: int, max_waiting_per_owner: int, full: str) -> None:
@@ -71,22 +70,22 @@ class FairQueue:
         self._max_waiting, self._max_per_owner, self._full = max_waiting, max_waiting_per_owner, full
         self._waiting: collections.OrderedDict[Owner, collections.deque[asyncio.Future[None]]]
         self._waiting = collections.OrderedDict()
-        """By owner; whose turn it is comes first. No owner has an empty queue."""
+        """Waiting jobs by owner; the owner whose turn is next comes first. No owner has an empty queue."""
         self.num_waiting = 0
 
     async def run(self, function: Callable[[], T], owner: Owner, *, wait_s: float | None = None) -> T:
         """Call `function` in a thread when it is this owner's turn.
 
-        A caller that is cancelled leaves the queue; a function that has begun goes on, and its thread is free when it
-        has ended.
+        A caller that is cancelled leaves the queue. A function that has begun continues, and occupies its thread until
+        it returns.
 
         Args:
-            function: what to call.
-            owner: takes turns with others.
-            wait_s: time limit of the wait; None: no limit.
+            function: function to call.
+            owner: owner of the job; owners take turns.
+            wait_s: maximum wait in seconds; None: no limit.
 
         Raises:
-            QueueFullError: too much waits, or the wait was too long.
+            QueueFullError: too many jobs are waiting, or the wait was too long.
         """
         if self._free:
             self._free -= 1
@@ -107,12 +106,12 @@ class FairQueue:
         return await asyncio.wrap_future(job)
 
     def start(self, function: Callable[[], object]) -> None:
-        """Call `function` in a thread some time; for work of the server itself."""
+        """Call `function` in a thread later, without an owner; for work of the server itself."""
         with contextlib.suppress(RuntimeError):  # closed
             self._threads.submit(function)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further jobs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, owner: Owner, wait_s: float | None) -> None:
@@ -143,7 +142,7 @@ class FairQueue:
                 del self._waiting[owner]
 
     def _release(self) -> None:
-        """A thread is free: the next owner's turn."""
+        """Give a free thread to the next owner."""
         while self._waiting:
             owner, queue = self._waiting.popitem(last=False)
             turn = queue.popleft()
@@ -157,10 +156,10 @@ class FairQueue:
 
 
 class BodyBudget:
-    """Memory for bodies that are being read or worked on; one event loop.
+    """Memory budget for bodies that are being read or processed; one event loop.
 
     Args:
-        max_bytes: of all; an owner can take half.
+        max_bytes: size of the budget in bytes; an owner can take half of it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -170,7 +169,7 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def lease(self, owner: Owner) -> "Iterator[BodyLease]":
-        """The share of one body, until the end of the context."""
+        """Yield the lease of one body; its bytes are returned to the budget at the end of the context."""
         lease = BodyLease(self, owner)
         try:
             yield lease
@@ -178,10 +177,10 @@ class BodyBudget:
             self._add(owner, -lease.num_counted)
 
     def take(self, owner: Owner, num_bytes: int) -> None:
-        """Count more bytes.
+        """Take bytes from the budget.
 
         Raises:
-            QueueFullError: there is no room for them.
+            QueueFullError: the budget does not have that many left.
         """
         most = self.max_bytes
         if self.used_bytes + num_bytes > most or self._by_owner[owner] + num_bytes > most // 2:
@@ -199,7 +198,7 @@ class BodyBudget:
 
 
 class BodyLease:
-    """The share of one body in a `BodyBudget`."""
+    """The bytes of one body, counted in a `BodyBudget`."""
 
     def __init__(self, budget: BodyBudget, owner: Owner) -> None:
         self._budget, self._owner = budget, owner
@@ -207,10 +206,10 @@ class BodyLease:
         self.num_counted = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Count bytes that have come.
+        """Count bytes that have been received.
 
         Raises:
-            QueueFullError: there is no room for them.
+            QueueFullError: the budget does not have that many left.
         """
         self._num_bytes += num_bytes
         more = max(0, self._num_bytes - _FREE_BYTES) - self.num_counted
@@ -223,7 +222,7 @@ class Preprocessing:
     """Queues and budgets of a server; one event loop.
 
     Args:
-        limits: bounds.
+        limits: bounds of the queues and the budget; None: the defaults.
     """
 
     def __init__(self, limits: PreprocessingLimits | None = None) -> None:
@@ -250,7 +249,7 @@ class Preprocessing:
         """Call `function` in the thread for work on `num_bytes` of text.
 
         Raises:
-            QueueFullError: too much waits.
+            QueueFullError: too many calls are waiting.
         """
         if num_bytes <= LONG_BYTES:
             return await self._short.run(function, owner)
@@ -260,11 +259,11 @@ class Preprocessing:
             self._trim_later()
 
     async def compile_grammars(self, requests: Sequence[EngineRequest], owner: Owner) -> list[EngineRequest]:
-        """Requests with their constraints compiled. Constraints that are known do not wait.
+        """Return the requests with their constraints compiled. Known constraints do not wait.
 
         Raises:
-            InvalidRequestError: one cannot be used.
-            QueueFullError: too many are being tried.
+            InvalidRequestError: a constraint cannot be used.
+            QueueFullError: too many new constraints are waiting.
         """
         made = []
         for request in requests:
@@ -279,7 +278,7 @@ class Preprocessing:
         return made
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no further jobs."""
         for queue in (self._short, self._long, self._grammars):
             queue.close()
 

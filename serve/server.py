@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_FILES = 65_536
 _OTHER_FILES = 32
-"""Number of open files other than connections."""
+"""Number of open files reserved for uses other than connections."""
 
 ENGINE_LOST = 1
 """Exit code if the engine has ended by itself."""
@@ -63,21 +63,21 @@ async def serve(
     """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
 
     Args:
-        config: of the engine.
-        server_config: of gRPC.
-        http_config: of HTTP; None: no HTTP.
-        shutdown_timeout_s: time for in-flight requests after the first signal.
-        build: makes the engine, in a thread.
+        config: configuration of the engine.
+        server_config: configuration of the gRPC server.
+        http_config: configuration of the HTTP server; None: no HTTP.
+        shutdown_timeout_s: seconds for in-flight requests to finish after the first signal.
+        build: makes the engine; called in a thread.
         reload: called at SIGHUP.
         step_timeout_s, decision_log: see `AsyncEngine`.
-        find: looks for the model before anything is printed; in the same thread.
-        log_format: of the status lines on standard output.
-        hosts: the other ranks of the replica.
+        find: looks for the model before anything is printed; called in the same thread as `build`.
+        log_format: format of the status lines on standard output.
+        hosts: the other ranks of the replica; None: no other ranks.
         on_busy: called at the end if a thread is still compiling: the process must be ended by `os._exit`.
 
     Raises:
         CommandError: a port is in use.
-        ModelLoadError, ConfigError: from `find` or `build`.
+        ModelLoadError, ConfigError: raised by `find` or `build`.
     """
     server = ServerGroup(server_config, http_config)
     try:
@@ -165,7 +165,7 @@ class ServerGroup:
 
     @property
     def addresses(self) -> str:
-        """Their addresses, for people."""
+        """Addresses of the servers, for status lines."""
         text = f"{self._grpc.config.host}:{self._grpc.port} (gRPC)"
         if self._http is not None:
             text += f" and {self._http.address} (HTTP)"
@@ -201,10 +201,10 @@ class ServerGroup:
 
 
 class WorkerRanks:
-    """The other ranks of the replica, if it has any, once they have joined.
+    """The other ranks of the replica, once they have joined; empty for a single host.
 
     Attributes:
-        on_drain: called in a thread when one of them got a termination signal.
+        on_drain: called in a thread when another rank got a termination signal.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class WorkerRanks:
         self._leader = leader
 
     def tell_engine(self, engine: AsyncEngine) -> None:
-        """Have the loss of a rank end the engine."""
+        """Make the engine fail when a rank is lost."""
 
         def fail(reason: str) -> None:
             logger.critical("%s", reason)
@@ -268,8 +268,8 @@ def _lower_compute_thread_priority(others: set[int]) -> None:
     """Let threads that serve calls run before the model's threads, which take every core of a CPU.
 
     Args:
-        others: threads that are not the model's. Nor are Python's, which the interpreter's lock makes wait for each
-            other.
+        others: ids of native threads that existed before the model. They keep their priority, as do all Python threads,
+            which wait for each other on the interpreter's lock.
     """
     import jax
 
@@ -283,7 +283,7 @@ def _lower_compute_thread_priority(others: set[int]) -> None:
 
 
 def thread_ids() -> set[int]:
-    """Ids of the threads of this process, on systems with a priority for each."""
+    """Return the ids of this process's threads; empty on systems without a priority per thread."""
     try:
         return {int(task) for task in os.listdir("/proc/self/task")}
     except OSError:
@@ -291,7 +291,7 @@ def thread_ids() -> set[int]:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files, as every connection is one and the usual limit is 1024; return the limit."""
+    """Raise the limit of open files and return it; each connection is an open file, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -302,14 +302,14 @@ def raise_file_limit() -> int:
 
 
 def grpc_connections(wanted: int, http: int, limit: int) -> int:
-    """Return how many gRPC connections may be open: `wanted`, or fewer if open files are few.
+    """Return the maximum number of open gRPC connections: `wanted`, or fewer if the limit of open files is low.
 
-    HTTP looks at what is left (`serve.http_api.acceptor`); gRPC cannot, and would take all.
+    HTTP stays within the open files that are left (`serve.http_api.acceptor`); gRPC cannot, and would take all.
 
     Args:
-        wanted: number of them.
-        http: number of HTTP connections.
-        limit: of open files.
+        wanted: configured maximum number of gRPC connections.
+        http: configured maximum number of HTTP connections.
+        limit: maximum number of open files.
     """
     if wanted + http + _OTHER_FILES <= limit:
         return wanted
@@ -325,7 +325,7 @@ def grpc_connections(wanted: int, http: int, limit: int) -> int:
 
 
 def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """As `asyncio.to_thread`, in a thread that does not keep the process alive."""
+    """Like `asyncio.to_thread`, but in a thread that does not keep the process alive."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

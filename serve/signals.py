@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Signals:
-    """SIGTERM and SIGINT as events, SIGHUP as a call of `reload`."""
+    """Turns SIGTERM and SIGINT into events, and SIGHUP into a call of `reload`."""
 
     def __init__(self, reload: Callable[[], None]) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()

@@ -10,16 +10,16 @@ TTFT_KEYS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TBT_KEYS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TIER_KEY = "service_tier"
 QUEUE_TTL_KEY = "x-llm-d-inference-ttl"
-"""Longest time in the queue: a duration as Go writes it."""
+"""Header with the maximum time in the queue, a duration in Go's format."""
 
 TIERS = {"flex": "be", "priority": "rt", "auto": None, "default": None}
-"""Classes of OpenAI's service tiers; None: the server's default."""
+"""SLO class of each service tier of OpenAI; None: the server's default class."""
 TIER_OF_CLASS = {"rt": "priority", "be": "flex"}
-"""Tiers that ask for a class."""
+"""Service tier that asks for a class, by SLO class."""
 USED_TIERS = ("default", "flex", "priority")
-"""Tiers that answers name."""
+"""Service tiers that responses may name."""
 DECIMAL_PATTERN = r"[0-9]{1,12}(\.[0-9]{1,12})?"
-"""Milliseconds in headers."""
+"""Pattern of milliseconds in headers."""
 _DECIMAL = re.compile(DECIMAL_PATTERN)
 
 DURATION_PATTERN = r"([0-9]{1,9}(\.[0-9]{1,9})?(ns|us|µs|ms|s|m|h)){1,6}"
@@ -31,10 +31,10 @@ Headers = Mapping[str, str | bytes]
 
 
 def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
-    """Parse the first of `keys` that is present; None: none is.
+    """Parse the first of `keys` that is present; None: no key is present.
 
     Raises:
-        InvalidRequestError: it is not a number.
+        InvalidRequestError: the value is not a number.
     """
     for key in keys:
         value = headers.get(key)
@@ -48,10 +48,10 @@ def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
 
 
 def max_queue_s(headers: Headers) -> float | None:
-    """Parse the longest time that the request may wait in the queue, seconds; None: it says none.
+    """Parse the maximum time that the request may wait in the queue, in seconds; None: the header is absent.
 
     Raises:
-        InvalidRequestError: it is not a positive duration such as 1500ms, 2s or 1m30s.
+        InvalidRequestError: the value is not a positive duration such as 1500ms, 2s or 1m30s.
     """
     value = headers.get(QUEUE_TTL_KEY)
     if value is None:
@@ -68,7 +68,7 @@ def max_queue_s(headers: Headers) -> float | None:
 
 
 def class_of_tier(tier: object) -> str | None:
-    """Map OpenAI's `service_tier` to a class; None: the server's default.
+    """Map OpenAI's `service_tier` to an SLO class; None: the server's default class.
 
     Raises:
         InvalidRequestError: the tier is unknown.
@@ -83,8 +83,8 @@ def class_of_tier(tier: object) -> str | None:
 
 
 def used_tier(slo_class: str, asked: object) -> str:
-    """OpenAI's name of the tier that a request is served in: `flex` for best effort, else `default`, or `priority` where
-    that was `asked` for."""
+    """Return the service tier that a request is served in: `flex` for best effort, `priority` if `asked` for, else
+    `default`."""
     if slo_class == "be":
         return "flex"
     return "priority" if asked in ("priority", b"priority") else "default"

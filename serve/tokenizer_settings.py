@@ -1,7 +1,7 @@
-"""Settings of a server's tokenizer, as a tokenizer_config.json has them: special tokens, chat template and the like.
+"""Settings of a server's tokenizer in the form of tokenizer_config.json: special tokens, chat template and others.
 
-They are made from what was loaded, so they say what the server does, whatever file it came from (GGUF, vocab.json) and
-whatever was chosen at start (``--tokenizer``, ``--chat-template``).
+They are made from the loaded tokenizer and template, so they describe the running server for every file format (GGUF,
+vocab.json) and all flags (``--tokenizer``, ``--chat-template``).
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from apt_jax.text.tokenizer import Tokenizer, tokenizer_config
 
 
 def tokenizer_settings(parts: EngineComponents) -> dict[str, Any] | None:
-    """The settings, read from the model's files; None: the model has no tokenizer."""
+    """Return the tokenizer's settings; None: the model has no tokenizer."""
     if parts.tokenizer is None:
         return None
     settings = _stored(parts.tokenizer)

@@ -1,4 +1,4 @@
-"""Bounds on the clients that watch the scheduler, which cost the engine's thread some time an iteration."""
+"""Limits of the number of clients that watch the scheduler; each takes time of the engine's thread per iteration."""
 
 import collections
 
@@ -11,12 +11,12 @@ _RETRY_AFTER_S = 30.0
 
 
 class WatcherSlots:
-    """Slots for the watchers of one kind. Tenants leave some of them to operators, and each has a few of its own.
+    """Slots for the watchers of one kind. Each tenant can take a few, and some are reserved for operators.
 
     Args:
-        what: the watchers, for error messages.
-        total: for all.
-        of_tenant: for one tenant, and left to operators.
+        what: noun for the watchers in error messages.
+        total: number of slots.
+        of_tenant: maximum number of slots of one tenant, and the number reserved for operators.
     """
 
     def __init__(self, what: str, total: int = MAX_WATCHERS, of_tenant: int = MAX_OF_TENANT) -> None:
@@ -24,10 +24,10 @@ class WatcherSlots:
         self._taken: collections.Counter[Caller] = collections.Counter()
 
     def take(self, caller: Caller) -> None:
-        """Take a slot; `free` it at the end.
+        """Take a slot; release it with `free`.
 
         Raises:
-            QueueFullError: there is none for this caller.
+            QueueFullError: no slot is left for this caller.
         """
         if not caller.is_operator and self._taken[caller] >= self._of_tenant:
             raise QueueFullError(f"{self._of_tenant} {self._what} with this API key already", _RETRY_AFTER_S)

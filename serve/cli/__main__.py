@@ -1,4 +1,4 @@
-"""`python -m serve.cli` is `apt-jax`."""
+"""Run `apt-jax` as `python -m serve.cli`."""
 
 import sys
 

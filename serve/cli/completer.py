@@ -1,4 +1,4 @@
-"""The contract of the commands' completers of prompts: an engine in this process, or a server."""
+"""The interface by which commands complete prompts, with an engine in this process or with a server."""
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -12,14 +12,14 @@ SLO_FIELDS = ("slo_class", "slo_ttft_ms", "slo_tbt_ms")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextChunk:
-    """New text of a completion; the last piece has a `finish`."""
+    """New text of a completion; the last chunk has a `finish`."""
 
     text: str
     finish: pb.Finish | None = None
 
 
 def without_slo(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split fields of a request into those of `SamplingParams`, and class and objectives (`SLO_FIELDS`)."""
+    """Split the fields of a request into fields of `SamplingParams` and SLO fields (`SLO_FIELDS`)."""
     sampling = {name: value for name, value in fields.items() if name not in SLO_FIELDS}
     return sampling, {name: fields.get(name) for name in SLO_FIELDS}
 
@@ -33,7 +33,7 @@ class Completer(Protocol):
         ...
 
     def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:
-        """Complete a text or a conversation; `fields` are those of `serve.cli.options.request_fields`."""
+        """Complete a text or a conversation; `fields` come from `serve.cli.options.request_fields`."""
         ...
 
     async def max_model_len(self) -> int: ...

@@ -25,7 +25,7 @@ from serve.protos.words import cache_kind_name, finish_reason_name
 
 
 class LocalCompleter:
-    """Over an engine in this process."""
+    """Completes prompts with an engine in this process."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -54,11 +54,11 @@ class LocalCompleter:
 
 
 class RemoteCompleter:
-    """Over a running server.
+    """Completes prompts with a running server, over gRPC.
 
     Args:
-        client: of the server.
-        chat: its tokenizer and chat template; None: texts only.
+        client: client of the server.
+        chat: tokenizer and chat template of the server; None: it completes texts only.
     """
 
     def __init__(self, client: AsyncAptClient, chat: ServerChat | None = None) -> None:
@@ -96,8 +96,8 @@ async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Comp
     """Open the completer for `--target`, or for the engine flags.
 
     Args:
-        args: of the command.
-        chat: fetch the chat template of the server too.
+        args: arguments of the command.
+        chat: True: also fetch the server's chat template.
     """
     if args.target is not None and args.target.startswith(HTTP_SCHEMES):
         key = read_api_key(args.api_key_file)
@@ -122,7 +122,7 @@ async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Comp
 
 
 def _build(config: EngineConfig, *, warm_up: bool, quiet: bool) -> EngineComponents:
-    """Build in this thread: the event loop has no other work yet, and Ctrl-C ends it."""
+    """Build an engine in this thread: the event loop has no other work yet, and Ctrl-C interrupts the build."""
     bars = starting_bars(quiet=quiet)
     try:
         return build_engine(config, warm_up=warm_up, calibrate=False, progress=bars)

@@ -23,7 +23,7 @@ Group = argparse._ActionsContainer
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Appends defaults to help texts that do not state one."""
+    """Appends the default to help texts that do not state it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
@@ -33,13 +33,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are one line that names the flag and the nearest right name; exit code 2.
+    """An `ArgumentParser` whose errors are one line with the flag and the most similar valid name; exit code 2.
 
     Attributes:
-        brief: flags that ``--help`` shows, by their longest names; the rest is in ``--help=all`` and ``--help=GROUP``, or
-            with a space instead of ``=``. Empty: it shows all.
-        example: what ``--help`` ends with, where it is brief.
-        settings: values that ``--set NAME=VALUE`` gives; None: the command has none (`settings_of`).
+        brief: longest names of the flags that ``--help`` shows; ``--help=all`` and ``--help=GROUP`` show the others (a
+            space instead of ``=`` works too). Empty: ``--help`` shows all flags.
+        example: last lines of a brief ``--help``.
+        settings: values that ``--set NAME=VALUE`` gives; None: the command has no settings (`settings_of`).
     """
 
     brief: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def _show(self, actions: "Iterable[tuple[str | None, Sequence[argparse.Action]]]", end: str = "") -> NoReturn:
-        """Print these flags, by the titles of their groups, and exit."""
+        """Print these flags under the titles of their groups, and exit."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [MODEL] [flags]", [], [], None)
         formatter.add_text(self.description)
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _topic(title: str) -> str:
-    """The name of a group of flags as it is typed."""
+    """Return the name of a group of flags as a user types it in ``--help=GROUP``."""
     return title.split("(")[0].strip().lower().replace(" ", "-").replace("_", "-")
 
 
@@ -147,7 +147,7 @@ def _number(text: str) -> float:
 
 
 def positive(kind: type[int] | type[float]) -> Any:
-    """Return an argparse type: a positive number of this kind."""
+    """Return the argparse type of positive numbers of this kind."""
     read = _integer if kind is int else _number
 
     def convert(text: str) -> Any:
@@ -178,10 +178,11 @@ def natural(text: str) -> int:
 
 
 class Settings(Parser):
-    """Values that few need to change: declared as flags are, and given by ``--set NAME=VALUE``.
+    """Rarely changed options: declared like flags, and given by ``--set NAME=VALUE``.
 
     Args:
-        parser: of the command. Its help lists them in a group of their own, and its namespace gets their defaults.
+        parser: parser of the command. Its help lists the settings in their own group, and its namespace gets their
+            defaults.
     """
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
@@ -205,11 +206,11 @@ class Settings(Parser):
         return action
 
     def find(self, name: str) -> argparse.Action | None:
-        """The setting of this name; dashes are underscores."""
+        """Return the setting of this name; dashes count as underscores."""
         return next((action for action in self._actions if action.dest == name.replace("-", "_")), None)
 
     def given_by(self, flag: str, value: str | None) -> str | None:
-        """The argument that replaces a flag and its value; None: no setting has its name."""
+        """Return the ``--set`` argument that replaces a flag and its value; None: no setting has the flag's name."""
         name = flag.lstrip("-")
         switched_off = name.startswith("no-")
         action = self.find(name.removeprefix("no-"))
@@ -220,10 +221,10 @@ class Settings(Parser):
         return f"{SET_FLAG} {shlex.quote(f'{action.dest}={value}') if value else f'{action.dest}=VALUE'}"
 
     def read(self, text: str) -> tuple[str, Any]:
-        """Name and value of ``NAME=VALUE``.
+        """Parse ``NAME=VALUE``; returns the name and the value.
 
         Raises:
-            ValueError: no such setting, or not a value of it; the message says which.
+            ValueError: the setting is unknown or the value is invalid; the message says which.
         """
         name, equals, given = text.partition("=")
         names = [action.dest for action in self._actions]
@@ -246,7 +247,7 @@ class Settings(Parser):
 
 
 class _Set(argparse.Action):
-    """``--set NAME=VALUE``."""
+    """The argparse action of ``--set NAME=VALUE``."""
 
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -261,7 +262,7 @@ class _Set(argparse.Action):
 
 
 def settings_of(parser: argparse.ArgumentParser) -> Settings:
-    """The settings of a command, made at the first call."""
+    """Return the settings of a command; the first call creates them."""
     found: Settings | None = getattr(parser, "settings", None)
     if found is None:
         found = Settings(parser)
@@ -282,10 +283,10 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
     """Add the flag of one dataclass field.
 
     Args:
-        group: where the flag goes.
+        group: parser or group that gets the flag.
         cls: dataclass of the field.
         name: name of the field.
-        flags: names of the flag; none: those of its `option`, else the field's name.
+        flags: names of the flag; default: the names in its `option`, else the field's name.
         given: arguments of `add_argument` that replace the derived ones.
     """
     made = options_of(cls)[name][1] if name in options_of(cls) else None
@@ -331,7 +332,7 @@ def request_help(name: str, end: str = "", *, bounds: bool = True) -> str:
 
 
 def add_request_field(group: Group, name: str, flag: str = "", *, end: str = "", **given: Any) -> None:
-    """Add the flag of one request field; with a `type` of its own the bounds of the field do not apply."""
+    """Add the flag of one request field; if `given` has a `type`, the field's bounds do not apply."""
     spec = REQUEST_FIELDS[name]
     settings: dict[str, Any] = {"help": request_help(name, end, bounds="type" not in given)}
     if spec.type == "boolean":

@@ -1,4 +1,4 @@
-"""Completion by a server over HTTP, by OpenAI's API: of ours, and of any other that has it."""
+"""Completion by a server with OpenAI's HTTP API: apt-jax or any other."""
 
 import contextlib
 import json
@@ -17,11 +17,11 @@ from serve.protos.words import cache_kind, finish_reason
 
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10)
 _DEFAULT_LEN = 4096
-"""Context length, tokens, of servers that do not say theirs."""
+"""Assumed context length, in tokens, of servers that do not report one."""
 
 
 class HttpCompleter:
-    """Over a running server; made by `open_http`."""
+    """Completes prompts with a running server, over HTTP; made by `open_http`."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, model: dict[str, Any]) -> None:
         self._session, self._base = session, base
@@ -29,7 +29,7 @@ class HttpCompleter:
         self.has_chat = False
 
     async def find_template(self) -> None:
-        """Ask whether the model has a chat template; other servers are not asked for more than the answer."""
+        """Ask whether the model has a chat template; servers that do not know the question count as having one."""
         probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}]}
         async with self._session.post(f"{self._base}/tokenize", json=probe) as response:
             text = await response.text(errors="replace")
@@ -77,16 +77,16 @@ class HttpCompleter:
 async def open_http(
     url: str, *, model: str | None, api_key: str | None, tls_ca: str | None
 ) -> AsyncIterator[HttpCompleter]:
-    """Open a server.
+    """Connect to a server.
 
     Args:
-        url: of the server, with or without ``/v1``.
+        url: address of the server, with or without ``/v1``.
         model: name of one of its models; None: the first.
-        api_key: sent with every call.
-        tls_ca: PEM file of the CAs that its certificate is verified with; None: those of the system.
+        api_key: API key that is sent with every call; None: no key.
+        tls_ca: PEM file of the CAs that verify the server's certificate; None: the system's CAs.
 
     Raises:
-        CommandError: it does not answer, or not with its models.
+        CommandError: the server does not answer, or does not list its models.
         ConfigError: `tls_ca` cannot be used.
     """
     base = url.rstrip("/").removesuffix("/v1")
@@ -137,10 +137,10 @@ def _refused(status: int, text: str) -> Exception:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, Any]]:
-    """The objects of server-sent events, until `[DONE]`; each is one line in OpenAI's streams.
+    """Yield the JSON objects of server-sent events until `[DONE]`; in OpenAI's streams each event is one line.
 
     Raises:
-        CommandError: the server sends an error, or ends early.
+        CommandError: the server sends an error, or ends the stream early.
     """
     async for line in response.content:
         if not line.startswith(b"data:"):
@@ -159,7 +159,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
 
 
 def _note(finish: pb.Finish, choice: dict[str, Any]) -> None:
-    """Note how an output ended, and our server's timings if they are there."""
+    """Record how an output ended, and the timings if the server is apt-jax."""
     finish.reason = finish_reason(choice["finish_reason"])
     told = choice.get("aptjax")
     if not told:

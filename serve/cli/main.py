@@ -1,7 +1,7 @@
 """`apt-jax COMMAND`: find the command, read its flags, run it.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`; only the one asked for is imported, and nothing
-heavy before it is known. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`. Only the requested command is imported, and
+no heavy library before that. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 """
 
 import difflib
@@ -37,7 +37,7 @@ _VARIABLES = (KEY_VARIABLE, "APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
 
 
 def _misspelt_variable() -> str | None:
-    """A line on a variable that is nearly one of ours; others may be of somebody else."""
+    """Return a warning about an environment variable whose name is almost one of apt-jax's; None: no such variable."""
     known = {name.removeprefix(_PREFIX): name for name in _VARIABLES}
     for name in sorted(set(os.environ) - set(_VARIABLES)):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1) if name.startswith(_PREFIX) else []

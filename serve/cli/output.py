@@ -18,7 +18,7 @@ from serve.errors import CommandError
 
 
 def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
-    """Print two columns: name and value."""
+    """Print a table of two columns: name and value."""
     table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -28,11 +28,11 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 _json_out: list[TextIO] = []
-"""Where JSON goes, the last of them; empty: to stdout."""
+"""Streams of nested `tables_on_stderr`: JSON is written to the last one; empty: to stdout."""
 
 
 class _Stderr(io.TextIOBase):
-    """Standard error, which may be unread."""
+    """Standard error whose reader may have closed it."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(BrokenPipeError):
@@ -63,8 +63,8 @@ def tables_on_stderr() -> Iterator[None]:
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
-    """Show on stderr the progress of an engine's start, at least every five seconds until `close`: bars on terminals, else
-    lines."""
+    """Show the progress of an engine's start on stderr, at least every five seconds until `close`: bars on terminals,
+    otherwise lines."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -74,7 +74,7 @@ def starting_bars(*, quiet: bool = False) -> ProgressBars:
 
 
 def rounded(value: Any, places: int = 6) -> Any:
-    """Round fractions to six places, values of names in ``_ms`` to three (microseconds), but keep six digits."""
+    """Round floats to six decimal places, or three for names that end in ``_ms``; at least six digits are kept."""
     match value:
         case dict():
             return {k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()}
@@ -86,7 +86,7 @@ def rounded(value: Any, places: int = 6) -> Any:
 
 
 def write_json(path: str | None, values: Any) -> None:
-    """Write `values` to a file, to stdout for ``-``, nowhere for None; numbers rounded (`rounded`)."""
+    """Write `values` as JSON to a file, to stdout for ``-``, or not at all for None; `rounded` rounds the numbers."""
     if path is None:
         return
     text = json.dumps(rounded(values), indent=1, default=str) + "\n"

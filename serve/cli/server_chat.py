@@ -1,8 +1,8 @@
 """The tokenizer and the chat template of a running server, so that a client of the gRPC port can send messages.
 
 The server sends both as files (`serve.grpc_api.tokenizer_bundle`), by vLLM's method ``GetTokenizer``. The template is
-rendered here as a model's own is: in a process apart, with limits. An archive is taken as what somebody else has sent:
-its size is bounded, and nothing of it is written to disk.
+rendered like that of a local model: in a separate process, with limits. The archive is untrusted: its size is bounded,
+and nothing of it is written to disk.
 """
 
 import hashlib
@@ -30,25 +30,25 @@ _MAX_ARCHIVE_BYTES = 128 << 20
 _MAX_FILE_BYTES = 256 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NO_TOKENIZER = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
-"""An older server, and one whose model has no tokenizer."""
+"""Status codes of servers without this method, and of servers whose model has no tokenizer."""
 
 
 class ServerChat:
     """Tokenizer and chat template of a server.
 
     Args:
-        tokenizer: of the server.
-        template: of the server.
+        tokenizer: tokenizer of the server's model.
+        template: chat template of the server's model.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer, self._template = tokenizer, template
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation, up to where the model's answer begins. Waits for another process.
+        """Encode a conversation as token ids, with the beginning of the model's turn. Waits for another process.
 
         Raises:
-            InvalidRequestError: the template does not take it.
+            InvalidRequestError: the template rejects the conversation.
         """
         return self._template.encode(self._tokenizer, messages)
 
@@ -60,7 +60,7 @@ async def fetch_chat(client: AsyncAptClient) -> ServerChat | None:
     """Fetch the tokenizer and the chat template; None: the model has no tokenizer or no template.
 
     Raises:
-        CommandError: what came is damaged or too large.
+        CommandError: the archive is damaged or too large.
         grpc.RpcError: the server cannot be called.
     """
     stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(client.channel)
@@ -83,10 +83,10 @@ async def fetch_chat(client: AsyncAptClient) -> ServerChat | None:
 
 
 def read_archive(data: bytes) -> ServerChat | None:
-    """Make the chat of an archive; None: it has no template.
+    """Load the tokenizer and the chat template from an archive; None: it has no template.
 
     Raises:
-        CommandError: it cannot be used.
+        CommandError: the archive cannot be used.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -108,7 +108,7 @@ def read_archive(data: bytes) -> ServerChat | None:
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The bytes of a file, not more than its entry says."""
+    """Return the contents of a file, at most as long as its archive entry says."""
     if archive.getinfo(name).file_size > _MAX_FILE_BYTES:
         raise CommandError(f"the server's tokenizer is too large: {name} has more than {_MAX_FILE_BYTES >> 20} MiB")
     return archive.read(name)

@@ -1,10 +1,9 @@
-"""The log: one line for each call that has ended, as text for people or as JSON for programs. Never a prompt, an output
-or a key.
+"""The log: one line for each call that has ended, as text or as JSON. It never holds a prompt, an output or a key.
 
 Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged
-at ERROR, once, with the stack but not the text of the exception, which may hold anything. Cancelled and rejected calls
-are rate-limited: ten lines a second for each reason, and one line with the number of those left out. While the server
-starts it is one line in ten seconds, so that those that tell how far it is stay in sight.
+at ERROR, once, with the stack but not the text of the exception, which may hold anything. Lines of cancelled and
+rejected calls are rate-limited: ten lines per second for each reason, and one line with the number of omitted lines.
+While the server starts, the limit is one line in ten seconds, so that lines about its progress stay visible.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def configure(log_format: Format, level: str) -> None:
-    """Log to standard error: warnings of every package, and of our own at `level`."""
+    """Log to standard error: warnings of every package, and records of apt-jax from `level` on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if log_format == "text" else json_formatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -45,8 +44,8 @@ def configure(log_format: Format, level: str) -> None:
 
 
 def announcer(log_format: Format) -> Callable[[str], None]:
-    """Make a function that writes a line to standard output at once (`write_line`): as it is, or as a JSON object like
-    those of the log."""
+    """Return a function that writes a line to standard output at once (`write_line`): unchanged, or as a JSON object in
+    the format of the log."""
     formatter = logging.Formatter() if log_format == "text" else json_formatter()
 
     def say(line: str) -> None:
@@ -57,9 +56,9 @@ def announcer(log_format: Format) -> Callable[[str], None]:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Write a line at once. One that cannot be written is dropped: no full disk and no closed pipe ends a server.
+    """Write a line at once; drop it if that fails, so that a full disk or a closed pipe does not end a server.
 
-    Nothing stays in the buffer of the stream either, which Python would write, and fail, at its end.
+    A dropped line is not kept in the buffer of the stream, which Python would try to write at exit.
     """
     try:
         descriptor = stream.fileno()
@@ -72,8 +71,8 @@ def write_line(line: str, stream: TextIO) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """A line a record. Further lines are indented and control characters escaped, so that no logged text can forge a
-    line."""
+    """Formats one line per record. Further lines of a record are indented and control characters escaped, so that no
+    logged text can forge a line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -89,7 +88,8 @@ class TextFormatter(logging.Formatter):
 
 
 def json_formatter() -> logging.Formatter:
-    """An object a line: timestamp (UTC), level, logger, message, and the fields of calls (docs/serving.md)."""
+    """Return a formatter of one JSON object per line: timestamp (UTC), level, logger, message and the fields of calls
+    (docs/serving.md)."""
     return _Json(["levelname", "name", "message"], rename_fields={"levelname": "level", "name": "logger"})
 
 
@@ -104,13 +104,13 @@ class CallLog:
     """The log lines of one protocol's calls; one event loop.
 
     Args:
-        logger: of the protocol.
+        logger: logger of the protocol.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._recent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
-        """Lines in the current window, by reason, and the timer that ends the window."""
+        """By reason: number of lines in the current window, and the timer that ends the window."""
         self._closed = False
 
     def write(self, record: CallRecord) -> None:
@@ -150,7 +150,7 @@ class CallLog:
         )
 
     def close(self) -> None:
-        """Log the number of lines that were left out so far."""
+        """Log the number of lines omitted so far, and end all windows."""
         self._closed = True
         for reason, (_, timer) in list(self._recent.items()):
             timer.cancel()
@@ -189,7 +189,7 @@ class CallLog:
 
 
 def _headline(record: CallRecord) -> tuple[str, str]:
-    """The call and how it ended, without anything its client wrote."""
+    """Return a name of the call and how it ended, without text that its client wrote."""
     if record.outcome == "succeeded":
         return f"request {record.request_id}", record.reason
     call = record.method if record.http_method is None else f"{record.http_method} {record.method}"
@@ -202,7 +202,9 @@ def log_failure(logger: logging.Logger, what: str, error: BaseException) -> None
     """Log an unexpected failure at ERROR.
 
     Args:
-        what: a name of ours.
+        logger: gets the line.
+        what: the operation that failed; never text of a client.
+        error: its stack is logged, but not its text.
     """
     logger.error("%s failed", what, extra={"stack": stack_of(error)})
 

@@ -1,5 +1,5 @@
-"""The record of one call, of any protocol: for its line in the log (`serve.observability.call_log`) and its trace
-(`serve.observability.tracing`). It holds no prompt, output or key.
+"""The record of one call, of any protocol, from which its log line (`serve.observability.call_log`) and its trace
+(`serve.observability.tracing`) are made. It holds no prompt, output or key.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from apt_jax.request import EngineRequest, RequestMetrics
 from serve.errors import RequestFailedError
 
 NO_ID = "unnamed"
-"""Id of a call that was rejected before its own was known."""
+"""Id of calls that were rejected before their id was known."""
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -25,43 +25,43 @@ class CallRecord:
 
     protocol: Literal["http", "grpc", "batch"]
     method: str
-    """The path or the gRPC method; one of ours, never what a client wrote."""
+    """Path or gRPC method: a name that the server defines, never text of a client."""
     http_method: str | None = None
-    """The HTTP method, if it is a known one; None for gRPC."""
+    """HTTP method if it is known; None for gRPC."""
     request_id: str = NO_ID
     tenant: str | None = None
-    """Owner of its API key (`serve.security.api_keys`)."""
+    """Owner of the call's API key (`serve.security.api_keys`); None: no owner."""
     reason: str = "error"
-    """The finish reason of its output, or the status that it got instead."""
+    """Finish reason of the output, or the status of a call without output."""
     code: str | None = None
-    """Machine-readable error code."""
+    """Machine-readable error code; None: no error code."""
     param: str | None = None
-    """The invalid field."""
+    """Name of the invalid field, for rejected requests."""
     outcome: Literal["succeeded", "cancelled", "rejected", "failed"] = "failed"
-    """Rejected: the client can send a better request, or the same one later."""
+    """How the call ended. "rejected": the client can correct the request, or send it again later."""
     before_start: bool = False
-    """Rejected because the server is starting."""
+    """True if the call was rejected because the server was starting."""
     error: BaseException | None = None
-    """An unexpected exception."""
+    """Unexpected exception that ended the call."""
     num_output_tokens: int = 0
-    """Output tokens of all its requests."""
+    """Number of output tokens of all requests of the call."""
     parent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """W3C trace context that it came with, by header."""
+    """W3C trace context of the call, by header name."""
     model: str | None = None
     requests: Sequence[EngineRequest] = ()
-    """Its requests to the engine."""
+    """Requests of the call to the engine."""
     metrics: Sequence[RequestMetrics | None] = ()
-    """Theirs; None: the engine did not accept the request."""
+    """Metrics of each of `requests`; None: the engine did not accept the request."""
     started_s: float = dataclasses.field(default_factory=time.monotonic)
     ended_s: float = 0.0
-    """On the machine's monotonic clock, as `started_s`."""
+    """End of the call on the machine's monotonic clock, in seconds, like `started_s`."""
     ended_engine_s: float = 0.0
-    """The same moment on the engine's clock."""
+    """End of the call on the engine's clock, in seconds."""
     ended_unix_ns: int = 0
-    """The same moment on the wall clock."""
+    """End of the call on the wall clock, in nanoseconds since the epoch."""
 
     def set_trace_parent(self, headers: Mapping[str, str | bytes]) -> None:
-        """Note the trace that the call belongs to.
+        """Record the trace that the call belongs to.
 
         Args:
             headers: HTTP headers or gRPC metadata; names in lower case.
@@ -70,19 +70,19 @@ class CallRecord:
         self.parent = {name: value for name, value in found.items() if isinstance(value, str)}
 
     def succeeded(self, reason: str) -> None:
-        """Note that it has its whole output."""
+        """Record that the call succeeded, with `reason` as its finish reason."""
         self.reason, self.outcome = reason, "succeeded"
 
     def cancelled(self, reason: str) -> None:
-        """Note that its client has disconnected."""
+        """Record that the client of the call has disconnected."""
         self.reason, self.outcome = reason, "cancelled"
 
     def failed(self, error: BaseException, reason: str, code: str | None = None, *, internal: bool) -> None:
-        """Note that it ends with an error.
+        """Record that the call ends with an error.
 
         Args:
-            error: what ended it.
-            reason, code: as the client is told.
+            error: exception that ended the call.
+            reason, code: status and error code that the client is sent.
             internal: the fault is the server's.
         """
         self.reason, self.code = reason, code
@@ -96,11 +96,11 @@ class CallRecord:
             self.error = error
 
     def close(self, engine: AsyncEngine | None, group: RequestStreamGroup | None) -> None:
-        """End the call now.
+        """Record the end of the call, now.
 
         Args:
-            engine: that served it; None: there is none yet.
-            group: of its requests, if they were submitted.
+            engine: engine that served the call; None: no engine exists yet.
+            group: streams of the call's requests; None: no requests were submitted.
         """
         self.ended_s = self.ended_engine_s = time.monotonic()
         self.ended_unix_ns = time.time_ns()
@@ -118,23 +118,23 @@ class CallRecord:
 
     @property
     def slo_class(self) -> str | None:
-        """Class of its requests; None: it has none."""
+        """SLO class of the call's requests; None: it has no requests."""
         return self.requests[0].slo_class if self.requests else None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens of all its requests."""
+        """Number of prompt tokens of all requests of the call."""
         return sum(int(request.prompt_token_ids.size) for request in self.requests)
 
     @property
     def num_blocks(self) -> int | None:
-        """Cache blocks that its requests freed; None: not known, as for a request that was cancelled just now."""
+        """Number of cache blocks freed by the call's requests; None: not known, as for a request cancelled just now."""
         known = [m.num_blocks for m in self.metrics if m is not None and m.num_blocks is not None]
         return sum(known) if known else None
 
     @property
     def queue_s(self) -> float | None:
-        """Arrival to the first step of any of its requests, seconds; None: there was none."""
+        """Seconds from arrival to the first step of any of the call's requests; None: no request has run."""
         return min(
             (
                 m.first_scheduled_s - m.arrival_s
@@ -146,12 +146,12 @@ class CallRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Arrival to the first token of any of its requests, seconds; None: there was none."""
+        """Seconds from arrival to the first token of any of the call's requests; None: no token was generated."""
         times_s = [m.ttft_s for m in self.metrics if m is not None]
         return min((s for s in times_s if s is not None), default=None)
 
     def unix_ns(self, engine_s: float) -> int:
-        """Convert a time of the engine's clock to nanoseconds since the epoch, by both clocks at the call's end."""
+        """Convert a time of the engine's clock to nanoseconds since the epoch; the call's end gives the offset."""
         return self.ended_unix_ns - int(1e9 * (self.ended_engine_s - engine_s))
 
     @property

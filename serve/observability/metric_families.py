@@ -18,7 +18,7 @@ CLASSES = ("rt", "be")
 
 
 class ByClass:
-    """A distribution of each class."""
+    """One distribution per SLO class."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.of = {name: Distribution(bounds) for name in CLASSES}
@@ -34,7 +34,7 @@ class ByClass:
 
 
 def buckets(values: Distribution) -> list[tuple[str, float]]:
-    """Cumulative counts by the label of their bucket."""
+    """Return the cumulative counts of a distribution, each with the label of its bucket."""
     return [("+Inf" if math.isinf(bound) else str(float(bound)), count) for bound, count in values.cumulative()]
 
 
@@ -42,7 +42,7 @@ class Families:
     """Makes metrics of one engine.
 
     Args:
-        model_name: value of that label.
+        model_name: value of the label `model_name`.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -55,7 +55,7 @@ class Families:
         values: Sequence[tuple[Sequence[str], float]],
         labels: Sequence[str] = (),
     ) -> Metric:
-        """A gauge with one value for each tuple of further labels."""
+        """Return a gauge with one value for each tuple of further labels."""
         family = GaugeMetricFamily(name, text, labels=[*LABELS, *labels])
         for more, value in values:
             family.add_metric([*self._values, *more], value)
@@ -68,14 +68,14 @@ class Families:
         values: Sequence[tuple[Sequence[str], float]],
         labels: Sequence[str] = (),
     ) -> Metric:
-        """A counter with one value for each tuple of further labels."""
+        """Return a counter with one value for each tuple of further labels."""
         family = CounterMetricFamily(name, text, labels=[*LABELS, *labels])
         for more, value in values:
             family.add_metric([*self._values, *more], value)
         return family
 
     def histogram(self, name: str, text: str, values: Distribution | ByClass) -> Metric:
-        """A histogram; of a distribution by class one for each class."""
+        """Return a histogram; for `ByClass` values it has the label `class`."""
         by_class = isinstance(values, ByClass)
         family = HistogramMetricFamily(name, text, labels=[*LABELS, "class"] if by_class else list(LABELS))
         for label, one in values.of.items() if by_class else (("", values),):

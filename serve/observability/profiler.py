@@ -1,7 +1,7 @@
 """JAX profiles on demand, of host and device, for TensorBoard's plug-in xprof and for Perfetto.
 
-At most one profile runs at a time, and it stops by itself after a while. Starting and stopping write files, in a thread
-of their own; the engine goes on. Python calls are not recorded, which would slow down every one of them.
+At most one profile runs at a time, and it stops by itself after `max_s` seconds. Starting and stopping write files in a
+separate thread while the engine continues. Python calls are not recorded, as that would slow down all of them.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ FLAG = "--set profiler_dir"
 
 _MAX_S = 60.0
 _MAX_KEPT = 20
-"""Number of profiles that stay on disk."""
+"""Number of profiles kept on disk."""
 _NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d\.\d{6}")
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -37,9 +37,9 @@ class Profiler:
     """Takes profiles of this process; one event loop.
 
     Args:
-        directory: each profile gets a private directory in it; made if it does not exist.
-        max_s: a profile stops by itself after this time.
-        max_kept: when a profile has been written, older ones than so many are removed.
+        directory: parent of the profiles' directories; created if it does not exist.
+        max_s: time in seconds after which a profile stops by itself.
+        max_kept: number of profiles kept on disk; older ones are removed when a profile has been written.
 
     Raises:
         ConfigError: the directory cannot be made.
@@ -67,8 +67,8 @@ class Profiler:
         """Start a profile; returns its directory.
 
         Raises:
-            ProfilerStateError: one is running.
-            ProfileWriteError: its directory cannot be made.
+            ProfilerStateError: a profile is already running.
+            ProfileWriteError: the profile's directory cannot be made.
         """
         if self._running is not None:
             raise ProfilerStateError(
@@ -80,8 +80,8 @@ class Profiler:
         """Stop the profile and write it; returns its directory.
 
         Raises:
-            ProfilerStateError: none is running.
-            ProfileWriteError: it is lost, and nothing of it is kept.
+            ProfilerStateError: no profile is running.
+            ProfileWriteError: the profile cannot be written; its directory is removed.
         """
         return await self._whole(self._stop())
 
@@ -163,7 +163,7 @@ class Profiler:
         self._keep(asyncio.ensure_future(stop()))
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run it to its end, even if the caller is cancelled."""
+        """Run a change of state to its end, even if the caller is cancelled."""
         return await asyncio.shield(self._keep(asyncio.ensure_future(change)))
 
     def _keep(self, task: "asyncio.Task[T]") -> "asyncio.Task[T]":
@@ -173,7 +173,7 @@ class Profiler:
 
 
 def _not_written(directory: Path, error: Exception) -> ProfileWriteError:
-    """Name the reason where the system has given one; other texts are for the log."""
+    """Return the error for an unwritten profile. It gives the system's reason; other texts go only to the log."""
     full = os.strerror(errno.ENOSPC)
     reason = error.strerror if isinstance(error, OSError) else full if full in str(error) else None
     logger.error("%s: the profile could not be written", directory, exc_info=error)

@@ -44,7 +44,7 @@ _OUTPUTS = (1, 2, 5, 10, 20)
 
 
 def token_buckets(most: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, ... up to `most`, as vLLM has them."""
+    """Return vLLM's bucket bounds of token counts: 1, 2, 5, 10, 20, ... up to `most`."""
     bounds = (m * 10**e for e in range(len(str(most))) for m in (1, 2, 5))
     return tuple(bound for bound in bounds if bound <= most)
 
@@ -58,21 +58,21 @@ class _TenantSums:
     latency_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(LATENCY_S))
     queue_s: Distribution = dataclasses.field(default_factory=lambda: Distribution(LATENCY_S))
     finished: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """By how they ended."""
+    """Number of finished requests by finish reason."""
 
 
 class ServerMetrics:
     """The metrics of one engine; the observer of its `AsyncEngine`.
 
     Args:
-        parts: of the engine.
-        memory: rejects calls; None: there is no limit.
+        parts: components of the engine.
+        memory: rejects calls while memory is short; None: no limit.
     """
 
     def __init__(self, parts: EngineComponents, memory: MemoryGate | None = None) -> None:
         self._parts, self._memory = parts, memory
         self.others: Callable[[Families], Iterable[Metric]] | None = None
-        """Further metrics; None: there are none."""
+        """Function that returns further metrics; None: no further metrics."""
         lens = token_buckets(parts.limits.max_model_len)
         self._sums = Sums(
             ttft_s=ByClass(TTFT_S),
@@ -92,7 +92,7 @@ class ServerMetrics:
         self._of_tenants: collections.defaultdict[str, _TenantSums] = collections.defaultdict(_TenantSums)
 
     def calibrated(self, parts: EngineComponents) -> None:
-        """The engine has got its step costs."""
+        """Use these components from now on: the engine's step costs have been measured."""
         self._parts = parts
 
     # Called in the engine's thread, which alone writes the sums.
@@ -134,8 +134,8 @@ class ServerMetrics:
             sums.finished[delta.finish_reason] += 1
 
     def own_numbers(self, tenant: str) -> dict[str, dict[str, float]]:
-        """Distributions and ends of the requests of one tenant: values by sample name, then by bucket or reason. Called in
-        the engine's thread."""
+        """Return distributions and finish reasons of one tenant's requests: values by sample name, then by bucket or
+        finish reason. Called in the engine's thread."""
         sums = self._of_tenants.get(tenant) or _TenantSums()
         numbers: dict[str, dict[str, float]] = {"vllm:request_success_total": dict(sums.finished)}
         for name, values in (
@@ -154,7 +154,7 @@ class ServerMetrics:
         self._count_slos(record, request)
 
     def _count_slos(self, record: RequestRecord, request: EngineRequest) -> None:
-        """Count a request; one without an objective is neither attained nor missed."""
+        """Count a request as attained or missed, for each objective that it has."""
         has_ttft, has_tbt = math.isfinite(request.slo.ttft_s), math.isfinite(request.slo.tbt_s)
         for objective, has, attained in (
             ("ttft", has_ttft, record.ttft_attained),
@@ -166,13 +166,13 @@ class ServerMetrics:
                 counter[objective, request.slo_class] += 1
 
     def read(self) -> Collector:
-        """Copy all metrics now; called in the engine's thread, used in any."""
+        """Return a copy of all metrics. Called in the engine's thread; any thread may use the copy."""
         rejected = 0 if self._memory is None else self._memory.num_rejected
         others = () if self.others is None else tuple(self.others(Families(self._parts.model_name)))
         return Scrape(self._parts, self._parts.engine.stats(), self._sums.copy(), rejected, others)
 
     async def scrape(self, engine: AsyncEngine, accept: str = "") -> tuple[bytes, str]:
-        """The exposition in a format that the scraper accepts, and its content type."""
+        """Return the exposition in a format that the scraper accepts, and its content type."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(await asyncio.wrap_future(engine.call(self.read)))
         ProcessCollector(registry=registry)
@@ -182,8 +182,8 @@ class ServerMetrics:
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """Return the metrics of a registry in a format that an Accept header allows, and its content type.
 
-    Names are the same in both formats: those with colons need no escapes in either, but from 0.23 on
-    prometheus_client writes underscores for them unless UTF-8 is allowed.
+    Metric names are the same in both formats. Colons in names need no escapes in either format, but prometheus_client
+    0.23 and later replaces them by underscores unless UTF-8 is allowed.
     """
     wanted = [[part.strip() for part in entry.split(";")] for entry in accept.lower().split(",")]
     if not any(kind == _OPENMETRICS and "q=0" not in parameters for kind, *parameters in wanted):

@@ -1,4 +1,4 @@
-"""The metrics of one moment, as Prometheus collects them."""
+"""A snapshot of all metrics, in the form that Prometheus collects."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ class Sums:
     params_max_tokens: Distribution
     params_n: Distribution
     attained: "collections.Counter[tuple[str, str]]"
-    """By objective and class."""
+    """Number of requests that attained an objective, by objective and SLO class."""
     missed: "collections.Counter[tuple[str, str]]"
 
     def copy(self) -> "Sums":
@@ -41,12 +41,12 @@ class Sums:
 
 
 class Scrape(Collector):
-    """The metrics of one moment.
+    """A snapshot of all metrics.
 
     Args:
-        parts, stats: of the engine.
-        sums: over all requests.
-        rejected_by_memory: number of calls.
+        parts, stats: components and statistics of the engine.
+        sums: distributions and counts over all requests.
+        rejected_by_memory: number of calls rejected because memory was short.
         others: further metrics.
     """
 

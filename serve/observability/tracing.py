@@ -1,8 +1,8 @@
-"""OpenTelemetry traces of calls (the extra `otel`): a span a call, with child spans for the phases of each request.
+"""OpenTelemetry traces of calls (the extra `otel`): one span per call, with child spans for each request's phases.
 
-Spans are made when a call has ended, from its recorded times, so tokens cost nothing more. A thread of the library
-sends them, up to 512 at a time, over OTLP and HTTP; 2,048 wait at most, then the oldest are dropped. A slow or
-unreachable collector delays no one; the log says when that starts and when it ends.
+Spans are made from recorded times when a call has ended, so tracing adds no work per token. A thread of the library
+sends them over OTLP and HTTP, up to 512 at a time. At most 2,048 spans are queued; beyond that the oldest are dropped.
+A slow or unreachable collector delays no call; the log says when it starts to fail and when it works again.
 
 Attributes have vLLM's names if vLLM has one (`gen_ai.*`), else `aptjax.*`; docs/serving.md lists them.
 """
@@ -46,10 +46,10 @@ class Tracer:
     """Makes and sends the spans; one event loop.
 
     Args:
-        endpoint: of the collector, such as http://127.0.0.1:4318/v1/traces, which is also the default path.
+        endpoint: URL of the collector; without a path, ``/v1/traces`` is appended.
 
     Raises:
-        ConfigError: it is not an HTTP URL.
+        ConfigError: `endpoint` is not an HTTP URL.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -122,7 +122,7 @@ class Tracer:
             span.end(record.unix_ns(until_s))
 
     def close(self) -> None:
-        """Send queued spans, for three seconds at most."""
+        """Send the queued spans; stops after three seconds."""
         # The library itself would wait for half a minute.
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
@@ -130,17 +130,17 @@ class Tracer:
 
 
 class _Exporter(SpanExporter):
-    """Logs failures when they start and when they are over.
+    """Logs when an exporter starts to fail, and when it works again.
 
     Args:
-        exporter: the one that sends.
-        where: for the log.
+        exporter: sends the spans.
+        where: host and port of the collector, for the log.
     """
 
     def __init__(self, exporter: SpanExporter, where: str) -> None:
         self._exporter, self._where = exporter, where
         self._num_lost = 0
-        """Spans lost since the last success."""
+        """Number of spans lost since the last success."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See `SpanExporter`."""
@@ -165,7 +165,7 @@ class _Exporter(SpanExporter):
 
 
 def _checked(endpoint: str) -> tuple[str, str]:
-    """The whole URL, and its host and port for the log: the rest may be secret."""
+    """Return the whole URL, and its host and port for the log, as the other parts may be secret."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port
@@ -221,7 +221,7 @@ def _of_call(record: CallRecord) -> _Attributes:
 
 
 def _of_slos(record: CallRecord) -> dict[str, AttributeValue | None]:
-    """SLOs, and whether all requests attained them; only those that the call has."""
+    """Return attributes for the call's SLOs and whether all its requests attained them."""
     slo = record.requests[0].slo
     known: dict[str, AttributeValue | None] = {"aptjax.slo.class": record.requests[0].slo_class}
     ok = record.outcome == "succeeded" and "abort" not in record.reason
@@ -256,7 +256,7 @@ def _of_request(index: int, request: EngineRequest, metrics: RequestMetrics) -> 
 
 
 def _model_times_s(metrics: RequestMetrics) -> tuple[float | None, float | None]:
-    """First step to first token, and first to last token."""
+    """Return the seconds from first step to first token, and from first to last token; None: not known."""
     times_s = metrics.token_times_s
     if not times_s or metrics.first_scheduled_s is None:
         return None, None

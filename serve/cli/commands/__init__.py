@@ -1,1 +1,1 @@
-"""The commands of `apt-jax`, a module each: `add_arguments(parser)` and `run(args) -> int`."""
+"""The commands of `apt-jax`: one module per command, with `add_arguments(parser)` and `run(args) -> int`."""

@@ -1,6 +1,6 @@
 """Load a server and measure its clients' view: latencies, attainment of objectives, the rate that it sustains.
 
-Servers of apt-jax, and any other with vLLM's gRPC service or OpenAI's API.
+It measures servers of apt-jax and every other server with vLLM's gRPC service or OpenAI's API.
 """
 
 import argparse
@@ -240,7 +240,7 @@ class _Live:
 
 @contextlib.contextmanager
 def _interruptible(stop: asyncio.Event) -> Iterator[None]:
-    """The first Ctrl-C sets `stop`, the second one is the usual one."""
+    """Have the first Ctrl-C set `stop`; a second one raises KeyboardInterrupt."""
     loop = asyncio.get_running_loop()
 
     def broken_off() -> None:
@@ -260,7 +260,7 @@ def _interruptible(stop: asyncio.Event) -> Iterator[None]:
 async def _measure(
     args: argparse.Namespace, *, rate: float | None, seed: int, title: str, warm_ups: int
 ) -> tuple[Run, dict[str, Any]]:
-    """One run, and facts about the server and the load."""
+    """Measure one run; returns it with facts about the server and the load."""
     name, target = _backend(args)
     backend = await open_backend(name, target)
     stop = asyncio.Event()
@@ -323,10 +323,10 @@ def _pattern(arrivals: load.Arrivals, source: load.Source) -> str:
 
 
 async def _warm_up(args: argparse.Namespace, backend: Backend, source: load.Source, seed: int, count: int) -> None:
-    """Requests that are not counted; where one fails there is no use in sending more.
+    """Send `count` requests that are not measured, so that a failing server is found before the load.
 
     Raises:
-        ConfigError, CommandError: one failed.
+        ConfigError, CommandError: a request failed.
     """
     requests = [
         dataclasses.replace(request, index=_WARM_UP_INDEX + i)

@@ -1,4 +1,4 @@
-"""Measure the time of prefill and decode steps on this machine, with either cache kind, and keep it for later starts."""
+"""Measure prefill and decode step times on this machine, with both cache kinds, and store them for later starts."""
 
 import argparse
 import dataclasses

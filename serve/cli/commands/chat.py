@@ -1,7 +1,7 @@
-"""Talk with a model, loaded here or of a running server: by its chat template, or where it has none, in a plain transcript that the model goes on with.
+"""Chat with a model in this process or of a running server. Without a chat template it continues a plain transcript.
 
-Lines beginning with a slash are commands: /reset forgets the talk, /quit ends it. Ctrl-D ends, too. Where standard
-input is no terminal, every line is a question, and the answers alone are printed.
+Lines beginning with a slash are commands: /reset forgets the conversation, /quit ends it, as does Ctrl-D. If standard
+input is not a terminal, every line is a question, and only the answers are printed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ChatSession(Protocol):
-    """Questions and answers so far."""
+    """A conversation: its questions and answers so far."""
 
     @property
     def stop(self) -> str | None:
@@ -60,7 +60,7 @@ class ChatSession(Protocol):
 
 
 class Conversation:
-    """A talk as messages for a chat template, the oldest turns forgotten when it grows too long."""
+    """A conversation as messages for a chat template; `forget_oldest` shortens it."""
 
     stop = None
 
@@ -69,7 +69,7 @@ class Conversation:
         self._messages: list[dict[str, str]] = []
 
     def prompt(self, question: str) -> list[dict[str, str]]:
-        """The messages to answer."""
+        """Return the messages to answer."""
         return [*self._system, *self._messages, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
@@ -90,11 +90,11 @@ class Conversation:
 
 
 class Transcript:
-    """A talk as text, the oldest turns forgotten when it grows too long.
+    """A conversation as plain text; `forget_oldest` shortens it.
 
     Args:
-        you, name: of the two sides.
-        system: text that stays at the top.
+        you, name: names of the user and of the model in the text.
+        system: text at the top, which is never forgotten.
     """
 
     def __init__(self, you: str, name: str, system: str = "") -> None:
@@ -103,11 +103,11 @@ class Transcript:
 
     @property
     def stop(self) -> str:
-        """Where the model would begin to speak for the user."""
+        """Text at which the model would begin to write the user's next question."""
         return f"\n{self._you}:"
 
     def prompt(self, question: str) -> str:
-        """The text to complete."""
+        """Return the text to complete."""
         parts = [self._system] if self._system else []
         parts += [f"{self._you}: {q}\n{self._name}: {a}" for q, a in self._turns]
         return "\n".join([*parts, f"{self._you}: {question}\n{self._name}:"])
@@ -169,7 +169,7 @@ async def _answer(
     *,
     shown: bool,
 ) -> bool:
-    """Write the answer; False where the question cannot be asked."""
+    """Write the answer to a question; returns False if the model rejects the question."""
     parts: list[str] = []
     while True:
         stream = completer.stream(talk.prompt(question), **fields)

@@ -1,6 +1,6 @@
 """Rewrite a model's files: from any format that can be read to an Orbax directory or safetensors.
 
-The configuration and the tokenizer go with the weights. DST appears when it is complete, and never before.
+The configuration and the tokenizer go with the weights. DST appears only when it is complete.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Remove partial output however the process ends."""
+    """Turn SIGTERM into KeyboardInterrupt, so that partial output is removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,5 +1,4 @@
-"""Complete prompts and print the completions, as they come when there is one prompt, in order when there are
-several."""
+"""Complete prompts and print the completions: as they are generated for one prompt, in order for several."""
 
 import argparse
 import asyncio

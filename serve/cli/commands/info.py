@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def known_models() -> dict[str, dict[str, str]]:
-    """Names that MODEL may be: of models with their files, and of published sizes without."""
+    """Return the names that MODEL accepts: bundled models, and published sizes without weights."""
     from apt_jax.models import PRESETS, models_with_files, read_model_config
 
     sizes = {}
@@ -240,7 +240,7 @@ def cache_facts(parts: EngineComponents) -> dict[str, Any]:
 
 
 def measure(parts: EngineComponents) -> dict[str, Any]:
-    """Host time an iteration, over 32 requests of 16 prompt and 32 output tokens."""
+    """Run 32 requests of 16 prompt and 32 output tokens; returns host times per iteration and other statistics."""
     prompts = [[3 + (i + j) % (parts.limits.vocab_size - 3) for j in range(16)] for i in range(32)]
     params = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
     LLM.from_parts(parts).generate(prompts, params, use_tqdm=False)
@@ -257,7 +257,7 @@ def measure(parts: EngineComponents) -> dict[str, Any]:
 
 
 def server_facts(stats: pb.GetStatsResponse) -> dict[str, Any]:
-    """Everything that a server says, by name."""
+    """Return all fields of a server's statistics, by name."""
     facts: dict[str, Any] = {}
     for field in pb.GetStatsResponse.DESCRIPTOR.fields:
         if field.has_presence and not stats.HasField(field.name):

@@ -1,8 +1,8 @@
-"""Serve a model by several replicas behind one address: each is an `apt-jax serve` on devices of its own, before them
-stands the gateway smg. Takes every flag of `apt-jax serve`, of which --host and --port are the gateway's.
+"""Serve a model with several replicas behind one address: each replica is an `apt-jax serve` on its own devices, and
+the gateway smg routes requests to them. Takes every flag of `apt-jax serve`; --host and --port apply to the gateway.
 
-What ends is started again. SIGTERM lets open requests end and exits with 0; a second one exits now. SIGHUP is passed
-on.
+A process that ends is started again. SIGTERM lets open requests finish and exits with 0; a second one exits at once.
+SIGHUP is passed on to the replicas.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
     """See `serve.launcher.plan.plan`.
 
     Args:
-        args: what `argv` was parsed to.
+        args: parsed arguments of `argv`.
         argv: flags of `apt-jax launch`.
         env: environment of the launcher.
     """
@@ -96,10 +96,12 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
 
 
 def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """`apt-jax serve` with its part of `argv`, and `flags`.
+    """Return the command line of `apt-jax serve`: its flags of `argv`, then `flags`.
 
     Args:
-        without: flags of `argv` that it does not get; nor those that `flags` has.
+        argv: flags of `apt-jax launch`.
+        flags: further flags; they replace the same flags of `argv`.
+        without: flags of `argv` to leave out.
     """
     ours = options.Parser(add_help=False)
     _add_own_arguments(ours)

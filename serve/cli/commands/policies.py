@@ -1,4 +1,4 @@
-"""List the scheduling policies: those to serve with, those for comparisons, and installed ones."""
+"""List the scheduling policies: for serving, for comparisons, and installed by other packages."""
 
 import argparse
 import importlib.metadata
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def policies() -> list[dict[str, Any]]:
-    """Name, use (serving, comparison or installed), summary, source and options of each policy."""
+    """Return the name, use (serving, comparison or installed), summary, source and options of each policy."""
     rows = [
         {
             "name": name,

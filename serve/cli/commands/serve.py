@@ -1,8 +1,8 @@
 """Serve a model over gRPC (aptjax.v1.AptServe, vllm.grpc.engine.VllmEngine, health and reflection on one port) and HTTP
 (OpenAI's API on another).
 
-SIGTERM turns health to NOT_SERVING, refuses new requests, lets open ones end, and exits with 0; a second one exits now.
-SIGHUP reads API keys and the certificate again.
+SIGTERM turns health to NOT_SERVING, rejects new requests, lets open ones finish, and exits with 0; a second one exits
+at once. SIGHUP reads API keys and the certificate again.
 """
 
 import argparse
@@ -296,7 +296,7 @@ def _check_uds(args: argparse.Namespace) -> None:
 
 
 def _http_host(args: argparse.Namespace) -> str:
-    """The address of HTTP; a unix socket is of this machine."""
+    """Return the host that HTTP listens on; localhost for a unix socket."""
     return "localhost" if args.uds is not None else args.http_host or args.host
 
 
@@ -440,7 +440,7 @@ def _tls(args: argparse.Namespace) -> Tls | None:
 
 
 def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> None:
-    """Read keys and certificate again; what cannot be used leaves the old ones in use."""
+    """Read the API keys and the certificate again; if a file is invalid, the old contents stay in use."""
     try:
         if keys is not None:
             keys.replace(ApiKeys.load(args.api_key_file, args.operator_key_file, args.api_key))

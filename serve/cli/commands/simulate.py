@@ -1,6 +1,6 @@
-"""Simulate serving on hardware that is not here: the same scheduler, cache accounting and engine, on a cost model.
+"""Simulate serving on other hardware: the same scheduler, cache accounting and engine, on a cost model.
 
-One run, or a sweep over rates, policies and seeds, or the effective throughput of policies by bisection.
+Simulates one run or a sweep over rates, policies and seeds, or finds the effective throughput of policies by bisection.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from serve.errors import CommandError, require_matplotlib
 
 LEFT_OUT = "requests of the trace that can never fit, left out"
 BURST_TTFTS = 10
-"""Number of TTFT objectives within which a run's requests count as a burst, whose rate says nothing of a lasting load."""
+"""A run whose requests all arrive within this many TTFT objectives counts as a burst: its rate is not sustained."""
 
 
 def _list_of(kind: Any) -> Any:
@@ -97,7 +97,7 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse arguments that would be ignored or counted twice, and a picture that could not be written after all runs."""
+    """Refuse arguments that would be ignored or counted twice, and a picture file that cannot be written."""
     ways = {"--rate": args.rate, "--rates": args.rates, "--find-rate": args.find_rate}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:
