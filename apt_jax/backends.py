@@ -5,18 +5,19 @@ cpu               CPU          default       C++ (`cpu/`), compiled at first use
 xla               all          fallback      plain XLA (`ops/xla_decode.py`, `ops/xla_prefill.py`); portable
 triton            NVIDIA GPU   default       Pallas kernels on the Triton backend (`pallas/triton_*.py`)
 triton-interpret  all          tests only    the same kernels in Pallas' interpreter, slow
-triton-onepass    NVIDIA GPU   option        `triton` with absorbed decode in one pass where the chip has clusters (`pallas/cuda/`)
-jax-triton        NVIDIA GPU   example       `triton` with absorbed decode as plain Triton kernels (`pallas/jax_triton_*.py`)
 tpu               TPU          default       `xla` with two decode ops as Pallas kernels (`pallas/tpu_decode.py`)
 tpu-interpret     all          tests only    the same kernels in Pallas' interpreter
+
+`apt_jax.lab.kernels` has two more for NVIDIA GPUs, `triton-onepass` and `jax-triton`, loaded when asked for by name.
 
 Selection is explicit and logged; an unknown or unavailable name is an error.
 """
 
 import dataclasses
 import functools
+import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ JAX_WITH_TRITON = "<0.13"
 """Versions of JAX that are known to have Pallas' Triton backend, which is deprecated: the extras for CUDA ask for them."""
 
 
-_TRITON_CALL = "__gpu$xla.gpu.triton"
+TRITON_CALL = "__gpu$xla.gpu.triton"
 """The custom call that Pallas' Triton backend lowers a kernel to."""
 
 
@@ -90,7 +91,7 @@ def _has_collectives(call: DecodeCall | PrefillCall) -> bool:
     return reads is not None and reads.tensor is not None
 
 
-def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
+def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     # Imported when asked for: Pallas' Triton backend takes a second.
     try:
         from apt_jax.pallas import (
@@ -113,7 +114,7 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         in_program = jax.jit(made, static_argnames=static)
         if interpret:
             return in_program
-        once = lowered_once(made, static_argnames=static, platform="cuda", custom_calls=[_TRITON_CALL])
+        once = lowered_once(made, static_argnames=static, platform="cuda", custom_calls=[TRITON_CALL])
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return (in_program if _has_collectives(args[-1]) else once)(*args, **kwargs)
@@ -150,41 +151,6 @@ def _triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         },
         takes_shards=frozenset({"decode_absorbed", "prefill"}),
         branches=False,
-    )
-
-
-def _triton_onepass(chip: str | None) -> KernelBackend:
-    ops = _triton(chip)
-    from apt_jax.pallas import cuda_decode_absorbed as cuda
-
-    two_kernels, calls = ops.decode_absorbed, [_TRITON_CALL, cuda.CALL]
-    one_pass = lowered_once(cuda.decode_absorbed, static_argnames=[], platform="cuda", custom_calls=calls)
-
-    @functools.cache
-    def say(reason: str) -> None:
-        logger.warning("absorbed decode takes two kernels, not one pass: %s", reason)
-
-    def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
-        reason = "layer inputs are spread over devices"
-        if call.tensor is None:
-            reason = cuda.why_not(chip, q_absorbed, call.pool)
-        if reason is None:
-            return one_pass(q_absorbed, call)
-        say(reason)
-        return two_kernels(q_absorbed, call)
-
-    return dataclasses.replace(ops, name="triton-onepass", decode_absorbed=decode_absorbed)
-
-
-def _jax_triton(chip: str | None) -> KernelBackend:
-    from apt_jax.pallas import jax_triton_absorbed
-
-    ops = _triton(chip)
-    assert isinstance(ops.extras, Mapping)
-    extras = {**ops.extras, "decode_absorbed": frozenset({"adapters"})}
-    decode_absorbed = jax_triton_absorbed.decode_absorbed
-    return dataclasses.replace(
-        ops, name="jax-triton", decode_absorbed=decode_absorbed, extras=extras, takes_shards=frozenset({"prefill"})
     )
 
 
@@ -235,25 +201,26 @@ def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
 _IMPLEMENTATIONS: dict[str, Callable[[str | None], KernelBackend]] = {
     "cpu": _cpu,
     "xla": _xla,
-    "triton": _triton,
-    "triton-interpret": functools.partial(_triton, interpret=True),
-    "triton-onepass": _triton_onepass,
-    "jax-triton": _jax_triton,
+    "triton": triton,
+    "triton-interpret": functools.partial(triton, interpret=True),
     "tpu": _tpu,
     "tpu-interpret": functools.partial(_tpu, interpret=True),
 }
 
+_LABORATORY = ("triton-onepass", "jax-triton")
+"""Implementations of `apt_jax.lab.kernels`, for comparison."""
+
 _GPU = ("gpu", "cuda")
-_PLATFORMS = {"cpu": ("cpu",), "triton": _GPU, "triton-onepass": _GPU, "jax-triton": _GPU, "tpu": ("tpu",)}
+_PLATFORMS = {"cpu": ("cpu",), "tpu": ("tpu",)} | dict.fromkeys(("triton", *_LABORATORY), _GPU)
 """Platforms of JAX that an implementation runs on; those that are not here run on all."""
-_DEVICES = {"cpu": "CPUs", "tpu": "TPUs"} | dict.fromkeys(("triton", "triton-onepass", "jax-triton"), "NVIDIA GPUs")
+_DEVICES = {"cpu": "CPUs", "tpu": "TPUs"} | dict.fromkeys(("triton", *_LABORATORY), "NVIDIA GPUs")
 
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
 
 
 def known_attention_ops() -> list[str]:
     """Names that `attention_ops` takes."""
-    return sorted(_IMPLEMENTATIONS)
+    return sorted((*_IMPLEMENTATIONS, *_LABORATORY))
 
 
 def check_platform(name: str, platform: str) -> None:
@@ -263,6 +230,13 @@ def check_platform(name: str, platform: str) -> None:
         raise ValueError(
             f"attention implementation {name!r} runs on {_DEVICES[name]}, not on platform {platform!r}; there: {others}"
         )
+
+
+def _maker(name: str) -> Callable[[str | None], KernelBackend]:
+    """The function that makes a known implementation."""
+    if name in _LABORATORY:
+        return importlib.import_module("apt_jax.lab.kernels").BACKENDS[name]
+    return _IMPLEMENTATIONS[name]
 
 
 @functools.cache
@@ -277,13 +251,13 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
         ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.
     """
     chosen = name or _PLATFORM_DEFAULT.get(platform)
-    if chosen not in _IMPLEMENTATIONS:
+    if chosen not in known_attention_ops():
         raise ValueError(
             f"no attention implementation {chosen!r} for platform {platform!r}; known: {known_attention_ops()}"
         )
     check_platform(chosen, platform)
     try:
-        ops = _IMPLEMENTATIONS[chosen](chip)
+        ops = _maker(chosen)(chip)
     except (KernelBuildError, _MissingBackendError) as error:
         if name is not None:
             raise ValueError(f"attention implementation {chosen!r} is not available: {error}") from None

@@ -30,7 +30,7 @@ IN_WHEEL = (
     "apt_jax/assets/",
     "apt_jax/sim/descriptions/",
     "apt_jax/sim/traces/",
-    "apt_jax/pallas/cuda/",
+    "apt_jax/lab/kernels/cuda/",
     "serve/dashboard/dashboard.js",
     "serve/protos/",
 )

@@ -1,6 +1,6 @@
 """Compile the package's CUDA kernel to PTX, after a change of its source; needs `nvcc` of CUDA 12 or 13, and no GPU.
 
-    python -m tools.cuda_kernels            # writes apt_jax/pallas/cuda/decode_absorbed.ptx.xz
+    python -m tools.cuda_kernels            # writes apt_jax/lab/kernels/cuda/decode_absorbed.ptx.xz
     python -m tools.cuda_kernels --check    # exit status 1 where the file is not of this source
 
 The text is of PTX 8.0, which drivers from CUDA 12.0 on (525) take, whatever nvcc this is.
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from apt_jax.pallas.cuda_decode_absorbed import CHIP, COMPILED, SOURCES, VARIANTS, Variant
+from apt_jax.lab.kernels.cuda_decode_absorbed import CHIP, COMPILED, SOURCES, VARIANTS, Variant
 
 PTX_VERSION = "8.0"
 

@@ -1,4 +1,4 @@
-"""The kernels of `kernels.cc` as ops; `apt_jax.ops.reference` defines their results. `build.load` must have been
+"""The kernels of `kernels.cc` as ops; `apt_jax.lab.reference` defines their results. `build.load` must have been
 called.
 
 Cases that the kernels do not support (other dtypes, weights that are not laid out in tiles) are computed by XLA.

@@ -86,7 +86,7 @@ class LLM:
             (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
         config: configuration of the engine, whose model is replaced by `model`; None: the defaults.
         params: weights that take the place of those in the model's files, as `apt_jax.models.load_model` and
-            `apt_jax.models.from_nnx` return them; configuration and tokenizer stay those of `model`. Cast to ``dtype``;
+            `apt_jax.lab.training.from_nnx` return them; configuration and tokenizer stay those of `model`. Cast to ``dtype``;
             arrays that have it already are shared, and must not be donated while the engine lives.
         warm_up: compile all programs now rather than when they are first needed.
         calibrate: measure step costs if none are stored for this machine; stored ones are used in any case.

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
         read_model_config,
         resolve_model,
     )
-    from apt_jax.models.nnx import from_nnx, to_nnx
     from apt_jax.models.params import ModelParams
-    from apt_jax.models.reference import forward, reference_generate_greedy
-    from apt_jax.models.training import training_logits
 
 __all__ = [
     "FAMILIES",
@@ -30,15 +27,10 @@ __all__ = [
     "ModelParams",
     "ResolvedModel",
     "bundled_models",
-    "forward",
-    "from_nnx",
     "load_model",
     "models_with_files",
     "read_model_config",
-    "reference_generate_greedy",
     "resolve_model",
-    "to_nnx",
-    "training_logits",
 ]
 
 _HOMES = {
@@ -50,9 +42,6 @@ _HOMES = {
     ),
     "ModelConfig": "config",
     "ModelParams": "params",
-    **dict.fromkeys(("forward", "reference_generate_greedy"), "reference"),
-    **dict.fromkeys(("from_nnx", "to_nnx"), "nnx"),
-    "training_logits": "training",
 }
 
 

@@ -25,8 +25,8 @@ from apt_jax.models.step import (
     zero_non_finite,
 )
 from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, KeyNorm, LogitModifiers, PrefillCall, Projection
+from apt_jax.ops.linear import apply_rope, rms_norm_heads
 from apt_jax.ops.low_rank import absorbed_low_rank
-from apt_jax.ops.reference import apply_rope, rms_norm_heads
 from apt_jax.ops.weights import KeyValueAdapters, LowRank
 from apt_jax.ops.xla_common import project_shards
 

@@ -45,7 +45,8 @@ class DecoderBatch:
     prefill_hidden: Bool[Array, " R"]
     num_prefill_rows: Int32[Array, ""]
     decode_ranges: Int32[Array, "B J 2"] | None = None
-    """`slot_ranges` of the decode rows (`ops.reference`) if rows fill blocks from both ends; None: every block has one owner."""
+    """`slot_ranges` of the decode rows (`apt_jax.ops.calls`) if rows fill blocks from both ends; None: every block has
+    one owner."""
     prefill_ranges: Int32[Array, "R J 2"] | None = None
     """`slot_ranges` of the cached prefixes of the prefill rows, like `decode_ranges`."""
     adapters: Int32[Array, " T"] | None = None
@@ -55,7 +56,7 @@ class DecoderBatch:
 def slot_ranges(
     downwards: Bool[Array, "R J"], lens: Int32[Array, " R"], sizes: Int32[Array, " R"]
 ) -> Int32[Array, "R J 2"]:
-    """Range of slots that each row owns in each of its blocks, as defined in `ops.reference`.
+    """Range of slots that each row owns in each of its blocks, as defined in `apt_jax.ops.calls`.
 
     Args:
         downwards: whether the row fills the block from its right end (`apt_jax.cache.placement`).

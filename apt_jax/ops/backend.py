@@ -25,7 +25,7 @@ with `hidden_prefixes`."""
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelBackend:
     """One implementation of the attention ops and the products around them. Attention ops take queries and a record of
-    their other arguments (`calls.py`); `reference.py` defines their results."""
+    their other arguments (`calls.py`); `lab/reference.py` defines their results."""
 
     name: str
     decode_kv: Callable[..., Any]

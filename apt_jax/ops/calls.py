@@ -9,7 +9,27 @@ tables      projection   keys                      values
 (R, J)      given        computed from it          computed from it (`wv`), or the cached tensor itself (`wv` is None)
 
 Query heads share key heads, whose number follows from the pool's width or the projection. Products take the dtype of
-the pool and accumulate in float32. For names of dimensions see `reference.py`.
+the pool and accumulate in float32.
+
+All of them work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
+one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
+first `block_size` of them in the flat block, with the `block_size` of the ops that read them). Block tables map
+position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0`, and their
+slots are never used.
+
+Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then is the
+range of slots in row b's j-th block that the row owns: upwards `[first, last)` where first <= last, its positions in
+the order of the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and
+values of a position lie in the same slot of their two blocks. Without `slot_ranges` every block is
+`(0, min(C, len - j * C))`. `lens` is still the number of positions: `C` per block except in the last one.
+`rows = (a, b)` skips rows outside [a, b): they give zeros and read nothing.
+
+Rotary embedding rotates lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate
+half", as in Llama and GPT-NeoX); cached layer inputs are not rotated, so keys computed from them are rotated by their
+position.
+
+Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width, R
+rotary lanes of a head, P blocks, C slots per block, J table entries per row, S positions.
 """
 
 import dataclasses
@@ -116,7 +136,7 @@ class DecodeCall:
     rows: tuple[AnyArray, AnyArray] | None = None
     """Half-open range of rows to compute; other rows give zeros. None: all rows."""
     slot_ranges: Int32[AnyArray, "R J 2"] | None = None
-    """Slots that the row owns in each block (`reference.py`); None: it owns every block from the first slot on."""
+    """Slots that the row owns in each block (module docstring); None: it owns every block from the first slot on."""
     table_of_row: Int32[AnyArray, " B"] | None = None
     """Row of `tables` and `slot_ranges` that each query row reads; None: the row of the same index (R = B)."""
     rules: LogitModifiers | None = None

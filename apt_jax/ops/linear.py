@@ -8,7 +8,6 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from apt_jax.ops.calls import KeyNorm
-from apt_jax.ops.reference import rms_norm_heads, rotate
 from apt_jax.ops.weights import GroupedMatrix
 
 
@@ -87,7 +86,7 @@ def project_kv(
     more: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
     """Keys or values of layer inputs, in the dtype of `x`, lanes flattened. They are rounded once, after
-    `reference.rotate`. `more` is added to the product."""
+    `rotate`. `more` is added to the product."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if more is not None:
         out = out + more
@@ -99,3 +98,29 @@ def project_kv(
     if angles is not None:
         out = rotate(out.reshape(x.shape[0], *w.shape[:2]), angles).reshape(out.shape)
     return out.astype(x.dtype)
+
+
+def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float) -> Float[Array, "T K H"]:
+    """`KeyNorm` of float32 queries or keys."""
+    shape = x.shape
+    if scale.shape[0] != shape[2]:
+        x = x.reshape(shape[0], 1, -1)
+    scaled = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (scaled * scale.astype(jnp.float32)[None, None]).reshape(shape)
+
+
+def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> Float[Array, "S N H"]:
+    """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
+    if angles is None:
+        return x.astype(jnp.float32)
+    return apply_rope(x, jnp.cos(angles), jnp.sin(angles))
+
+
+def apply_rope(
+    x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
+) -> Float[Array, "S N H"]:
+    """`rotate` with the cosine and sine of the angles."""
+    x, half = x.astype(jnp.float32), cos.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Int32
 
 from apt_jax.ops.calls import LogitModifiers, Shards
 from apt_jax.ops.linear import dot
-from apt_jax.ops.reference import own_slots
 
 MASKED = -1e30
 """Score of a masked position; finite, so that a fully masked tile does not produce NaN."""
@@ -22,6 +21,29 @@ Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """Function that reads the slots of G table entries per row. Arguments: table entries (R, A, G); whether the row owns
 each of the T slots (R, T); positions of the slots (R, T); and indices of the rows (R,). It returns the slots' keys and
 values (R, T, E). Values of slots that the row does not own must be finite."""
+
+
+def own_slots(
+    slot_ranges: Int32[Array, "J 2"] | None,
+    length: Int32[Array, ""],
+    num_entries: int,
+    block_size: int,
+) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
+    """Mask of the slots that a row owns, and their positions, for every slot of its blocks in the order of the
+    table."""
+    slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
+    if slot_ranges is None:
+        position = entry * block_size + slot
+        own = position < length
+    else:
+        first, last = slot_ranges[:, :1], slot_ranges[:, 1:]
+        upwards = first <= last
+        order = jnp.where(upwards, slot - first, first - 1 - slot)
+        position = entry * block_size + order
+        own = (slot >= jnp.minimum(first, last)) & (slot < jnp.maximum(first, last))
+        own = own & (position < length)
+    return own.reshape(-1), jnp.where(own, position, 0).reshape(-1)
 
 
 def project_shards(
@@ -72,7 +94,7 @@ def own_slots_of(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
-    """`reference.own_slots` of R rows from `first_row` on, for `num_entries` table entries from `first_entry` on."""
+    """`own_slots` of R rows from `first_row` on, for `num_entries` table entries from `first_entry` on."""
     start = first_entry * block_size
     if slot_ranges is None:
         position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]

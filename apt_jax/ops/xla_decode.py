@@ -1,4 +1,4 @@
-"""Decode attention over the block pool as plain XLA code, laid out for CPUs (contracts: `reference.py`).
+"""Decode attention over the block pool as plain XLA code, laid out for CPUs (contracts: `lab/reference.py`).
 
 Reasons for its speed, as measured on a 2-core machine with AMX:
   * Rows are taken R at a time and contexts T positions at a time, with a dynamic trip count: no padding to the longest

@@ -1,4 +1,4 @@
-"""Decode attention over the block pool for TPUs: Pallas kernels that Mosaic compiles (contracts: `reference.py`).
+"""Decode attention over the block pool for TPUs: Pallas kernels that Mosaic compiles (contracts: `lab/reference.py`).
 
 Both ops are one flash-attention kernel over a list of work. An item is a tile of a row: the next G blocks of its table
 are folded into a running maximum m, denominator l and accumulator, which stay in VMEM from item to item of a row. The

@@ -1,5 +1,5 @@
 """Decode attention over keys and values of the block pool as a Pallas kernel on the Triton backend (contract:
-`reference.py`).
+`lab/reference.py`).
 
 A program takes one key/value head of one piece of a row (`triton_work_list.py`), with running maximum m, denominator l
 and accumulator (flash attention). What a window hides is neither read nor computed.

@@ -201,7 +201,7 @@ def simulate(
         policy: scheduling policy, for a run with one replica; None: the one that `config` names.
         step_s: function that returns the duration of a step in seconds; None: the hardware's cost model.
         executor: function that builds an executor for the run's clock, which the executor must advance
-            (`apt_jax.sim.recording`); its pool and block size must be the hardware's. `host_s` then only affects
+            (`apt_jax.lab.recording`); its pool and block size must be the hardware's. `host_s` then only affects
             predictions. None: `SimulatedExecutor`.
         progress: called every 512 iterations and at the end with (number of ended requests, number of requests).
         on_step: called with the engine after each iteration in which it has executed a step.

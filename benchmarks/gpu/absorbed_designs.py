@@ -15,9 +15,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from apt_jax.ops.shapes import CACHED_TOKENS, PUBLISHED, AttentionShape
 from apt_jax.pallas.triton_tiles import Tile, head_splits
 from benchmarks.gpu.problems import ragged
+from benchmarks.gpu.shapes import CACHED_TOKENS, PUBLISHED, AttentionShape
 
 _PROCESSORS = 132
 _MEMORY_BYTES_US, _L2_BYTES_US = 2.956e6, 6.3e6

@@ -30,11 +30,11 @@ from apt_jax.config import CacheConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor.compiling.quick_lowering import quick_lowering
 from apt_jax.executor.compiling.warm_up import Program, all_programs
+from apt_jax.lab.kernels import cuda_decode_absorbed
 from apt_jax.models import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.memory_plan import memory_plan
-from apt_jax.ops.shapes import CACHED_TOKENS, PUBLISHED, AttentionShape
-from apt_jax.pallas import cuda_decode_absorbed, triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
+from apt_jax.pallas import triton_decode_absorbed, triton_decode_kv, triton_decode_reprojected
 from apt_jax.pallas.triton_tiles import tile_for
 from apt_jax.pallas.triton_work_list import longest_chain, pieces_for, rows_of
 from apt_jax.utils.device_memory import MEMORY_FRACTION
@@ -45,6 +45,7 @@ from benchmarks.gpu.device_free import pallas_for
 from benchmarks.gpu.engine_step import StepCase, abstract_runner, input_failures, sent_bytes
 from benchmarks.gpu.gate import as_text
 from benchmarks.gpu.problems import ragged, work_of
+from benchmarks.gpu.shapes import CACHED_TOKENS, PUBLISHED, AttentionShape
 
 _GIB = 2**30
 DEFAULTS = {"num_rows": 64, "prefill_tokens": 512, "context": 2048}

@@ -48,8 +48,7 @@ class Check:
 
 def checks(tiny: bool) -> Iterator[Check]:
     """All checks, published shapes first, as they matter most; every op and dtype, with and without slot ranges."""
-    from apt_jax.ops import shapes
-    from benchmarks.gpu import problems
+    from benchmarks.gpu import problems, shapes
 
     if tiny:
         for name, op in (("three-heads", "decode_kv"), ("three-heads", "decode_absorbed"), ("three-heads", "prefill")):
@@ -164,7 +163,7 @@ def compare(check: Check, tiny: bool) -> dict[str, Any]:
     import numpy as np
 
     from apt_jax.backends import attention_ops
-    from apt_jax.ops import reference
+    from apt_jax.lab import reference
     from benchmarks.gpu import problems
     from benchmarks.gpu.kernels import kernel_ops, tile_class
 

@@ -46,15 +46,14 @@ import jax
 import jax.numpy as jnp
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, KeyNorm, LogitModifiers, PrefillCall, Projection
-from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import compile_only, device_free, engine_step, launches
+from benchmarks.gpu import compile_only, device_free, engine_step, launches, shapes
 from benchmarks.gpu.compile_only import CHIPS, Chip, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
 from benchmarks.gpu.engine_step import StepCase
 from benchmarks.gpu.launches import LaunchCase, LaunchReport
+from benchmarks.gpu.shapes import AttentionShape
 from benchmarks.gpu.tables import as_markdown, as_text, replace_between
 
 _ROOT = Path(__file__).parents[2]
@@ -450,8 +449,8 @@ def _compiled(compile_code: _Compile) -> tuple[KernelReport | None, Sequence[str
 
 def _triton_kernels(case: KernelCase) -> list[tuple[str, _Compile]]:
     """The absorbed pair as jax-triton launches it."""
-    from apt_jax.pallas import jax_triton_absorbed as twin
-    from apt_jax.pallas import jax_triton_kernels as triton_kernels
+    from apt_jax.lab.kernels import jax_triton_absorbed as twin
+    from apt_jax.lab.kernels import jax_triton_kernels as triton_kernels
 
     shape, pointer = shapes.PUBLISHED[case.shape], {"bfloat16": "*bf16", "float16": "*fp16"}
     tiles = twin.default_tiles(shape.num_heads)

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 from apt_jax.backends import attention_ops, known_attention_ops
 from apt_jax.config import SchedulerConfig
-from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
-from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import problems
+from benchmarks.gpu import problems, shapes
 from benchmarks.gpu.harness import Stage, ceilings, floor_s, time_call
 from benchmarks.gpu.problems import BLOCK_SIZE, Arrays
+from benchmarks.gpu.shapes import AttentionShape
 
 _L2_BYTES = 256 << 20
 """Pools of a timed program take at least this much together: several times any L2 cache."""

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from apt_jax.ops import shapes
-from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import peers_of_prompts, problems
+from benchmarks.gpu import peers_of_prompts, problems, shapes
 from benchmarks.gpu.harness import Stage, ceilings, floor_s
 from benchmarks.gpu.problems import BLOCK_SIZE
+from benchmarks.gpu.shapes import AttentionShape
 
 _COPIES = 3
 """Pools that calls take in turn, so that none finds its tokens in the L2 cache."""

@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apt_jax.ops import shapes
-from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import problems
+from benchmarks.gpu import problems, shapes
 from benchmarks.gpu.harness import Stage, Table, ceilings, floor_s, time_call
+from benchmarks.gpu.shapes import AttentionShape
 
 _SEGMENTS = {"cudnn packed of 4": 4, "cudnn packed of 64": 64}
 """Prompts one after another, as a step has them, by cuDNN from sm_90 on: the number of segments is static, and most of 64

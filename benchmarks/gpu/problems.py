@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax.ops.calls import DecodeCall, HiddenPrefixes, PrefillCall, Projection
-from apt_jax.ops.shapes import AttentionShape
+from benchmarks.gpu.shapes import AttentionShape
 
 BLOCK_SIZE = 16
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}

@@ -24,11 +24,11 @@ from apt_jax.errors import QueueFullError
 from apt_jax.executor import calibrate
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.components import EngineComponents, build_components, with_policy
+from apt_jax.lab.recording import run_recorded
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import save_hardware
-from apt_jax.sim.recording import run_recorded
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.workload import Workload
 from benchmarks.gpu import whole_model

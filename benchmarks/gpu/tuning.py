@@ -15,9 +15,7 @@ from typing import Any
 
 import jax
 
-from apt_jax.ops import shapes
-from apt_jax.ops.shapes import AttentionShape
-from benchmarks.gpu import problems
+from benchmarks.gpu import problems, shapes
 from benchmarks.gpu.harness import Stage, time_call, write_json
 from benchmarks.gpu.kernels import (
     Pools,
@@ -31,6 +29,7 @@ from benchmarks.gpu.kernels import (
     tile_class,
     unless_failed,
 )
+from benchmarks.gpu.shapes import AttentionShape
 
 _WARPS = (4, 8)
 

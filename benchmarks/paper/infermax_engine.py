@@ -24,10 +24,10 @@ from apt_jax.executor import Executor, StepHandle
 from apt_jax.executor.calibrate import calibrate, describe
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
+from apt_jax.lab.recording import RecordingExecutor
 from apt_jax.request import RequestMetrics
 from apt_jax.sched import FcfsPolicy, Policy, UnifiedPolicy
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.recording import RecordingExecutor
 from apt_jax.sim.simulator import SimulationResult, simulate
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.clock import VirtualClock

@@ -35,10 +35,10 @@ from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.frontend.builder import build_engine
 from apt_jax.frontend.components import EngineComponents, with_policy
 from apt_jax.frontend.progress import ProgressBars
+from apt_jax.lab.recording import difference, run_recorded, run_replayed
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.recording import difference, run_recorded, run_replayed
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.trace import draw_arrivals
 from apt_jax.sim.workload import Workload

@@ -186,8 +186,8 @@ def _compiled_leads(config: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
+    from apt_jax.lab.reference_model import forward
     from apt_jax.models.loading.loader import load_model
-    from apt_jax.models.reference import forward
     from apt_jax.ops import sampling
 
     model = load_model(config)  # a second copy: the engine joins weights and changes their layout

@@ -40,9 +40,9 @@ import jax
 import jax.numpy as jnp
 
 from apt_jax.models.sharding import own_config, with_repeated_heads
-from apt_jax.ops import shapes
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.pallas import tpu_decode
+from benchmarks.gpu import shapes
 from benchmarks.gpu.gate import as_markdown, as_text, replace_between, summarize
 from benchmarks.tpu import engine_step
 from benchmarks.tpu.compile_only import CHIPS, MAX_TEMPORARY_SHARE, MAX_TRAFFIC_RATIO, TpuReport, compile_kernel

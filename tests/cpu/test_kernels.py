@@ -24,8 +24,9 @@ from apt_jax.backends import attention_ops
 from apt_jax.cpu import build, compiler, ops
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import choose_attention
+from apt_jax.lab import reference
 from apt_jax.models import weight_layout as tiles
-from apt_jax.ops import linear, reference, sampling
+from apt_jax.ops import linear, sampling
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
 from apt_jax.utils import cache_dir
 from apt_jax.utils.cache_dir import write_verified

@@ -18,11 +18,11 @@ from apt_jax.core.kinds import HIDDEN, KV, CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig, RopeConfig
 from apt_jax.models.families import PRESETS
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.models.params import dummy_params
-from apt_jax.models.reference import forward
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import EngineRequest, SamplingParams
 from apt_jax.sched import Policy, make_policy

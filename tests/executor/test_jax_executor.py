@@ -21,9 +21,9 @@ from apt_jax.executor.compiling import buckets as buckets_module
 from apt_jax.executor.compiling.buckets import power_of_two_buckets
 from apt_jax.executor.jax_executor import JaxExecutor
 from apt_jax.executor.programs.handles import DeviceStepHandle
+from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, dummy_params
-from apt_jax.models.reference import forward
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams

@@ -24,8 +24,8 @@ from apt_jax.frontend.components import build_components, with_policy
 from apt_jax.frontend.llm import configure
 from apt_jax.frontend.outputs import OutputAssembler, RequestState
 from apt_jax.frontend.progress import ProgressBars
+from apt_jax.lab.reference_model import forward
 from apt_jax.models import LoadedModel, load_model
-from apt_jax.models.reference import forward
 from apt_jax.request import CompletionOutput, RequestOutput, StructuredOutputsParams
 from apt_jax.utils.activity import activity
 from tests.support.caches import calibrations_apart

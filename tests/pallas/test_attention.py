@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops import linear, reference, xla_decode
-from apt_jax.ops.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
+from apt_jax.lab import reference
+from apt_jax.ops import linear, xla_decode
+from benchmarks.gpu.shapes import RAGGED_LENGTHS, SMALL, AttentionShape
 from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill
 from tests.support.cases import cover
 from tests.support.op_calls import flat

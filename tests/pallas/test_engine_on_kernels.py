@@ -8,8 +8,8 @@ import pytest
 from apt_jax.config import HiddenAttention
 from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.executor.compiling import buckets
+from apt_jax.lab.reference_model import forward
 from apt_jax.models.params import dummy_params
-from apt_jax.models.reference import forward
 from tests.support.cases import cover
 from tests.support.paged_driver import CONFIG, PARAMS, Driver, few_programs, make_executor, reference_greedy
 from tests.support.parallel_cases import MODELS

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops import reference, xla_decode, xla_prefill
+from apt_jax.lab import reference
+from apt_jax.ops import xla_decode, xla_prefill
 from apt_jax.ops.calls import KeyNorm, LogitModifiers
 from apt_jax.pallas import triton_prefill
 from tests.support.attention_cases import expected_decode, expected_prefill, reference_prefill

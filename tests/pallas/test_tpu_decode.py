@@ -20,8 +20,8 @@ from apt_jax.models.decoder import decoder_step
 from apt_jax.models.params import abstract_params
 from apt_jax.models.step import DecoderBatch, StepOptions
 from apt_jax.ops.calls import LogitModifiers
-from apt_jax.ops.shapes import PUBLISHED, SMALL
 from apt_jax.pallas import tpu_decode
+from benchmarks.gpu.shapes import PUBLISHED, SMALL
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
 from tests.support.op_calls import flat

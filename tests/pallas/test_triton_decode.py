@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.ops.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
 from apt_jax.pallas import (
     triton_decode_absorbed,
     triton_decode_kv,
@@ -18,6 +17,7 @@ from apt_jax.pallas import (
     triton_tiles,
 )
 from apt_jax.pallas.triton_tiles import CHIPS, Tile, head_splits, padded, tile_for
+from benchmarks.gpu.shapes import PUBLISHED, RAGGED_LENGTHS, SMALL
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import cover
 from tests.support.op_calls import flat

@@ -11,11 +11,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 from apt_jax.ops.calls import LogitModifiers
-from apt_jax.ops.shapes import SMALL, AttentionShape
 from apt_jax.pallas import triton_prefill
 from apt_jax.pallas.triton_hidden_prefix import plan_prefixes
 from apt_jax.pallas.triton_queries import LOG2_E, Scores, query_tiles
 from apt_jax.pallas.triton_tiles import CHIPS, prefill_tile, tile_for
+from benchmarks.gpu.shapes import SMALL, AttentionShape
 from tests.support.attention_cases import expected_prefill
 from tests.support.cases import cover
 from tests.support.op_calls import flat

@@ -9,7 +9,8 @@ import pytest
 
 from apt_jax.config import EngineConfig
 from apt_jax.core.kinds import HIDDEN, KV
-from apt_jax.models import forward, load_model
+from apt_jax.lab.reference_model import forward
+from apt_jax.models import load_model
 from apt_jax.models.decoder import logits
 from apt_jax.models.loading.loader import LoadedModel
 from tests.support.family_models import MODELS

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from apt_jax.config import EngineConfig
-from apt_jax.models import PRESETS, forward, load_model, reference_generate_greedy
+from apt_jax.lab.reference_model import forward, reference_generate_greedy
+from apt_jax.models import PRESETS, load_model
 from apt_jax.models.loading.resolve import bundled_models, read_model_config
 from tests.support.opt_checkpoint import TINY
 

@@ -1,4 +1,4 @@
-"""Oracles of the attention ops in NumPy, in float64: nothing to compile. `apt_jax.ops.reference` says what they compute."""
+"""Oracles of the attention ops in NumPy, in float64: nothing to compile. `apt_jax.lab.reference` says what they compute."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from apt_jax.ops import reference
+from apt_jax.lab import reference
 from apt_jax.ops.calls import KeyNorm, LogitModifiers
 from tests.support.op_calls import flat
 
@@ -91,7 +91,7 @@ def expected_decode(
     key_norm: KeyNorm | None = None,
     rules: LogitModifiers | None = None,
 ) -> np.ndarray:
-    """Return what the op `op` of `apt_jax.ops.reference` returns for these arguments."""
+    """Return what the op `op` of `apt_jax.lab.reference` returns for these arguments."""
     q, *rest = (_wide(a) for a in arguments)
     absorbed = rest.pop(0) if op == "decode_v_absorbed" else None
     pool, tables, lens, *weights = rest

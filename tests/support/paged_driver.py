@@ -13,9 +13,9 @@ from apt_jax.core.kinds import KV
 from apt_jax.core.step import TOKEN_ON_DEVICE, StepBatch
 from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import dummy_params
-from apt_jax.models.reference import forward
 from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
 from apt_jax.request import SamplingParams

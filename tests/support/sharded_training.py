@@ -21,7 +21,8 @@ from flax import nnx
 
 from apt_jax import LLM, SamplingParams
 from apt_jax.config import EngineConfig
-from apt_jax.models import LoadedModel, ModelParams, from_nnx, load_model, sharding, to_nnx
+from apt_jax.lab.training import from_nnx, to_nnx
+from apt_jax.models import LoadedModel, ModelParams, load_model, sharding
 
 
 def train(loaded: LoadedModel, tokens: np.ndarray) -> tuple[list[float], ModelParams]:

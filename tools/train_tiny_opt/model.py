@@ -1,4 +1,4 @@
-"""The model that is trained: OPT, as the flax NNX module that `apt_jax.models.to_nnx` makes.
+"""The model that is trained: OPT, as the flax NNX module that `apt_jax.lab.training.to_nnx` makes.
 
 Pre-norm blocks with biases, learned positions and ReLU, tied input and output embeddings: the architecture of
 transformers' ``OPTForCausalLM``. Parameters are the module's state, float32; products are of bfloat16, which matrix units
@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from apt_jax.models import ModelConfig, ModelParams, from_nnx, to_nnx
+from apt_jax.lab.training import from_nnx, to_nnx
+from apt_jax.models import ModelConfig, ModelParams
 from apt_jax.models.families import opt
 from apt_jax.models.params import abstract_params, is_matrix, is_norm_scale, param_names
 from tools.train_tiny_opt import tokenizer

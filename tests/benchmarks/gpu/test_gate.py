@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from apt_jax.backends import attention_ops
-from apt_jax.ops import sampling, shapes
+from apt_jax.ops import sampling
 from apt_jax.ops.backend import KernelBackend
-from benchmarks.gpu import compile_only, device_free, engine_step, gate, launches
+from benchmarks.gpu import compile_only, device_free, engine_step, gate, launches, shapes
 from benchmarks.gpu.compile_only import CHIPS, KernelCode, KernelReport
 from benchmarks.gpu.device_free import ProgramReport
 from benchmarks.gpu.launches import LaunchCase, LaunchReport

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("benchmarks.gpu.run")
 from apt_jax.backends import attention_ops
-from apt_jax.ops.shapes import SMALL
 from benchmarks.gpu import absorbed_designs, harness, kernels, problems, report, run, tuning
+from benchmarks.gpu.shapes import SMALL
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -18,9 +18,9 @@ from apt_jax.core.kinds import CacheKindSpec
 from apt_jax.engine import Engine
 from apt_jax.engine.stats import EngineStats
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.lab.reference_model import forward
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, dummy_params
-from apt_jax.models.reference import forward
 from apt_jax.request import EngineRequest, PromptLogprobs, SamplingParams
 from apt_jax.sched import Policy, make_policy
 from apt_jax.utils.clock import WallClock

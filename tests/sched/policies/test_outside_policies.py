@@ -16,6 +16,7 @@ import pytest
 import apt_jax.sched.step_packer
 from apt_jax.config import SchedulerConfig
 from apt_jax.errors import ConfigError
+from apt_jax.lab.recording import difference, run_recorded, run_replayed
 from apt_jax.sched import (
     ENTRY_POINTS,
     INTERFACE_VERSION,
@@ -34,7 +35,6 @@ from apt_jax.sched import (
 from apt_jax.sched.policies.unified import First
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
-from apt_jax.sim.recording import difference, run_recorded, run_replayed
 from apt_jax.sim.simulator import simulate
 from apt_jax.sim.sweep import Store, run_key, sweep
 from serve.cli import main

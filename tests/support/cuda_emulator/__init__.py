@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apt_jax.cpu.compiler import find_compiler
-from apt_jax.pallas.cuda_decode_absorbed import SOURCES, Plan, Variant
+from apt_jax.lab.kernels.cuda_decode_absorbed import SOURCES, Plan, Variant
 
 _HERE = Path(__file__).parent
 _GUARD = 64

@@ -1,4 +1,4 @@
-// The functions of apt_jax/pallas/cuda/warp_ops.cuh on a CPU, and `emulate`, which runs the blocks of a grid, a cluster at a
+// The functions of apt_jax/lab/kernels/cuda/warp_ops.cuh on a CPU, and `emulate`, which runs the blocks of a grid, a cluster at a
 // time: threads are fibers, which stop where the lanes of a warp meet. What the hardware leaves open is chosen by a seed:
 // the order of warps, and whether copies and stores to other blocks take effect at once or as late as allowed. Shared
 // memory begins as NaN, addresses are checked, lanes that meet at different instructions and barriers that never open

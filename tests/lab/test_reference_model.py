@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.models import forward as eager_forward
-from apt_jax.models import reference_generate_greedy
+from apt_jax.lab.reference_model import forward as eager_forward
+from apt_jax.lab.reference_model import reference_generate_greedy
 from apt_jax.models.families import opt
 from apt_jax.models.params import dummy_params
 from tests.support.opt_checkpoint import TINY

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from apt_jax.models import ModelConfig, ModelParams, forward, training_logits
+from apt_jax.lab.reference_model import forward
+from apt_jax.lab.training import training_logits
+from apt_jax.models import ModelConfig, ModelParams
 from apt_jax.models.params import param_names
 from tests.support.training_cases import CONFIGS, shallow, weights
 

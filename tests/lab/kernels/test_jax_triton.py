@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
 
-from apt_jax.ops import reference
-from apt_jax.ops.shapes import PUBLISHED, SMALL
-from apt_jax.pallas import jax_triton_absorbed
+from apt_jax.lab import reference
+from apt_jax.lab.kernels import jax_triton_absorbed
+from benchmarks.gpu.shapes import PUBLISHED, SMALL
 from tests.support.op_calls import flat
 
 BLOCK = 16
@@ -149,7 +149,7 @@ def _interpreted_error(name: str, dtype: str, ranged: bool, rows: tuple[int, int
 
 
 def _print_interpreted_errors() -> None:
-    from apt_jax.pallas import jax_triton_kernels as triton_kernels
+    from apt_jax.lab.kernels import jax_triton_kernels as triton_kernels
 
     jax_triton_absorbed._import_jax_triton = lambda: (InterpretedCalls, triton_kernels)
     errors = {_key(*case): _interpreted_error(*case, None) for case in CASES}
@@ -169,7 +169,7 @@ def interpreted_errors() -> dict[str, float]:
             **os.environ,
             "TRITON_INTERPRET": "1",
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+            "PYTHONPATH": str(pathlib.Path(__file__).parents[3]),
         },
         capture_output=True,
         text=True,
@@ -237,7 +237,7 @@ def _compile(kernel, types: dict[str, str], constants: dict[str, Any], chip: int
 @pytest.mark.parametrize("chip", [80, 90])
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_without_spills(name: str, chip: int) -> None:
-    from apt_jax.pallas import jax_triton_kernels as triton_kernels
+    from apt_jax.lab.kernels import jax_triton_kernels as triton_kernels
 
     shape, floats = PUBLISHED[name], "*fp32"
     tiles = jax_triton_absorbed.default_tiles(shape.num_heads)

@@ -1,4 +1,4 @@
-"""NNX module that `apt_jax.models.to_nnx` builds; importing it requires flax."""
+"""NNX module that `apt_jax.lab.training.to_nnx` builds; importing it requires flax."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -8,10 +8,10 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int32
 
+from apt_jax.lab.training.forward import training_logits
+from apt_jax.lab.training.nnx_params import from_nnx
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.nnx_params import from_nnx
 from apt_jax.models.params import ModelParams
-from apt_jax.models.training import training_logits
 from apt_jax.ops.weights import NormParams
 
 

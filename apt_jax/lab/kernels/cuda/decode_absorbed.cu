@@ -1,5 +1,5 @@
 // Absorbed decode attention in one pass over cached layer inputs, for chips with clusters (sm_90). Contract:
-// apt_jax/pallas/cuda_decode_absorbed.py, which lists the variants and launches them; `python -m tools.cuda_kernels` compiles.
+// apt_jax/lab/kernels/cuda_decode_absorbed.py, which lists the variants and launches them; `python -m tools.cuda_kernels` compiles.
 //
 // A cluster of CLUSTER blocks of WARPS warps takes a range of tiles of 16 * HALVES positions. Every warp has 16 * MT feature lanes of
 // its own: it copies them from device memory once (x, a ring of STAGES tiles in shared memory), keeps the same lanes of the

@@ -17,12 +17,13 @@ from jax import ShapeDtypeStruct
 
 from apt_jax import backends
 from apt_jax.backends import attention_ops
+from apt_jax.lab import kernels
+from apt_jax.lab.kernels import cuda_decode_absorbed as cuda
+from apt_jax.lab.kernels.cuda_decode_absorbed import VARIANTS, Plan, Variant, plan_for, ranges_of
 from apt_jax.ops.calls import LogitModifiers
-from apt_jax.ops.shapes import PUBLISHED
-from apt_jax.pallas import cuda_decode_absorbed as cuda
-from apt_jax.pallas.cuda_decode_absorbed import VARIANTS, Plan, Variant, plan_for, ranges_of
 from apt_jax.pallas.triton_tiles import SHARED_BYTES
 from apt_jax.pallas.triton_work_list import rows_of
+from benchmarks.gpu.shapes import PUBLISHED
 from tests.support import cuda_emulator
 from tests.support.attention_cases import expected_decode
 from tests.support.cases import num_cases
@@ -405,9 +406,9 @@ def test_what_the_kernel_does_not_take_goes_to_two_kernels_with_one_line(
 
 
 def test_the_backend_replaces_absorbed_decode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = backends._triton("sm_90")
-    monkeypatch.setattr(backends, "_triton", lambda chip: plain)
-    one_pass = backends._triton_onepass("sm_90")
+    plain = backends.triton("sm_90")
+    monkeypatch.setattr(kernels, "triton", lambda chip: plain)
+    one_pass = kernels.BACKENDS["triton-onepass"]("sm_90")
     changed = {name for name, value in vars(plain).items() if vars(one_pass)[name] is not value}
     assert changed == {"name", "decode_absorbed"}
 

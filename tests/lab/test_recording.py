@@ -10,9 +10,7 @@ from apt_jax.config import CacheMode
 from apt_jax.core.step import StepBatch
 from apt_jax.costs.hardware import Hardware
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.sched import StepCosts, all_policies
-from apt_jax.sim.config import SimulationConfig
-from apt_jax.sim.recording import (
+from apt_jax.lab.recording import (
     RecordingExecutor,
     Replay,
     Run,
@@ -20,6 +18,8 @@ from apt_jax.sim.recording import (
     run_recorded,
     run_replayed,
 )
+from apt_jax.sched import StepCosts, all_policies
+from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.workload import Workload
 from apt_jax.utils.clock import VirtualClock
 from tests.support.paged_driver import few_programs, make_executor

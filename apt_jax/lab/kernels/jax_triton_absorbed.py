@@ -91,7 +91,7 @@ def _import_jax_triton() -> tuple[Any, Any]:
         import jax_triton  # pyright: ignore[reportMissingImports]  # optional
         from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
 
-        from apt_jax.pallas import jax_triton_kernels as triton_kernels
+        from apt_jax.lab.kernels import jax_triton_kernels as triton_kernels
     except ImportError as error:
         raise ImportError(
             f"attention by jax-triton needs the packages triton and jax-triton ({error}): pip install 'apt-jax[jax-triton]'"

@@ -23,7 +23,8 @@ from flax import nnx
 from apt_jax import LLM, SamplingParams
 from apt_jax.config import EngineConfig
 from apt_jax.errors import ConfigError
-from apt_jax.models import FAMILIES, PRESETS, from_nnx, load_model, read_model_config, to_nnx
+from apt_jax.lab.training import from_nnx, to_nnx
+from apt_jax.models import FAMILIES, PRESETS, load_model, read_model_config
 from apt_jax.models.config import ModelConfig
 from apt_jax.models.params import ModelParams, abstract_params, dummy_params, param_names
 from apt_jax.models.quantize import quantize_params
@@ -276,7 +277,7 @@ def test_weights_that_were_trained_in_shards_are_served_on_any_number_of_devices
     model = write_shallow_model(tmp_path / "model")
     command = [sys.executable, "-m", "tests.support.sharded_training", str(model)]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2], timeout=250
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3], timeout=250
     )
     found = json.loads(done.stdout)
     whole, sharded = found["losses"]

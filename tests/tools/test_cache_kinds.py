@@ -8,19 +8,19 @@ import pytest
 from apt_jax.config import CacheConfig, EngineConfig
 from apt_jax.errors import ConfigError
 from apt_jax.executor.jax_executor import JaxExecutor
+from apt_jax.lab.reference_model import reference_generate_greedy
 from apt_jax.models import load_model
-from apt_jax.models.cache_kinds import (
+from apt_jax.models.config import ModelConfig
+from apt_jax.models.loading.resolve import read_model_config
+from apt_jax.models.params import dummy_params
+from tests.support.generation import greedy
+from tools.cache_kinds import (
     cache_kind_info,
     main,
     markdown,
     published_kinds,
     splice,
 )
-from apt_jax.models.config import ModelConfig
-from apt_jax.models.loading.resolve import read_model_config
-from apt_jax.models.params import dummy_params
-from apt_jax.models.reference import reference_generate_greedy
-from tests.support.generation import greedy
 
 DOCS = Path(__file__).parents[2] / "docs" / "families.md"
 

@@ -24,8 +24,7 @@ from apt_jax.models.decoder import embed, logits, rotary_angles
 from apt_jax.models.params import LayerParams, ModelParams
 from apt_jax.models.step import apply_dense, apply_norm
 from apt_jax.ops.calls import LogitModifiers
-from apt_jax.ops.linear import activate, dot
-from apt_jax.ops.reference import apply_rope, rms_norm_heads
+from apt_jax.ops.linear import activate, apply_rope, dot, rms_norm_heads
 from apt_jax.ops.weights import NormParams
 
 _QUERY_BLOCK = 64

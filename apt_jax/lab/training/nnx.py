@@ -9,13 +9,13 @@ flax is an optional dependency, imported when one of these functions is called.
 
 from typing import TYPE_CHECKING, Any
 
+from apt_jax.lab.training.nnx_params import from_nnx, import_nnx
 from apt_jax.models.check_params import check_params
 from apt_jax.models.config import ModelConfig
-from apt_jax.models.nnx_params import from_nnx, import_nnx
 from apt_jax.models.params import ModelParams
 
 if TYPE_CHECKING:
-    from apt_jax.models.nnx_decoder import Decoder
+    from apt_jax.lab.training.nnx_decoder import Decoder
 
 
 def to_nnx(params: ModelParams, config: ModelConfig, *, dtype: Any = None, remat: bool = False) -> "Decoder":
@@ -36,7 +36,7 @@ def to_nnx(params: ModelParams, config: ModelConfig, *, dtype: Any = None, remat
         ConfigError: the parameters do not match the configuration, or flax is not installed.
     """
     import_nnx()
-    from apt_jax.models.nnx_decoder import Decoder
+    from apt_jax.lab.training.nnx_decoder import Decoder
 
     check_params(params, config, "to_nnx")
     return Decoder(params, config, dtype=dtype, remat=remat)

@@ -1,25 +1,7 @@
 """Readable reference implementations of the attention ops, which every other implementation is tested against.
 
-All of them work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
-one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
-first `block_size` of them in the flat block, with the `block_size` of the ops that read them). Block tables map
-position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0`, and their
-slots are never used.
-
-Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then is the
-range of slots in row b's j-th block that the row owns: upwards `[first, last)` where first <= last, its positions in
-the order of the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and
-values of a position lie in the same slot of their two blocks. Without `slot_ranges` every block is
-`(0, min(C, len - j * C))`. `lens` is still the number of positions: `C` per block except in the last one.
-`rows = (a, b)` skips rows outside [a, b): they give zeros and read nothing.
-
-Rotary embedding rotates lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate
-half", as in Llama and GPT-NeoX); cached layer inputs are not rotated, so keys computed from them are rotated by their
-position.
-
-Dimension key: B rows, T query tokens, N query heads, K key/value heads, H head width, D model width, E lane width, R
-rotary lanes of a head, P blocks, C slots per block, J table entries per row, S positions. Softmax and sums are float32
-for any input dtype.
+`apt_jax.ops.calls` describes the pool, block tables and slot ranges, and has the dimension key. Softmax and sums are float32
+whatever the input dtype.
 """
 
 from collections.abc import Callable
@@ -30,15 +12,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall, Projection
-
-
-def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float) -> Float[Array, "T K H"]:
-    """RMS norm of float32 queries or keys, as in `KeyNorm`."""
-    shape = x.shape
-    if scale.shape[0] != shape[2]:
-        x = x.reshape(shape[0], 1, -1)
-    scaled = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return (scaled * scale.astype(jnp.float32)[None, None]).reshape(shape)
+from apt_jax.ops.linear import rms_norm_heads, rotate
+from apt_jax.ops.xla_common import own_slots
 
 
 def modified_scores(
@@ -59,46 +34,6 @@ def modified_scores(
     if rules.window is not None:
         sees = sees & (position > query_position - rules.window)
     return scores, sees
-
-
-def own_slots(
-    slot_ranges: Int32[Array, "J 2"] | None,
-    length: Int32[Array, ""],
-    num_entries: int,
-    block_size: int,
-) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
-    """Mask of the slots that a row owns, and their positions, for every slot of its blocks in the order of the
-    table."""
-    slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
-    entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
-    if slot_ranges is None:
-        position = entry * block_size + slot
-        own = position < length
-    else:
-        first, last = slot_ranges[:, :1], slot_ranges[:, 1:]
-        upwards = first <= last
-        order = jnp.where(upwards, slot - first, first - 1 - slot)
-        position = entry * block_size + order
-        own = (slot >= jnp.minimum(first, last)) & (slot < jnp.maximum(first, last))
-        own = own & (position < length)
-    return own.reshape(-1), jnp.where(own, position, 0).reshape(-1)
-
-
-def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> Float[Array, "S N H"]:
-    """Rotate the first `2 * HALF` lanes of every head by `angles`, in float32."""
-    if angles is None:
-        return x.astype(jnp.float32)
-    return apply_rope(x, jnp.cos(angles), jnp.sin(angles))
-
-
-def apply_rope(
-    x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
-) -> Float[Array, "S N H"]:
-    """Like `rotate`, but with the cosine and sine of the angles."""
-    x, half = x.astype(jnp.float32), cos.shape[1]
-    cos, sin = cos[:, None], sin[:, None]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def gather_slots(pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:

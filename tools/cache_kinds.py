@@ -1,7 +1,7 @@
 """Table of the cache kinds of every model: memory per token, and how attention over layer inputs is computed.
 
-    python -m apt_jax.models.cache_kinds            # all published sizes known by name, as Markdown
-    python -m apt_jax.models.cache_kinds FILE       # the same, written between the markers of a Markdown file
+    python -m tools.cache_kinds            # all published sizes known by name, as Markdown
+    python -m tools.cache_kinds FILE       # the same, written between the markers of a Markdown file
 
 Memory is that of one token in all layers; the pool allocates it in blocks, whose last elements may stay empty.
 The time of a cached token in a decode step is the larger of its bytes over the bandwidth and its operations over the
