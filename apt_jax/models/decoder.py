@@ -17,7 +17,7 @@ are float32. Layers are unrolled with one pool array each: a scan over stacked p
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -200,30 +200,28 @@ def _normed(h: Array, norm: NormParams | None, config: ModelConfig) -> Array:
     return h if norm is None else apply_norm(h, norm, config)
 
 
+class _PositionTerms(NamedTuple):
+    """How a layer's attention depends on positions; the fields of `AttentionInputs` of these names."""
+
+    cos_sin: tuple[Array, Array] | None
+    all_angles: Array | None
+    rules: LogitModifiers | None
+    rules_of_all_heads: LogitModifiers | None
+
+
 def _attention(
     x: Float[Array, "T D"],
     pool: Array,
     p: LayerParams,
     batch: DecoderBatch,
-    turns: tuple[tuple[Array, Array] | None, Array | None],
-    rules: tuple[LogitModifiers | None, LogitModifiers | None],
+    terms: _PositionTerms,
     *,
     rope: RopeConfig | None,
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Float[Array, "T NH"], Array]:
     """`attend` of a layer, with the arguments of `_layer`."""
-    inputs = AttentionInputs(
-        params=p,
-        config=config,
-        options=options,
-        batch=batch,
-        rope=rope,
-        cos_sin=turns[0],
-        all_angles=turns[1],
-        rules=rules[0],
-        rules_of_all_heads=rules[1],
-    )
+    inputs = AttentionInputs(params=p, config=config, options=options, batch=batch, rope=rope, **terms._asdict())
     return attend(inputs, x, pool)
 
 
@@ -238,8 +236,7 @@ def _layer(
     p: LayerParams,
     next_norm: NormParams | None,
     batch: DecoderBatch,
-    turns: tuple[tuple[Array, Array] | None, Array | None],
-    rules: tuple[LogitModifiers | None, LogitModifiers | None],
+    terms: _PositionTerms,
     sample_rows: Int32[Array, " S"] | None,
     *,
     rope: RopeConfig | None,
@@ -253,15 +250,13 @@ def _layer(
         h: the residual stream, float32.
         x: norm of `h` in the parameters' dtype, the input of attention.
         next_norm: norm that follows the layer: the attention norm of the next layer, or the final norm.
-        turns: result of `_rotation`.
-        rules: score rules of this device's heads, and of the heads of all devices.
         sample_rows: indices of the tokens that are computed after attention; None: all.
         rest: options of the part after attention.
     """
     dtype, index = x.dtype, batch.adapters
     of_layer = _attention if options.ops.branches else _shared_attention
     with jax.named_scope("attention"):
-        heads, pool = of_layer(x, pool, p, batch, turns, rules, rope=rope, config=config, options=options)
+        heads, pool = of_layer(x, pool, p, batch, terms, rope=rope, config=config, options=options)
         h, heads = _sampled(h, sample_rows), _sampled(heads, sample_rows)
         index = None if index is None else _sampled(index, sample_rows)
         out = apply_dense_summed(heads, flatten_inputs(p.wo, 1), p.bo, rest)
@@ -343,8 +338,7 @@ def decoder_step(
                     p,
                     norms[i + 1],
                     batch,
-                    turns[ropes[i]],
-                    (rules[i], logit_modifiers(whole, i)),
+                    _PositionTerms(*turns[ropes[i]], rules[i], logit_modifiers(whole, i)),
                     sample_rows if is_cut else None,
                     rope=ropes[i],
                     config=config,

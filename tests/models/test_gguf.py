@@ -14,8 +14,10 @@ from apt_jax.config import EngineConfig
 from apt_jax.errors import ModelLoadError
 from apt_jax.models import FAMILIES, load_model, resolve_model
 from apt_jax.models.loading.gguf import file as gguf_file
+from apt_jax.models.loading.gguf.fields import ARCHITECTURES
 from apt_jax.models.loading.gguf.file import GgufFile
-from apt_jax.models.loading.gguf.model import ARCHITECTURES, hf_name, open_gguf
+from apt_jax.models.loading.gguf.model import open_gguf
+from apt_jax.models.loading.gguf.names import hf_name
 from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
 from apt_jax.models.loading.resolve import read_model_config
 from apt_jax.text.detokenizer import IncrementalDetokenizer

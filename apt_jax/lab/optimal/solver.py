@@ -42,7 +42,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -51,88 +51,9 @@ from apt_jax.costs.model import StepCosts
 from apt_jax.errors import ConfigError
 from apt_jax.lab.optimal.baselines import best_simple_schedule, schedule_of
 from apt_jax.lab.optimal.check import check_schedule
+from apt_jax.lab.optimal.linear_program import LinearProgram
 from apt_jax.lab.optimal.problem import BatchRow, OptimalProblem, OptimalRequest, OptimalSchedule
-
-_MAX_VARIABLES = 200_000
-_State = tuple[int, int, int]  # tokens generated, m, kind
-
-
-class _Arc(NamedTuple):
-    """One possible step of a request in a batch, from one state to another."""
-
-    source: _State
-    target: _State
-    c: int
-    blocks: int
-    """Held after the batch."""
-    phase: int
-    """0: does not run; 1: prefill; 2: decode (as `StepCosts` tells them apart)."""
-    generates: bool
-    evicts: bool
-    kind: int
-    """Blocks of the cache during the batch."""
-
-
-def _arcs(problem: OptimalProblem, request: OptimalRequest) -> list[_Arc]:
-    """The graph of a request's states (Eqs. 1 to 3)."""
-    offered = [k for k, s in enumerate(problem.kinds) if s.offered]
-    start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
-    arcs = [_Arc(done, done, 0, 0, 0, False, False, NO_KIND)]
-    seen, todo = {start, done}, [start]
-    while todo:
-        state = todo.pop()
-        generated, m, kind = state
-        length = request.prompt_tokens + generated
-        held = problem.blocks(m, kind) if m else 0
-        out = [_Arc(state, state, 0, held, 0, False, False, kind)]
-        if m and problem.eviction and m >= request.prompt_tokens + max(generated - 1, 0):
-            # Evicting a request before it has made use of its prefill never helps: that prefill could be left out.
-            out.append(_Arc(state, (generated, 0, NO_KIND), 0, 0, 0, False, True, NO_KIND))
-        for k in [kind] if m else offered:
-            for c in _pieces(problem, m, length):
-                blocks = problem.blocks(m + c, k)
-                if blocks > problem.capacity_blocks or c > problem.max_num_batched_tokens:
-                    continue
-                phase = 2 if c == 1 and m else 1
-                if phase == 1 and problem.chunk is not None and c > problem.chunk:
-                    continue
-                generates = m + c == length
-                after: _State = (generated + generates, m + c, k)
-                if after[0] == request.output_tokens:
-                    after = done
-                out.append(_Arc(state, after, c, blocks, phase, generates, False, k))
-        arcs += out
-        for arc in out:
-            if arc.target not in seen:
-                seen.add(arc.target)
-                todo.append(arc.target)
-        if len(arcs) > _MAX_VARIABLES:
-            break
-    return arcs
-
-
-def _pieces(problem: OptimalProblem, m: int, length: int) -> list[int]:
-    if problem.chunk is None or length - m == 1:
-        return [length - m]
-    step = problem.chunk_step
-    ends = range((m // step + 1) * step, min(length - 1, m + problem.chunk) + 1, step)
-    return [*(end - m for end in ends), *([length - m] if length - m <= problem.chunk else [])]
-
-
-def _distances(arcs: list[_Arc], root: _State, *, backwards: bool) -> dict[_State, int]:
-    """Fewest batches from `root` to each state, or from each state to it."""
-    near = collections.defaultdict(list)
-    for arc in arcs:
-        a, b = (arc.target, arc.source) if backwards else (arc.source, arc.target)
-        near[a].append(b)
-    distance, queue = {root: 0}, collections.deque([root])
-    while queue:
-        a = queue.popleft()
-        for b in near[a]:
-            if b not in distance:
-                distance[b] = distance[a] + 1
-                queue.append(b)
-    return distance
+from apt_jax.lab.optimal.request_graph import MAX_VARIABLES, Arc, State, arcs_of, distances
 
 
 def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
@@ -212,64 +133,6 @@ def _longest_batch_s(problem: OptimalProblem) -> float:
         + cached * (costs.prefill_per_kv_prefix_s + costs.prefill_per_hidden_prefix_s)
         + cached * (costs.decode_per_token_s + costs.decode_per_hidden_token_s)
     )
-
-
-class _Program:
-    """Columns and rows of a mixed-integer linear program, collected one by one."""
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.integer: list[bool] = []
-        self.rows: list[dict[int, float]] = []
-        self.row_lower: list[float] = []
-        self.row_upper: list[float] = []
-
-    def column(self, upper: float, *, integer: bool, cost: float = 0.0) -> int:
-        self.cost.append(cost)
-        self.lower.append(0.0)
-        self.upper.append(upper)
-        self.integer.append(integer)
-        return len(self.cost) - 1
-
-    def at_most(self, terms: dict[int, float], upper: float) -> None:
-        self._row(terms, -np.inf, upper)
-
-    def equal(self, terms: dict[int, float], value: float) -> None:
-        self._row(terms, value, value)
-
-    def _row(self, terms: dict[int, float], lower: float, upper: float) -> None:
-        if terms:
-            self.rows.append(terms)
-            self.row_lower.append(lower)
-            self.row_upper.append(upper)
-
-    def solve(self, time_limit_s: float | None):
-        try:
-            import scipy.optimize
-            import scipy.sparse
-        except ImportError as error:
-            raise ImportError("solve_optimal needs SciPy: pip install scipy") from error
-
-        data = [v for row in self.rows for v in row.values()]
-        columns = [c for row in self.rows for c in row]
-        starts = np.concatenate([[0], np.cumsum([len(row) for row in self.rows])])
-        matrix = scipy.sparse.csr_array((data, columns, starts), shape=(len(self.rows), len(self.cost)))
-        options: dict[str, float] = {"mip_rel_gap": 0.0}
-        if time_limit_s is not None:
-            options["time_limit"] = time_limit_s
-        return scipy.optimize.milp(
-            np.array(self.cost),
-            integrality=np.array(self.integer, int),
-            bounds=scipy.optimize.Bounds(np.array(self.lower), np.array(self.upper)),  # pyright: ignore[reportArgumentType] - stub: float only
-            constraints=scipy.optimize.LinearConstraint(
-                matrix,
-                np.array(self.row_lower),  # pyright: ignore[reportArgumentType] - stub: float only
-                np.array(self.row_upper),  # pyright: ignore[reportArgumentType] - stub: float only
-            ),
-            options=options,
-        )
 
 
 def solve_optimal(
@@ -361,9 +224,9 @@ class _Made:
     """The program of a problem and the meaning of its variables."""
 
     problem: OptimalProblem
-    program: _Program
+    program: LinearProgram
     classes: dict[OptimalRequest, list[int]]
-    flows: list[list[tuple[OptimalRequest, _Arc, int]]]
+    flows: list[list[tuple[OptimalRequest, Arc, int]]]
     simple: OptimalSchedule
     """The best schedule known beforehand."""
     sign: float
@@ -382,10 +245,10 @@ def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) ->
     classes: dict[OptimalRequest, list[int]] = {}
     for i, request in enumerate(problem.requests):
         classes.setdefault(request, []).append(i)
-    graphs: dict[OptimalRequest, list[_Arc]] = {}
+    graphs: dict[OptimalRequest, list[Arc]] = {}
     num_batches = max(r.output_tokens for r in classes)  # at least
     for request in classes:
-        graphs[request] = _arcs(problem, request)
+        graphs[request] = arcs_of(problem, request)
         _check_size(graphs, num_batches)
     sign, unit = (-1.0, 1.0) if problem.objective == "slo" else (1.0, 0.0)
     simple = best_simple_schedule(problem)
@@ -402,7 +265,7 @@ def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) ->
     num_batches = _num_batches(problem, simple)
     _check_size(graphs, num_batches)
 
-    program = _Program()
+    program = LinearProgram()
     # Times are scaled to around 100 in all: HiGHS works with absolute tolerances.
     span_s = max(simple.latency_s, 1e-12)
     scale = 100.0 / span_s
@@ -414,7 +277,7 @@ def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) ->
             if f.name != "one_program"
         },
     )
-    flows: list[list[tuple[OptimalRequest, _Arc, int]]] = [[] for _ in range(num_batches)]
+    flows: list[list[tuple[OptimalRequest, Arc, int]]] = [[] for _ in range(num_batches)]
     for request, members in classes.items():
         _add_flow(program, problem, request, len(members), graphs[request], flows)
     times = [_add_batch(program, problem, costs, flow, len(problem.requests)) for flow in flows]
@@ -434,32 +297,32 @@ def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) ->
     )
 
 
-def _check_size(graphs: dict[OptimalRequest, list[_Arc]], num_batches: int) -> None:
+def _check_size(graphs: dict[OptimalRequest, list[Arc]], num_batches: int) -> None:
     size = num_batches * sum(map(len, graphs.values()))
-    if size > _MAX_VARIABLES:
+    if size > MAX_VARIABLES:
         raise ConfigError(
             f"the program needs {size:,} variables or more (over {num_batches} batches), the limit is "
-            f"{_MAX_VARIABLES:,}: fewer or shorter requests, or larger chunks or none"
+            f"{MAX_VARIABLES:,}: fewer or shorter requests, or larger chunks or none"
         )
 
 
 def _add_flow(
-    program: _Program,
+    program: LinearProgram,
     problem: OptimalProblem,
     request: OptimalRequest,
     count: int,
-    arcs: list[_Arc],
-    flows: list[list[tuple[OptimalRequest, _Arc, int]]],
+    arcs: list[Arc],
+    flows: list[list[tuple[OptimalRequest, Arc, int]]],
 ) -> None:
     """`count` equal requests from their start to their end, one arc a batch."""
     start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
-    ahead = _distances(arcs, start, backwards=False)
-    behind = _distances(arcs, done, backwards=True)
+    ahead = distances(arcs, start, backwards=False)
+    behind = distances(arcs, done, backwards=True)
     last = len(flows) - 1
-    incoming: dict[_State, dict[int, float]] = {}
+    incoming: dict[State, dict[int, float]] = {}
     for j, flow in enumerate(flows):
-        balance: dict[_State, dict[int, float]] = collections.defaultdict(dict)
-        arriving: dict[_State, dict[int, float]] = collections.defaultdict(dict)
+        balance: dict[State, dict[int, float]] = collections.defaultdict(dict)
+        arriving: dict[State, dict[int, float]] = collections.defaultdict(dict)
         for arc in arcs:
             if ahead.get(arc.source, math.inf) > j or behind.get(arc.target, math.inf) > last - j:
                 continue
@@ -479,10 +342,10 @@ def _add_flow(
 
 
 def _add_batch(
-    program: _Program,
+    program: LinearProgram,
     problem: OptimalProblem,
     costs: StepCosts,
-    flow: list[tuple[OptimalRequest, _Arc, int]],
+    flow: list[tuple[OptimalRequest, Arc, int]],
     num_requests: int,
 ) -> tuple[int, int, int]:
     """One batch: Eq. 4, P, its phases and its time.
@@ -551,10 +414,10 @@ def _sum(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
 
 
 def _add_objective(
-    program: _Program,
+    program: LinearProgram,
     problem: OptimalProblem,
     classes: dict[OptimalRequest, list[int]],
-    flows: list[list[tuple[OptimalRequest, _Arc, int]]],
+    flows: list[list[tuple[OptimalRequest, Arc, int]]],
     times: list[tuple[int, int, int]],
     simple: OptimalSchedule,
     scale: float,
@@ -650,7 +513,7 @@ def _latest_end_s(problem: OptimalProblem, simple: OptimalSchedule, num_batches:
 
 def _read(
     classes: dict[OptimalRequest, list[int]],
-    flows: list[list[tuple[OptimalRequest, _Arc, int]]],
+    flows: list[list[tuple[OptimalRequest, Arc, int]]],
     x: np.ndarray,
 ) -> list[tuple[list[BatchRow], list[int]]]:
     """Batches from flows: units of a flow become requests, in their order."""
