@@ -69,11 +69,14 @@ class Executor(Protocol):
     max_num_seqs: int
     can_convert: bool
     """True if steps may have `StepBatch.conversions`."""
-    adapters: Sequence[str]
-    """Names of the LoRA adapters that requests may have."""
     lengths_only: bool
     """True if only lengths and kinds of steps are looked at, as by a cost model: token ids, block tables, sampling
     parameters and histories of a `StepBatch` may be empty."""
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the LoRA adapters that requests may have."""
+        ...
 
     def execute(self, batch: StepBatch) -> StepHandle:
         """Dispatch one step; must not wait for it. After an exception the pool is gone: call `reset`."""

@@ -24,7 +24,6 @@ from apt_jax.backends import attention_ops
 from apt_jax.cpu import build, compiler, ops
 from apt_jax.errors import ConfigError
 from apt_jax.executor.attention_choice import choose_attention
-from apt_jax.lab import reference
 from apt_jax.models import weight_layout as tiles
 from apt_jax.ops import linear, sampling
 from apt_jax.ops.weights import NormParams, QuantizedMatrix, TiledMatrix, rows_of
@@ -274,7 +273,7 @@ def test_split_qkv_equals_its_parts(half: int | None, dtype: str) -> None:
     call = jax.jit(ops.split_qkv, static_argnums=(3, 4, 5))
     q, k, v = call(sums, bias, turns, config.head_dim, config.num_heads, jnp.dtype(dtype))
     whole = (sums + bias.astype(jnp.float32)[None]).reshape(21, 8, 16)
-    turned = whole if turns is None else reference.apply_rope(whole, *turns)
+    turned = whole if turns is None else linear.apply_rope(whole, *turns)
     expected = (turned[:, :4], turned[:, 4:6], whole[:, 6:])
     for actual, wanted in zip((q, k, v), expected, strict=True):
         assert actual.dtype == jnp.dtype(dtype)

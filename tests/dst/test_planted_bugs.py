@@ -449,11 +449,14 @@ class ConvertedFromForeign(_Tampered):
         return convert_from_foreign
 
 
-class NotConverted(Engine):
+class NotConverted(_Tampered):
     """A converted request gets its new blocks, and nothing computes what they hold."""
 
-    def _execute(self, plan, batch, rows, lives):
-        return super()._execute(plan, dataclasses.replace(batch, conversions=None), rows, lives)
+    def tamper(self):
+        _wrap(self._steps, "execute", self.executing)
+
+    def executing(self, execute):
+        return lambda plan, batch, *args: execute(plan, dataclasses.replace(batch, conversions=None), *args)
 
 
 class StaleComputedOnce(_Tampered):

@@ -15,7 +15,8 @@ from apt_jax.core.kinds import HIDDEN, KV
 from apt_jax.errors import ModelLoadError
 from apt_jax.executor.calibrate import step_time_s, synthetic_batch
 from apt_jax.executor.jax_executor import JaxExecutor
-from apt_jax.models import load_model, reference
+from apt_jax.lab import reference_model
+from apt_jax.models import load_model
 from apt_jax.models.decoder import logits
 from apt_jax.models.quantize import widen_keys
 from apt_jax.models.weight_layout import fuse_products
@@ -120,7 +121,7 @@ def test_a_step_is_near_a_plain_pass_over_the_same_weights(
     ids = np.random.default_rng(0).integers(5, 80, 32)
     states = hidden_states(executor, ids, KV if cache == "kv" else HIDDEN)
     scores = np.asarray(logits(executor.params, states, executor.config, executor.programs.ops.dense))
-    expected = np.asarray(reference.forward(plain.params, jnp.asarray(ids), plain.config))
+    expected = np.asarray(reference_model.forward(plain.params, jnp.asarray(ids), plain.config))
     tolerance = 1e-4 if backend == "xla" else 0.05  # rows are rounded to 8 bits
     np.testing.assert_allclose(scores, expected, atol=tolerance * np.abs(expected).max())
     step_time_s(executor, synthetic_batch(executor, [KV if cache == "kv" else HIDDEN], [20], [1]))

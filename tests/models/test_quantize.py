@@ -10,7 +10,8 @@ import pytest
 from apt_jax import LLM, SamplingParams
 from apt_jax.config import CacheMode, EngineConfig
 from apt_jax.errors import ConfigError
-from apt_jax.models import load_model, reference
+from apt_jax.lab import reference_model
+from apt_jax.models import load_model
 from apt_jax.models.quantize import dequantize, quantize_params
 from apt_jax.models.weight_layout import fuse_products
 from apt_jax.ops.weights import QuantizedMatrix
@@ -67,7 +68,7 @@ def test_every_matrix_is_quantised_and_nothing_else(model: str) -> None:
 def test_engine_equals_a_plain_pass_over_the_rounded_weights(model: str, cache: CacheMode) -> None:
     params, config = _params(model)
     rounded = _dequantized(params, quantize_params(params, keep=False))
-    forward = jax.jit(lambda tokens: reference.forward(rounded, tokens, config))
+    forward = jax.jit(lambda tokens: reference_model.forward(rounded, tokens, config))
     llm = LLM(
         model, quantization="int8", cache=cache, max_model_len=64, max_num_seqs=4,
         max_num_batched_tokens=64, num_blocks_override=64, warm_up=False,
