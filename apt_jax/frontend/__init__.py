@@ -1,1 +1,2 @@
-"""Interfaces to the engine: offline (`llm`) and asynchronous (`async_engine`), and building an engine (`builder`)."""
+"""Interfaces to the engine: offline (`llm`) and asynchronous (`async_engine`), and the builder of engines
+(`builder`)."""

@@ -1,8 +1,8 @@
-"""Early rejection: requests that arrive while a step runs, and would be rejected after it, need not wait for its end.
+"""Early rejection: a request that arrives while a step runs, and would be rejected after it, is rejected at once.
 
-The engine thread leaves a snapshot of the queue when it dispatches a step. Threads that submit requests compare each
-with the snapshot and with what has arrived since. The gate only rejects; the engine decides about whatever it lets
-pass.
+The engine thread takes a snapshot of the queue when it dispatches a step. Threads that submit requests compare each
+request with the snapshot and the requests that have arrived since. The gate only rejects; the engine decides about all
+requests that pass.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from apt_jax.errors import QueueFullError
 from apt_jax.request import EngineRequest
 
 _MAX_PROMPT_LEN = 8192
-"""Tokens; longer prompts pass the gate, since to look up their cached prefixes would hold up an event loop."""
+"""Number of tokens above which a prompt passes the gate: looking up its cached prefix would delay an event loop."""
 
 
 class AdmissionGate:
@@ -23,7 +23,7 @@ class AdmissionGate:
         engine: only its `has`, `num_cached`, `min_blocks_for` and `admission.early_reject` are called.
 
     Attributes:
-        snapshot: the queue when the running step was dispatched; None between steps, when nothing is rejected.
+        snapshot: state of the queue when the running step was dispatched; None between steps, when nothing is rejected.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -33,7 +33,8 @@ class AdmissionGate:
         """Requests in the inbox that have arrived since `snapshot`."""
 
     def demand_of(self, request: EngineRequest) -> AdmissionDemand:
-        """Determine the engine features that a request needs. From any thread, better without the lock."""
+        """Return a request's demand for tokens and blocks. Can be called from any thread, preferably without the
+        lock."""
         prompt_len = uncached = int(request.prompt_token_ids.size)
         if self.snapshot is not None and prompt_len <= _MAX_PROMPT_LEN:
             uncached -= self._engine.num_cached(request)
@@ -46,7 +47,7 @@ class AdmissionGate:
         )
 
     def early_reject(self, request: EngineRequest, demand: AdmissionDemand) -> QueueFullError | None:
-        """Return why a request is rejected already; None: it passes and counts as pending."""
+        """Return the error if a request is rejected early; None: it passes and counts as pending."""
         # A duplicate id is for the engine to reject: that error must not invite a retry.
         if self.snapshot is None:
             return None
@@ -58,11 +59,11 @@ class AdmissionGate:
         return None
 
     def begin_step(self, snapshot: QueueSnapshot, pending: Iterable[EngineRequest]) -> None:
-        """Judge by this snapshot from now on; `pending` requests are in the inbox and not part of it."""
+        """Use this snapshot from now on; `pending` holds the requests of the inbox that are not part of it."""
         self.snapshot, self._pending = snapshot, PendingArrivals()
         for request in pending:
             self._pending.add(self.demand_of(request))
 
     def end_step(self) -> None:
-        """Reject nothing before the next step: what has finished leaves room."""
+        """Reject nothing until the next step begins: finished requests leave room."""
         self.snapshot = None

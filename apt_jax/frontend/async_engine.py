@@ -3,11 +3,11 @@
 1. `AsyncEngine.submit` puts a request into an inbox and returns a `RequestStream`; it never waits.
 2. The engine thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose
    deadline has passed, and runs one step. With nothing to do it sleeps on a condition. Requests that arrive while the
-   next step is put together are added before it is dispatched; one that arrives while it runs and would only be
-   rejected after it is rejected at once, by the `AdmissionGate`.
+   next step is prepared are added before it is dispatched. If a request arrives while the step runs and would be
+   rejected after it, the `AdmissionGate` rejects it at once.
 3. The outputs of a step go to the streams (`apt_jax.frontend.streams`).
 4. Leaving a stream early, by `cancel` or by closing the generator, ends the request within one iteration.
-5. `watch` reports what the scheduler decides, at most one batch of iterations per event loop and step.
+5. `watch` reports the scheduler's decisions, at most one batch of iterations per event loop and step.
 
 Threads. Only the engine thread changes the engine; other threads may hand it a function to run between two steps
 (`call`). But threads that submit a request read the engine while a step runs, through `AdmissionGate`:
@@ -19,12 +19,12 @@ Threads. Only the engine thread changes the engine; other threads may hand it a 
 * `engine.admission.early_reject`: the configuration and its arguments, a frozen snapshot and a count that the inbox's
   lock guards.
 
-Under the GIL a look-up sees the dict before or after a change, never in between, and an outdated answer does no harm:
-the gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without
-the GIL the look-ups would be data races: free-threaded Python is not supported.
+Under the GIL a look-up sees the dict before or after a change, never in between. An outdated answer is harmless: the
+gate can only reject, with an error that invites a retry, and the engine decides about all other requests. Without the
+GIL the look-ups would be data races: free-threaded Python is not supported.
 
-Once the engine thread has ended, `call` runs functions in its caller's thread. When a step never ends, or the machine
-below it is gone (`fail`), another thread ends all streams and answers what is left in the inbox.
+Once the engine thread has ended, `call` runs functions in its caller's thread. If a step hangs or another host is lost
+(`fail`), another thread ends all streams and answers all requests and functions in the inbox.
 """
 
 import asyncio
@@ -80,10 +80,11 @@ class AsyncEngine:
     Args:
         parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
         observer: receives the end of every request.
-        step_timeout_s: an iteration that takes longer, and longer than 20 times the 99th percentile of the last steps
-            or the calibrated time of a full one, is taken to never end: every request fails with `EngineDeadError`, and `wait_ended` returns. The thread
-            cannot be ended; end the process. None: no limit.
-        decision_log: number of requests for which `decisions` is kept; 0: none.
+        step_timeout_s: minimum time in seconds after which an iteration counts as hung; it must also exceed 20 times
+            the 99th percentile of recent steps and 20 times the calibrated time of a full step. Then every request
+            fails with `EngineDeadError`, and `wait_ended` returns. The thread cannot be ended; end the process. None:
+            no limit.
+        decision_log: number of requests whose `decisions` are kept; 0: no decisions are kept.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class AsyncEngine:
         self._engine = parts.engine
         self._max_queue_s = scheduler.max_queue_s
         self._work = threading.Condition()
-        """Guards the inbox, the gate and how the loop ends; notified when there is something to do."""
+        """Guards the inbox, the gate and the state of the loop's end; notified when there is work."""
         self._inbox: collections.deque[RequestStream | Callable[[], None]] = collections.deque()
         """New requests, and functions to run between two steps."""
         self._gate = AdmissionGate(parts.engine)
@@ -111,7 +112,7 @@ class AsyncEngine:
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._abandoned = False
-        """All streams were ended while a step was running, which may never end."""
+        """True if all streams were ended while a step was running, which may never end."""
         self._log: TimelineLog | None = None
         if decision_log:
             self._log = TimelineLog(
@@ -125,13 +126,13 @@ class AsyncEngine:
         self._start()
 
     def expect_steps(self) -> None:
-        """Have the watchdog expect steps by the engine's costs, which are new."""
+        """Set the watchdog's expected step time from the engine's current step costs."""
         most = self.parts.config.scheduler.max_num_batched_tokens
         self._watchdog.expected_step_s = self._engine.admission.prefill_s(most, 1, self._engine.costs)
 
     def listen(self, listener: Callable[[Iteration], None] | None) -> None:
-        """Call a function with every iteration, the only one of its kind; it must not raise. None: no more. In the
-        engine's thread."""
+        """Call a function with every iteration; it replaces the last one and must not raise. None: stop calling. To be
+        called in the engine's thread."""
         self._feed.listen(listener)
 
     def _start(self) -> None:
@@ -146,7 +147,7 @@ class AsyncEngine:
 
         Args:
             request: from `parts.build_request`.
-            deadline_s: on the engine's clock; the request is ended when it has passed. None: none.
+            deadline_s: time on the engine's clock, in seconds, at which the request is ended; None: no deadline.
 
         Raises:
             EngineDeadError: the engine has ended or is closing.
@@ -163,10 +164,10 @@ class AsyncEngine:
         return RequestStreamGroup(streams, updated)
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Compile rarely used programs that the requests need, while the engine runs; call it before they are submitted.
+        """Compile rarely used programs that the requests need, while the engine runs; call it before `submit`.
 
-        Nothing happens where it has been compiled. A request that is submitted without it waits for the compiler as all
-        others do.
+        It returns at once if the programs are compiled. If a request is submitted without this call, all requests wait
+        for the compiler.
 
         Raises:
             EngineDeadError: the engine has ended meanwhile.
@@ -187,13 +188,14 @@ class AsyncEngine:
 
     @property
     def is_compiling(self) -> bool:
-        """True while a thread compiles for `prepare`, which nothing can end."""
+        """True while a thread compiles for `prepare`; the compilation cannot be stopped."""
         return self._rare_programs.is_compiling
 
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the growing output of a request, whole each time. Raises what `submit` and `RequestStream` do.
+        """Yield the whole output of a request so far, at each update. Raises the errors of `submit` and
+        `RequestStream`.
 
         Leaving the loop early and closing the generator ends the request.
         """
@@ -207,14 +209,15 @@ class AsyncEngine:
             stream.cancel()
 
     def abort(self, request_id: str) -> "concurrent.futures.Future[bool]":
-        """End the live request of this id of the engine; its stream ends with `finish_reason="abort"`. False: there is none."""
+        """End the live request with this engine id; its stream ends with `finish_reason="abort"`. The result is False
+        if no live request has this id."""
         return self.call(lambda: self._engine.abort(request_id))
 
     def watch(self, capacity: int = 256) -> IterationSubscription:
         """Report every decision of the scheduler from now on; call it from a coroutine, and `close` the result.
 
         Args:
-            capacity: number of unread iterations that are kept; beyond it the oldest are dropped.
+            capacity: maximum number of unread iterations that are kept; beyond it the oldest are dropped.
         """
 
         def leave(watch: IterationSubscription) -> None:
@@ -234,7 +237,7 @@ class AsyncEngine:
 
     @property
     def decision_log(self) -> TimelineLog | None:
-        """The log, for functions that `call` runs; None: none is kept."""
+        """Log of decisions, for functions that `call` runs; None: no log is kept."""
         return self._log
 
     async def stats(self) -> EngineStats:
@@ -290,10 +293,10 @@ class AsyncEngine:
         return self.dead_reason
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Accept no new requests, let open ones continue for up to `drain_s` seconds, end the rest, end the thread.
+        """Accept no new requests, let open ones continue for up to `drain_s` seconds, end the others, end the thread.
 
-        Streams that are cut off raise `EngineClosedError`. Then cached prefixes are written to disk, where there is one. A
-        second call can only shorten the wait.
+        Streams of ended requests raise `EngineClosedError`. Then cached prefixes are written to disk, if the engine has
+        a prefix directory. A second call can only shorten the wait.
         """
         self._close(drain_s)
         await asyncio.shield(asyncio.wrap_future(self._end))
@@ -304,8 +307,8 @@ class AsyncEngine:
         self._end.result()
 
     def fail(self, reason: str) -> None:
-        """End every request with `EngineDeadError` now: the machine below the engine is gone, a running step may never
-        end."""
+        """End every request with `EngineDeadError` now, without waiting for a running step, for example because a host
+        of the replica is lost."""
         self._fail_all(None, reason)
 
     # --- between threads ---------------------------------------------------------------------------------------------
@@ -343,11 +346,11 @@ class AsyncEngine:
             self._work.notify()
 
     def _fail_all(self, started_s: float | None, reason: str) -> None:
-        """End all streams and run no further step: one is still running, or has left the engine in an unknown state.
+        """End all streams and run no further step: a step hangs, or has left the engine in an unknown state.
 
         Args:
-            started_s: only if the iteration that started then has not ended; None: in any case.
-            reason: why the engine has ended.
+            started_s: start of the hung iteration; if it has ended meanwhile, nothing happens. None: no condition.
+            reason: reason why the engine has ended.
         """
         error = EngineDeadError(f"the engine has ended: {reason}")
         with self._work:
@@ -369,7 +372,8 @@ class AsyncEngine:
             pass
 
     def _run_iteration(self) -> bool:
-        """Run one iteration of the loop, and after the last one end everything; returns False when it is over."""
+        """Run one iteration of the loop; after the last one, end all streams and the engine. False: the loop is
+        over."""
         try:
             if self._iterate():
                 return True
@@ -386,11 +390,11 @@ class AsyncEngine:
         return False
 
     def _is_due(self) -> bool:
-        """Return whether there is something to do; under the inbox's lock."""
+        """Return whether the engine thread has work. The caller holds the inbox's lock."""
         return bool(self._inbox) or self._engine.has_work or self._closing
 
     def _iterate(self) -> bool:
-        """Run one iteration of the loop; returns False when it is over."""
+        """Run one iteration of the loop; returns False when the loop is over."""
         engine = self._engine
         self._watchdog.pause()
         with self._work:
@@ -417,7 +421,7 @@ class AsyncEngine:
         return True
 
     def _drain_inbox(self) -> collections.deque[RequestStream | Callable[[], None]]:
-        """Take everything out of the inbox; under its lock."""
+        """Return all entries of the inbox and empty it. The caller holds its lock."""
         commands, self._inbox = self._inbox, collections.deque()
         self._gate.end_step()
         return commands
@@ -436,7 +440,8 @@ class AsyncEngine:
             raise
 
     def _drain_arrivals_before_dispatch(self, _batch: StepBatch) -> None:
-        """Add the requests that arrived while a step was prepared, then open the gate for later arrivals. Requests behind a function in the inbox keep their place."""
+        """Add the requests that arrived while a step was prepared, then have the gate check later arrivals. Requests
+        behind a function in the inbox keep their place."""
         while True:
             with self._work:
                 first = self._inbox[0] if self._inbox else None
@@ -451,7 +456,7 @@ class AsyncEngine:
             self._gate.begin_step(snapshot, pending)
 
     def _step(self) -> list[StepOutput] | None:
-        """Run one step of the engine; None: it took so long that the watchdog has ended everything."""
+        """Run one step of the engine; None: it took so long that the watchdog has ended all streams."""
         outputs = self._engine.step()
         with self._work:
             self._gate.end_step()
@@ -508,7 +513,8 @@ class AsyncEngine:
             self._log.begin(request, self._engine.num_decisions)
 
     def _drop(self, stream: RequestStream, error: BaseException | None = None) -> None:
-        """End a stream and its request, if that is live; never another one of the same id. None: it was cancelled."""
+        """End a stream and its request if that is live, but never another request with the same id. `error` None: the
+        stream was cancelled."""
         if self._streams.remove(stream):
             self._streams.fail(stream, cancelled_error() if error is None else error)
             if self._engine.is_live(stream.request):
@@ -537,7 +543,7 @@ class AsyncEngine:
         self._feed.wake()
 
     def _observe(self, notify: Callable[[Observer], None]) -> None:
-        """Notify the observer, whose errors end nothing."""
+        """Notify the observer; its exceptions are only logged."""
         if self._observer is None:
             return
         try:
@@ -581,8 +587,8 @@ class AsyncEngine:
         self._wake()
 
     def _empty_inbox(self) -> None:
-        """Answer everything in the inbox at the end, whatever state the engine is in, so that no caller waits for
-        ever."""
+        """Answer all requests and functions in the inbox at the end, in every state of the engine, so that no caller
+        waits forever."""
         while self._inbox:
             with self._work:
                 commands = self._drain_inbox()

@@ -1,7 +1,7 @@
 """Builds a running engine from a configuration.
 
-`build_engine` makes everything once, for every front end: model, tokenizer, executor (compiled), costs (calibrated or
-loaded), policy, engine.
+`build_engine` makes all parts that a front end needs: model, tokenizer, compiled executor, step costs (calibrated or
+loaded), policy and engine.
 """
 
 import contextlib
@@ -68,15 +68,15 @@ def build_engine(
 
     Args:
         config: what to build.
-        params: weights that take the place of those in the model's files, as `load_model` and `from_nnx` return them;
-            see `LLM`.
+        params: weights that replace the weights in the model's files, as returned by `load_model` and `from_nnx`; see
+            `LLM`.
         warm_up: compile every program now; False: each is compiled when it is first needed.
-        calibrate: measure step costs if none are stored for this model, machine and configuration; stored ones are used
-            in any case.
+        calibrate: measure step costs if none are stored for this model, machine and configuration; stored costs are
+            always used.
         calibration_s: approximate duration of the measurement, seconds.
-        early: prepare the fewest programs that serve every request, and leave the rest, and the measurement, to
-            `BackgroundPreparation` (`EngineComponents.unprepared`); where the executor can
-            (`JaxExecutor.can_start_early`).
+        early: prepare only the programs that are needed to serve every request, and leave the other programs and the
+            measurement to `BackgroundPreparation` (`EngineComponents.unprepared`). Ignored if the executor does not
+            support it (`JaxExecutor.can_start_early`).
         progress: called when a stage begins, while programs are prepared and while step costs are measured.
         on_joined: called with the other hosts of the replica, if any, once they have joined.
 
@@ -167,7 +167,7 @@ def check_swap_space(swap_space: float) -> None:
     """Check that this many GiB of host memory are free.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: less memory is free.
     """
     spare_gib = spare_memory_bytes() / (1 << 30)
     if swap_space > spare_gib:
@@ -178,10 +178,10 @@ def check_swap_space(swap_space: float) -> None:
 
 
 def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | None:
-    """Open the directory of cached prefixes of a configuration, if it has one.
+    """Open the directory of cached prefixes that a configuration names; None: it names no directory.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the directory cannot be used.
     """
     if cache.prefix_cache_dir is None or executor.host is None:
         return None
@@ -203,7 +203,7 @@ def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | 
 
 
 def warn_of_small_pool(parts: EngineComponents) -> None:
-    """Say so where the longest request that the model allows does not fit the cache: such requests are rejected."""
+    """Log a warning if the cache is too small for the longest request of the model: such requests are rejected."""
     limits = parts.limits
     if limits.max_pool_tokens is not None and limits.max_pool_tokens < limits.max_model_len:
         logger.warning(
@@ -219,7 +219,7 @@ def recalibrate(
 ) -> EngineComponents:
     """Measure step costs now, for about `budget_s` seconds, and use them in the same engine; loads and stores nothing.
 
-    Overwrites the pool: call it before anything is served.
+    The measurement overwrites the block pool: call it before any request is served.
     """
     from apt_jax.executor.calibrate import calibrate
     from apt_jax.executor.jax_executor import JaxExecutor
@@ -229,7 +229,7 @@ def recalibrate(
 
 
 def freeze_gc_heap() -> None:
-    """Exclude the objects of model and programs from garbage collection, in a process that serves until it ends.
+    """Exclude all current objects, such as model and programs, from garbage collection. Meant for serving processes.
 
     A full collection that visits them would stall every request, and every other host, for some tenths of a second.
     """
@@ -239,8 +239,8 @@ def freeze_gc_heap() -> None:
 
 @contextlib.contextmanager
 def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
-    """Join the other hosts of this replica and report exceptions within to them; None: a single host. The first
-    that looks at the devices, so it sets how much of their memory JAX takes."""
+    """Join the other hosts of this replica and report exceptions in the context to them; None: a single host. This is
+    the first use of the devices, so it also sets the share of their memory that JAX takes."""
     import jax
 
     from apt_jax.models import read_model_config, resolve_model
@@ -271,8 +271,8 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
 
 
 def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "tuple[LoadedModel, Mesh | None]":
-    """Load the model, with `params` as its weights if there are any; returns it and the devices that it is sharded over,
-    None: it is not sharded."""
+    """Load the model, with `params` as its weights if given; returns it and the mesh of devices that it is sharded
+    over. Mesh None: the model is not sharded."""
     import jax
 
     from apt_jax.executor.attention_choice import check_attention
@@ -330,7 +330,7 @@ def make_executor(
 
 
 def load_adapters(config: EngineConfig, loaded: "LoadedModel") -> "list[LoraAdapter]":
-    """Read the LoRA adapters that a configuration names, in their order."""
+    """Read the LoRA adapters that a configuration names, in the configured order."""
     if not config.lora_modules:
         return []
     from apt_jax.models.families.registry import FAMILIES
@@ -344,13 +344,13 @@ def load_adapters(config: EngineConfig, loaded: "LoadedModel") -> "list[LoraAdap
 
 
 def room_for_steps() -> contextlib.AbstractContextManager[None]:
-    """Turn a lack of memory for steps, within, into a `ConfigError`."""
+    """Return a context that turns a lack of memory for steps into a `ConfigError`."""
     return _room_for("the largest steps beside weights and cache", _SMALLER_STEPS)
 
 
 @contextlib.contextmanager
 def _room_for(what: str, advice: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a `ConfigError` of one line: bytes requested, bytes free, and what to change."""
+    """Turn an out-of-memory error into a `ConfigError` of one line: bytes requested, bytes free, and advice."""
     from apt_jax.models.loading.loader import free_memory_bytes
 
     try:
@@ -366,10 +366,10 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
 
 
 def use_compile_cache() -> bool:
-    """Keep compiled programs on disk, so that the next start is quick; returns False where that is not possible.
+    """Keep compiled programs on disk, so that the next start is quick; returns False if that is not possible.
 
-    JAX trusts what it finds there, so the directory must belong to this user only. A directory that JAX was already
-    told to use stays.
+    JAX trusts the files in this directory, so it must belong to this user only. A directory that is already configured
+    in JAX stays in use.
     """
     import jax
 
@@ -383,8 +383,8 @@ def use_compile_cache() -> bool:
 
 
 def _find_tokenizer(config: EngineConfig, model_path: Path | None, vocab_size: int) -> Tokenizer | None:
-    """Load the configured tokenizer, or else the model's; a model without files (`load_format="dummy"`) may have
-    none."""
+    """Load the configured tokenizer, or else the model's; None: a model without files (`load_format="dummy"`) has no
+    tokenizer."""
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer, model_vocab_size=vocab_size)
     if model_path is None or (
@@ -395,7 +395,7 @@ def _find_tokenizer(config: EngineConfig, model_path: Path | None, vocab_size: i
 
 
 def _find_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Load the configured chat template, or else the one beside the tokenizer; renders it once to see that it works."""
+    """Load the configured chat template, or else the tokenizer's, and check it by rendering it once."""
     if tokenizer.path is None:
         return None
     template = load_chat_template(tokenizer.path, config.chat_template)
@@ -405,7 +405,7 @@ def _find_template(config: EngineConfig, tokenizer: Tokenizer) -> ChatTemplate |
 
 
 def _end_ids(loaded: "LoadedModel", tokenizer: Tokenizer | None, template: ChatTemplate | None) -> Sequence[int]:
-    """Add the tokenizer's end token for a model with a chat template: it may be the one that ends a turn."""
+    """Return the model's end tokens; with a chat template also the tokenizer's end token, which may end a turn."""
     ids = loaded.eos_token_ids
     if tokenizer is None or template is None:
         return ids

@@ -1,4 +1,4 @@
-"""An engine and its companions for front ends: tokenizer, limits of requests, output assembler."""
+"""An engine and the other parts that front ends need: tokenizer, limits of requests, output assembler."""
 
 import dataclasses
 import hashlib
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class FallbackSeeds:
-    """Seeds of requests without a seed, derived from the engine's seed and a running number. Calls from several
-    threads get different numbers under the GIL."""
+    """Source of seeds for requests without a seed, derived from the engine's seed and a running number. Calls from
+    several threads get different numbers under the GIL."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -44,12 +44,12 @@ class FallbackSeeds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unprepared:
-    """Programs and step costs that an engine lacks that serves early."""
+    """Programs and step costs that are still missing in an engine that serves early."""
 
     programs: "Sequence[Program]"
     """Programs not compiled yet, most useful first."""
     calibration_s: float | None
-    """Approximate duration of a calibration, seconds; None: step costs are known, or not wanted."""
+    """Approximate duration of the calibration, in seconds; None: step costs are known, or calibration is off."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,27 +63,28 @@ class EngineComponents:
     engine: Engine
     clock: Clock
     vocab_size: int
-    """V of the model; `limits.vocab_size` is smaller where the tokenizer has fewer tokens (padded embeddings)."""
+    """Vocabulary size V of the model; `limits.vocab_size` is smaller if the tokenizer has fewer tokens (padded
+    embeddings)."""
     limits: RequestLimits
     assembler: OutputAssembler
     seeds: FallbackSeeds
     grammars: GrammarCompiler | None
-    """Compiler of structured outputs; None: there is no tokenizer."""
+    """Compiler of structured outputs; None: the model has no tokenizer."""
     model_config: ModelConfig | None = None
-    """None for an executor without a model."""
+    """Configuration of the model; None for an executor without a model."""
     cost_model: "CostModel | None" = None
-    """None: not calibrated, the policy takes all cache kinds for equally fast."""
+    """Measured step costs; None: not calibrated, so the policy assumes that all cache kinds are equally fast."""
     chat_template: ChatTemplate | None = None
-    """None: the model has none, or there is no tokenizer."""
+    """Chat template of the model; None: it has no template or no tokenizer."""
     hf_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Contents of the model's config.json, or the same fields made from the metadata of a GGUF file."""
+    """Contents of the model's config.json, or the same fields from the metadata of a GGUF file."""
     stored: tuple[str, str] = ("none", "none")
     """Format of the model's files, and format of the weights in them."""
     load_s: float = 0.0
     warm_up_s: float = 0.0
     calibration_s: float = 0.0
     unprepared: Unprepared | None = None
-    """Work left to be done beside serving; None: nothing."""
+    """Programs and costs still to be prepared while the engine serves; None: all are prepared."""
 
     @property
     def model_name(self) -> str:
@@ -91,18 +92,18 @@ class EngineComponents:
         return self.config.served_model_name or self.config.model
 
     def adapter_named(self, model: object) -> str | None:
-        """The LoRA adapter that a request asks for by its model's name; None: the model alone."""
+        """Return the LoRA adapter that a request selects by its model name; None: the model without an adapter."""
         return model if isinstance(model, str) and model in self.limits.adapters else None
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name that requests may use; `model_name` first."""
+        """All model names that requests may use; `model_name` first."""
         return tuple(dict.fromkeys([self.model_name, *self.config.served_model_aliases]))
 
     @property
     def pending_grammars(self) -> GrammarSource | None:
-        """As `grammars`, for event loops: grammars that need time are returned as `PendingGrammar`, to be compiled
-        before the request is submitted."""
+        """Like `grammars`, but for event loops: grammars whose compilation takes time are returned as `PendingGrammar`,
+        to be compiled before the request is submitted."""
         return None if self.grammars is None else PendingGrammars(self.grammars)
 
     def chat_prompt(
@@ -118,12 +119,12 @@ class EngineComponents:
 
         Args:
             messages, tools, add_generation_prompt: see `ChatTemplate.encode`.
-            truncated: the prompt will be cut, so that a long one is no mistake.
+            truncated: True if the prompt will be truncated, so that a long prompt is not an error.
             options: `continue_final_message` and `template_kwargs` of `ChatTemplate.encode`.
 
         Raises:
-            InvalidRequestError: malformed messages or tools, more text than the model can take, the model has no chat
-            template, or one without tools.
+            InvalidRequestError: messages or tools are malformed, the text is too long for the model, or the model has
+                no chat template or a template without tools.
         """
         if self.chat_template is None or self.tokenizer is None:
             raise InvalidRequestError(
@@ -143,7 +144,8 @@ class EngineComponents:
         return self.build_requests(**fields)[0]
 
     def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
-        """Call `apt_jax.validation.build_requests` in the same way: one request for each of `n` outputs."""
+        """Like `build_request`, but return one request for each of `n` outputs
+        (`apt_jax.validation.build_requests`)."""
         fields.setdefault("arrival_s", self.clock.now_s())
         fields.setdefault("grammars", self.grammars)
         return build_requests(self.limits, self.tokenizer, n=n, fallback_seed=self.seeds.next(), **fields)
@@ -167,18 +169,18 @@ def build_components(
     """Build an engine over any executor.
 
     Args:
-        config: its scheduler, cache and seed are used here.
-        executor: ready to run.
+        config: configuration of the engine; only its scheduler, cache and seed are used here.
+        executor: executor that is ready to run.
         kinds: cache kinds, indexed by `sched.KV` and `sched.HIDDEN`.
         vocab_size: V of the model.
-        max_model_len: longest prompt plus output, tokens.
-        tokenizer: None: tokens only.
-        eos_token_ids: end an output.
-        policy: None: the one that `config.scheduler` names.
-        clock: None: the machine's.
-        costs: None: all zero.
-        debug: the engine checks its accounting after every step.
-        disk: keeps cached prefixes; None: nothing does.
+        max_model_len: maximum length of prompt plus output, in tokens.
+        tokenizer: tokenizer of the model; None: requests and outputs have tokens only.
+        eos_token_ids: tokens that end an output.
+        policy: scheduling policy; None: the policy that `config.scheduler` names.
+        clock: clock of the engine; None: the machine's clock.
+        costs: step costs; None: all zero.
+        debug: True: the engine checks its accounting after every step.
+        disk: store of cached prefixes; None: prefixes are not stored on disk.
     """
     clock = WallClock() if clock is None else clock
     policy = make_policy(config=config.scheduler, seed=config.seed) if policy is None else policy
@@ -237,16 +239,16 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
     """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads
     nothing.
 
-    Only one of them may run at a time: they share the executor's pool. With prefix caching an engine must not be used
-    again after another one has run, as its cached blocks have been overwritten.
+    Only one of the engines may run at a time: they share the executor's pool. With prefix caching an engine must not be
+    used again after another one has run, as its cached blocks have been overwritten.
 
     Args:
-        parts: from `build_engine`, with both kinds compiled where `cache` needs them.
+        parts: result of `build_engine`, with the programs of both kinds compiled if `cache` needs both.
         policy: name of the policy.
-        cache: kinds that it may use.
+        cache: cache kinds that the policy may use.
 
     Raises:
-        ConfigError: unknown policy, or a kind that the executor was not built for.
+        ConfigError: the policy is unknown, or the executor was not built for a cache kind.
     """
     scheduler = dataclasses.replace(parts.config.scheduler, policy=policy)
     wanted = (cache != "hidden", cache != "kv")
@@ -274,7 +276,7 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
 
 
 def cache_kinds(executor: "JaxExecutor", cost_model: "CostModel | None") -> Sequence[CacheKindSpec]:
-    """Describe the cache kinds that the executor offers, with costs if known."""
+    """Return the cache kinds that the executor offers, with their costs if known."""
     if cost_model is not None:
         return cost_model.kinds(executor.kinds_offered, absorbs=executor.absorbs)
     kv, hidden = executor.kinds_offered

@@ -1,18 +1,19 @@
-"""The rest of a start that serves early: programs are compiled and step costs measured beside serving.
+"""Background preparation after an early start: programs are compiled and step costs measured while the engine serves.
 
-`build_engine(..., early=True)` prepares the fewest programs that serve every request and leaves the rest as
-`components.Unprepared`. `BackgroundPreparation` does it once the engine runs:
+`build_engine(..., early=True)` prepares only the programs that are needed to serve every request and leaves the others
+as `components.Unprepared`. `BackgroundPreparation` prepares them once the engine runs:
 
-1. A thread compiles one program after another, on GPUs several at once; between two steps the engine's thread runs each
-   once, on padding, and from then on, on GPUs once all are ready, steps take it where it fits them best. No step compiles,
-   and none waits for the compiler. One that there is no device memory to compile for is left out, with a line in the log.
-2. Weights and pool move to pages of 2 MiB, which takes seconds where free memory is scattered.
-3. Where no step costs are stored for this machine, they are measured while the engine has nothing to do, for half a
-   second at a time. Until then they are told from the steps that run (`ServedSteps`), and before there are enough of
-   these policies have none (`StepCosts`: zero where nothing is known), as with ``calibrate=False``. Measuring
-   overwrites cached prefixes, which are forgotten.
+1. A thread compiles one program after another, on GPUs several at once. Between two steps the engine's thread runs each
+   new program once, on padding. Steps use it from then on if it fits them best; on GPUs they do so once all programs
+   are ready. No step compiles or waits for the compiler. A program that cannot be compiled for lack of device memory is
+   left out, with a line in the log.
+2. Weights and pool move to pages of 2 MiB, which takes seconds if free memory is fragmented.
+3. If no step costs are stored for this machine, they are measured while the engine is idle, for half a second at a
+   time. Until then they are estimated from the steps that run (`ServedSteps`). Before there are enough steps, policies
+   have no costs (`StepCosts` of zero), as with ``calibrate=False``. The measurement overwrites and drops cached
+   prefixes.
 
-What else fails here would have failed before serving: it ends the engine, with the same line.
+Any other failure would have prevented the start without `early`: it ends the engine with the same error line.
 """
 
 import collections
@@ -43,23 +44,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IDLE_S = 1.0
-"""Time without requests after which step costs are measured."""
+"""Time in seconds without requests after which step costs are measured."""
 _SLICE_S = 0.5
-"""Longest wait of a request that arrives while costs are measured, beside the steps that are being timed: one on a
-CPU, up to four elsewhere."""
+"""Maximum delay in seconds of a request that arrives while costs are measured, in addition to the steps that are being
+timed: one step on CPUs, up to four on other devices."""
 _POLL_S = 0.1
 _REPORT_EVERY_S = 10.0
 
 
 class _StoppedError(Exception):
-    """The server stops, or its engine has ended."""
+    """The server is stopping, or its engine has ended."""
 
 
 class BackgroundPreparation:
-    """Prepares `EngineComponents.unprepared` in a thread beside a running engine.
+    """Prepares `EngineComponents.unprepared` in a thread while the engine runs.
 
     Args:
-        on_calibrated: called in the engine's thread when step costs have been measured and are in use.
+        engine: the running engine.
+        on_calibrated: called in the engine's thread with the components whenever new step costs are in use.
     """
 
     def __init__(
@@ -74,10 +76,10 @@ class BackgroundPreparation:
             self._thread.start()
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Stop, and wait a moment for the work in progress. From any thread, any number of times.
+        """Stop, and wait up to `timeout_s` seconds for the work in progress. Thread-safe; repeated calls are harmless.
 
         Returns:
-            False where a program is still being compiled: the process must be ended by `os._exit`.
+            False if a program is still being compiled: the process must be ended by `os._exit`.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -125,7 +127,8 @@ class BackgroundPreparation:
         )
 
     def _add(self, programs: "Sequence[Program]", num_compilers: int) -> "list[Program]":
-        """Compile programs in parallel and have the engine use each; returns the ones that did not fit in memory."""
+        """Compile programs in parallel and have the engine use each; returns the programs that did not fit in
+        memory."""
         executor, reported = _executor_of(self._engine), time.monotonic()
         waiting, lacking = iter(programs), []
         compiling: collections.deque[tuple[Program, concurrent.futures.Future[Any]]] = collections.deque()
@@ -188,7 +191,7 @@ class BackgroundPreparation:
         logger.info("calibrated in %.1f s, beside serving", time.monotonic() - started)
 
     def _use(self, model: "CostModel") -> None:
-        """Have the engine and its watchdog go by these costs."""
+        """Have the engine and its watchdog use these step costs."""
 
         def use() -> None:
             self._engine.parts = with_costs(self._engine.parts, model)
@@ -198,8 +201,8 @@ class BackgroundPreparation:
         self._call(use)
 
     def _measure(self, measuring: "Generator[float, None, CostModel]") -> "CostModel | None":
-        """Go on measuring until a request arrives, for `_SLICE_S` at most; the model at the end. In the engine's
-        thread."""
+        """Continue the measurement until a request arrives, for at most `_SLICE_S`; returns the cost model once it is
+        complete, else None. Runs in the engine's thread."""
         engine, until = self._engine.parts.engine, time.monotonic() + _SLICE_S
         while time.monotonic() < until and not self._engine.has_arrivals and not engine.has_work:
             engine.cache.clear_prefixes()
@@ -215,7 +218,7 @@ class BackgroundPreparation:
         return self._result(self._engine.call(function))
 
     def _result(self, future: "concurrent.futures.Future[T]") -> T:
-        """The result, unless the server stops before."""
+        """Return the result of a future; raises `_StoppedError` if the server stops first."""
         while not concurrent.futures.wait([future], _POLL_S).done:
             if self._stopped.is_set() or self._engine.dead_reason is not None:
                 future.cancel()

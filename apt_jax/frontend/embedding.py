@@ -8,10 +8,10 @@ from apt_jax.validation.values import shown
 
 
 def check_dimensions(dimensions: object, size: int) -> None:
-    """Check how many dimensions of a model's `size` are asked for.
+    """Check the requested number of dimensions of an embedding of `size` dimensions.
 
     Raises:
-        InvalidRequestError: not an integer from 1 to `size`.
+        InvalidRequestError: `dimensions` is not an integer from 1 to `size`.
     """
     if dimensions is None:
         return
@@ -20,7 +20,7 @@ def check_dimensions(dimensions: object, size: int) -> None:
 
 
 def embedding(pooled: NDArray[np.float32], *, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
-    """Cut (D,) pooled states to their first `dimensions`, and scale them to length 1 on request."""
+    """Return the first `dimensions` of (D,) pooled states, scaled to length 1 if `normalize`."""
     cut = pooled[:dimensions]
     if not normalize:
         return cut.copy()

@@ -1,4 +1,4 @@
-"""The ranks of a replica that do not serve."""
+"""Ranks of a replica other than rank 0: they run its steps and do not serve."""
 
 import logging
 import signal
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_headless(config: EngineConfig, progress: Progress | None = None) -> None:
-    """Run the steps of rank 0 as another rank of its replica, until it ends.
+    """Run the steps of rank 0 as another rank of its replica, until rank 0 ends.
 
     Raises:
-        ModelLoadError, ConfigError, HostError: as `build_engine`.
+        ModelLoadError, ConfigError, HostError: see `build_engine`.
         StepError: a step failed.
     """
     from apt_jax.distributed.hosts import Follower

@@ -1,4 +1,4 @@
-"""The scheduler's iterations on their way to the decision log and to subscribers."""
+"""Delivery of the scheduler's iterations to the decision log and to subscribers."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from apt_jax.engine.timeline import TimelineLog
 
 
 class IterationFeed:
-    """Passes iterations on; the engine reports them only while there is a receiver. For the engine thread.
+    """Delivers iterations; the engine reports them only while there is a receiver. For the engine thread.
 
     Args:
-        engine: its `after_step` belongs to this object.
-        log: receives every iteration; None: there is no log.
+        engine: engine that reports iterations; this object sets its `after_step`.
+        log: receives every iteration; None: no log.
     """
 
     def __init__(self, engine: Engine, log: TimelineLog | None) -> None:
@@ -36,12 +36,12 @@ class IterationFeed:
         self._connect()
 
     def listen(self, listener: Callable[[Iteration], None] | None) -> None:
-        """Have a function called with every iteration, the only one of its kind; it must not raise. None: no more."""
+        """Call a function with every iteration; it replaces the last one and must not raise. None: stop calling."""
         self._listener = listener
         self._connect()
 
     def wake(self) -> None:
-        """Wake the subscribers that have something to read; forgets those whose event loop is closed."""
+        """Wake the subscribers with unread iterations; removes subscribers whose event loop is closed."""
         if self._has_unread:
             self._has_unread = False
             for watch in [watch for watch in self._watches if not watch._wake()]:

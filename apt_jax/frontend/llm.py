@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Adapter = str | Any | None
-"""Name of a LoRA adapter, or an object that has one."""
+"""Name of a LoRA adapter, an object with the attribute `lora_name`, or None."""
 
 _SECTIONS = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
-"""Fields of `EngineConfig` that are configurations of their own."""
+"""Fields of `EngineConfig` that are configuration sections, with their types."""
 
 
 def _find_options() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
@@ -54,13 +54,13 @@ def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, A
 
     Args:
         model: see `EngineConfig`.
-        config: None: the defaults.
-        overrides: values by option; None where that is not a value of the option: the option stays as it is.
-            `max_num_batched_tokens` is raised to `max_num_seqs` unless it is among them.
+        config: configuration to start from; None: the defaults.
+        overrides: values by option; None leaves the option unchanged, unless None is a valid value of it.
+            `max_num_batched_tokens` is raised to `max_num_seqs` unless it is given.
 
     Raises:
-        TypeError: unknown option.
-        ConfigError: a value that is not allowed.
+        TypeError: an option is unknown.
+        ConfigError: a value is not allowed.
     """
     config = EngineConfig(model=model) if config is None else dataclasses.replace(config, model=model)
     changes: dict[str | None, dict[str, Any]] = {None: {}, **{section: {} for section in _SECTIONS}}
@@ -85,11 +85,11 @@ class LLM:
         model: a bundled name (``tiny-opt``), a directory in Hugging Face or Orbax format, a ``.gguf`` file, a hub id
             (``owner/model``), or with ``load_format="dummy"`` any known size (``opt-125m``).
         config: configuration of the engine, whose model is replaced by `model`; None: the defaults.
-        params: weights that take the place of those in the model's files, as `apt_jax.models.load_model` and
-            `apt_jax.lab.training.from_nnx` return them; configuration and tokenizer stay those of `model`. Cast to ``dtype``;
-            arrays that have it already are shared, and must not be donated while the engine lives.
+        params: weights that replace the weights in the model's files, as returned by `apt_jax.models.load_model` and
+            `apt_jax.lab.training.from_nnx`; configuration and tokenizer still come from `model`. They are cast to
+            ``dtype``; arrays of that dtype are shared, and must not be donated while the engine lives.
         warm_up: compile all programs now rather than when they are first needed.
-        calibrate: measure step costs if none are stored for this machine; stored ones are used in any case.
+        calibrate: measure step costs if none are stored for this machine; stored costs are always used.
         use_tqdm: show progress while preparing programs and calibrating.
         **options: single values that replace those of `config`, by the name of the field in `EngineConfig`,
             `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, for example ``dtype="bfloat16", max_num_seqs=128``;
@@ -156,7 +156,7 @@ class LLM:
             slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
                 `default_slo_class`.
             lora_request: LoRA adapter, one of the option `lora_modules`, for all prompts or one entry per prompt: its
-                name, or an object with `lora_name` as vLLM's `LoRARequest`; None: the model alone.
+                name, or an object with `lora_name` such as vLLM's `LoRARequest`; None: no adapter.
             use_tqdm: show progress.
 
         Returns:
@@ -164,7 +164,7 @@ class LLM:
             message in `error`; the others are not affected.
 
         Raises:
-            InvalidRequestError: an invalid prompt or parameter; then nothing has run.
+            InvalidRequestError: a prompt or parameter is invalid; then no request has run.
             EngineDeadError: the engine has ended.
         """
         requests = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
@@ -228,7 +228,7 @@ class LLM:
             One output per conversation.
 
         Raises:
-            InvalidRequestError: malformed messages, or the model has no chat template; or see `generate`.
+            InvalidRequestError: messages are malformed or the model has no chat template; also see `generate`.
             EngineDeadError: the engine has ended.
         """
         conversations: Sequence[Any] = messages
@@ -255,10 +255,10 @@ class LLM:
         """Embed prompts: their pooled hidden states after the model's final norm.
 
         Args:
-            prompts: as for `generate`; each leaves room for one token.
+            prompts: see `generate`; each must be at least one token shorter than the maximum length.
             pooling: the mean over all tokens, or the last token's states.
             normalize: scale each embedding to length 1.
-            dimensions: keep the first ones only, before they are scaled; None: all of them.
+            dimensions: number of leading dimensions to keep, before scaling; None: all.
             slo_class: see `generate`.
             use_tqdm: show progress.
 
@@ -266,7 +266,7 @@ class LLM:
             One (D,) float32 array per prompt.
 
         Raises:
-            InvalidRequestError: an invalid prompt or parameter; then nothing has run.
+            InvalidRequestError: a prompt or parameter is invalid; then no request has run.
             RuntimeError: the model's output for a prompt is not finite.
             EngineDeadError: the engine has ended.
         """
@@ -282,12 +282,12 @@ class LLM:
         return found
 
     def shutdown(self) -> None:
-        """Write all cached prefixes to `prefix_cache_dir`, where there is one, so that the next engine finds them. Nothing
-        may be generated afterwards."""
+        """Write all cached prefixes to `prefix_cache_dir`, if it is set, so that the next engine finds them. The object
+        must not be used afterwards."""
         self.engine.close()
 
     def _abort_unfinished(self, requests: Sequence[EngineRequest]) -> None:
-        """Abort the unfinished requests of an interrupted call, so that the next one starts clean."""
+        """Abort the unfinished requests of an interrupted call, so that the next call starts with an empty engine."""
         for request in requests:
             self.engine.abort(request.request_id)
         while self.engine.has_work and self.engine.dead_reason is None:

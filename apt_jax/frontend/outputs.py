@@ -1,4 +1,4 @@
-"""Text of the engine's outputs: incremental outputs, and the whole outputs of the public API."""
+"""Conversion of the engine's outputs to text: incremental outputs, and the whole outputs of the public API."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,25 +29,27 @@ class OutputDelta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
-    """One entry per token if the request asked for them: the sampled token first, then the most likely ones."""
+    """One entry per token if the request asked for log probabilities: the sampled token first, then the most likely
+    tokens."""
     cumulative_logprob: float = 0.0
-    """Sum over `token_ids`; 0 without `logprobs`."""
+    """Sum of the log probabilities of `token_ids`; 0 without `logprobs`."""
     prompt_logprobs: PromptLogprobs | None = None
-    """With the first token, where the request asked for it: of all prompt tokens but the first."""
+    """Log probabilities of all prompt tokens but the first; only with the first output token, if the request asked for
+    them."""
     pooled: NDArray[np.float32] | None = None
-    """(D,) with the first token, where the request asked for it: pooled states of the prompt."""
+    """(D,) pooled states of the prompt; only with the first output token, if the request asked for them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     metrics: RequestMetrics
-    """Updated by the engine until the request has ended."""
+    """Metrics of the request; the engine updates them until the request has ended."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def merge(self, later: "OutputDelta") -> None:
-        """Append the next output, which came before this one was read."""
+        """Append the next output, which arrived before this output was read."""
         text, self.text = self.text, ""  # only text that nothing else refers to grows without a copy
         text += later.text
         self.text = text
@@ -69,7 +71,7 @@ class OutputAssembler:
     flight.
 
     Args:
-        tokenizer: None: outputs hold token ids only.
+        tokenizer: tokenizer of the model; None: outputs have token ids only.
         eos_token_ids: ids that are not reported as a stop reason.
     """
 
@@ -78,7 +80,7 @@ class OutputAssembler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._texts: dict[EngineRequest, OutputText] = {}
         self._logged: dict[EngineRequest, int] = {}
-        """The token before the next one that has log probabilities."""
+        """By request: last token of the text, after which the texts of the next log probabilities are decoded."""
 
     @property
     def num_open(self) -> int:
@@ -91,7 +93,7 @@ class OutputAssembler:
         return None if text is None else text.push(token_id)
 
     def delta(self, output: StepOutput) -> OutputDelta:
-        """Convert an output of the engine to text; call it once for each, in order."""
+        """Convert an output of the engine to text; call it once per output, in order."""
         request, params = output.request, output.request.params
         text, piece = self._text(request), ""
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
@@ -166,8 +168,8 @@ class RequestState:
     """The output of one request so far, summed over its deltas.
 
     Args:
-        request: whose output it is.
-        tokenizer: for the log probabilities of its prompt; None: they have no texts.
+        request: request that the output belongs to.
+        tokenizer: decodes the tokens of prompt log probabilities; None: they have no texts.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a start: bars or lines while programs are compiled and steps calibrated, and never five seconds of silence."""
+"""Progress of a start: bars or lines while programs are compiled and steps calibrated, at least every five seconds."""
 
 import contextlib
 import logging
@@ -16,18 +16,18 @@ from apt_jax.utils.activity import current_activity
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""(stage, done, total), called when a stage begins and after each part of it: "loading", "kernels" and "layout", which have
-one part, "preparing" (programs: compiled, or loaded from disk), "calibrating"."""
+"""Function of (stage, done, total), called when a stage begins and after each part of it. Stages: "loading", "kernels"
+and "layout", which have one part, "preparing" (programs: compiled, or loaded from disk) and "calibrating"."""
 
 
 def of_stage(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
-    """`progress` bound to one stage."""
+    """Return `progress` bound to one stage; None if `progress` is None."""
     return None if progress is None else lambda done, total: progress(stage, done, total)
 
 
 @contextlib.contextmanager
 def in_stage(progress: Progress | None, stage: str) -> Iterator[None]:
-    """Tell `progress` that a stage without parts begins, and that it has ended."""
+    """Tell `progress` that a stage of one part begins, and at the end of the context that it has ended."""
     if progress is not None:
         progress(stage, 0, 1)
     yield
@@ -36,23 +36,23 @@ def in_stage(progress: Progress | None, stage: str) -> Iterator[None]:
 
 
 class ProgressBars:
-    """A `Progress` that draws one bar per stage where stderr is a terminal, and else reports its start, its end
-    and, every four seconds, how far it is, as lines.
+    """A `Progress` that draws one bar per stage if stderr is a terminal; otherwise it writes lines at the start and end
+    of each stage and every four seconds.
 
-    Within one part of a stage, and between stages, nobody calls it: `keep_reporting` has a thread report meanwhile, on
-    terminals too.
+    It is not called within one part of a stage or between stages: `keep_reporting` starts a thread that reports then,
+    on terminals too.
 
     Args:
-        disable: True: draws and reports nothing.
-        say: receives the lines where there is no terminal; None: they are logged.
-        stages: told of all that this is told, and asked how far the start is; None: lines name no stage.
+        disable: True: draw and report nothing.
+        say: receives the lines if stderr is not a terminal; None: they are logged.
+        stages: receives all progress too, and gives the status of the start; None: lines do not name the stage.
     """
 
     _REPORT_EVERY_S: ClassVar = 4.0
-    """Below the five seconds that a reader waits at most, with a margin for a busy machine."""
+    """Time in seconds between reports: below the promised five seconds, with a margin for a busy machine."""
     _TICK_S: ClassVar = 0.5
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
-    """By stage of the start: the unit counted, and the word that reports the end."""
+    """By stage of the start: the counted unit, and the word that reports its end."""
     _WITHOUT_PARTS: ClassVar = (LOADING, KERNELS, LAYOUT)
 
     def __init__(
@@ -95,7 +95,7 @@ class ProgressBars:
                 self.tick()
 
     def keep_reporting(self) -> "ProgressBars":
-        """Have a thread call `tick` until `close`; returns this object."""
+        """Start a thread that calls `tick` until `close`; returns this object."""
         if not self._disable and self._thread is None:
             self._begun = self._reported = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="apt-jax-progress", daemon=True)
@@ -107,7 +107,7 @@ class ProgressBars:
             self.tick()
 
     def tick(self) -> None:
-        """Report how far it is, if nothing has been reported for four seconds; draw the bar again if there is one."""
+        """Report the progress if four seconds have passed since the last report; redraw the bar if there is one."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._reported < self._REPORT_EVERY_S:
@@ -135,7 +135,7 @@ class ProgressBars:
                 self._report(f"{self._stage}: {done} of {total} {unit}s, {now_s - self._started:.0f} s")
 
     def _report(self, line: str) -> None:
-        """Say a line, but not beside a bar that says the same."""
+        """Write a line, unless a bar shows the same."""
         self._reported = time.monotonic()
         if not self._disable and (self._bar is None or self._bar.disable):
             self._say(line)
@@ -146,7 +146,7 @@ class ProgressBars:
             self._bar = None
 
     def close(self) -> None:
-        """End the bar, and the reports of `keep_reporting`."""
+        """Close the bar, and stop the reports of `keep_reporting`."""
         self._closed.set()
         with self._lock:
             self._close_bar()

@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt as front ends show them: an entry for each token, in vLLM's form."""
+"""Log probabilities of a prompt in vLLM's form: one entry per token."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from apt_jax.text.tokenizer import Tokenizer
 def prompt_entries(
     token_ids: Sequence[int], logprobs: PromptLogprobs, tokenizer: Tokenizer | None
 ) -> list[dict[int, Logprob] | None]:
-    """Return an entry for each token of a prompt: the token itself, then the most likely ones in its place.
+    """Return one entry per token of a prompt: the token itself, then the most likely tokens at its position.
 
-    Takes some microseconds for each number: call it outside of event loops where the prompt may be long.
+    It takes some microseconds per log probability: call it outside of event loops if the prompt may be long.
 
     Args:
-        token_ids: the prompt.
-        logprobs: of all its tokens but the first, whose entry is None.
-        tokenizer: gives the texts of tokens, as they go on with the text before them; None: they have none.
+        token_ids: tokens of the prompt.
+        logprobs: log probabilities of all tokens but the first, whose entry is None.
+        tokenizer: decodes tokens as continuations of the text before them; None: tokens have no text.
     """
 
     def token_text(token_id: int, after: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Programs that few requests need, compiled beside serving when the first of these comes."""
+"""Programs that few requests need, compiled while the engine serves, when the first such request arrives."""
 
 import concurrent.futures
 import threading
@@ -9,26 +9,27 @@ from apt_jax.request import EngineRequest
 
 
 class RarePrograms:
-    """The programs for log probabilities and pooled states of prompts.
+    """Compiles the programs for log probabilities and pooled states of prompts.
 
     Args:
-        executor: compiles them, in a thread of its own while it runs steps.
+        executor: owner of the programs; it compiles them in a separate thread while it runs steps.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._lock = threading.Lock()
         self._compiled: concurrent.futures.Future[None] | None = None
-        """None: nobody has asked for any."""
+        """Done when the programs are compiled; None: no request has needed them."""
 
     @property
     def is_compiling(self) -> bool:
-        """True while a thread compiles, which nothing can end."""
+        """True while a thread compiles; the compilation cannot be stopped."""
         compiled = self._compiled
         return compiled is not None and not compiled.done()
 
     def compile_for(self, requests: Sequence[EngineRequest]) -> "concurrent.futures.Future[None] | None":
-        """Begin to compile the programs that requests need; returns when they are compiled. None: the requests need none."""
+        """Start compiling the programs that requests need; returns a future that is done when they are compiled. None:
+        the requests need no such program."""
         if all(request.params.prompt_logprobs is None and request.params.pooling is None for request in requests):
             return None
         with self._lock:

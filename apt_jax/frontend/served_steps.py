@@ -1,4 +1,4 @@
-"""Step costs from the steps that a server runs, until costs have been measured."""
+"""Step costs estimated from the steps that a server runs, until costs have been measured."""
 
 import collections
 import dataclasses
@@ -9,18 +9,18 @@ from apt_jax.costs.programs import ProgramShapes
 from apt_jax.engine.events import Iteration
 
 _PER_PROGRAM = 24
-"""Latest steps kept of each compiled program: common ones do not crowd out rare ones."""
+"""Number of latest steps kept per compiled program, so that common programs do not displace rare ones."""
 _FEWEST = 8
-"""Steps with prompt chunks and without, each, that a fit needs, and steps with a kind of cache that its costs need."""
+"""Minimum number of steps that a fit needs with prompt chunks and also without, and for the costs of a cache kind."""
 
 
 class ServedSteps:
     """The latest steps by program, and a `CostModel` fitted to them.
 
-    A fit to few sizes says little about others, so it is for the time until a calibration, and is not stored.
+    A fit to few step sizes is inaccurate for other sizes, so it is used only until a calibration and is not stored.
 
     Args:
-        shapes: of the executor.
+        shapes: shapes of the executor's programs.
     """
 
     def __init__(self, shapes: ProgramShapes) -> None:
@@ -31,7 +31,8 @@ class ServedSteps:
         self._num_seen, self._fitted_at = 0, 0
 
     def note(self, iteration: Iteration) -> None:
-        """Keep an iteration that ran plain steps. In the engine's thread."""
+        """Store the step of an iteration, unless it failed or also moved cache contents. Runs in the engine's
+        thread."""
         rows = iteration.scheduled
         if not rows or iteration.failed or not iteration.step_s or iteration.converted or iteration.deferred:
             return
@@ -50,8 +51,9 @@ class ServedSteps:
         self._num_seen += 1
 
     def points(self) -> list[StepPoint]:
-        """Return the kept steps if their number has doubled since the last result and each phase and several prompt
-        sizes have enough; otherwise nothing. In the engine's thread."""
+        """Return the stored steps if the number of steps has doubled since the last result and a fit is possible, which
+        requires enough steps of both phases and different prompt sizes; otherwise an empty list. Runs in the engine's
+        thread."""
         if self._num_seen < 2 * self._fitted_at:
             return []
         points = [point for of_program in self._points.values() for point in of_program]
@@ -62,7 +64,8 @@ class ServedSteps:
         return points
 
     def fit(self, points: list[StepPoint]) -> CostModel:
-        """The model of `points`; a kind of cache that few of them have costs what the other one does. In any thread."""
+        """Fit a cost model to `points`; a cache kind with too few steps gets the costs of the other kind.
+        Thread-safe."""
         model = fit_cost_model(points, self._shapes)
         of_kinds = [
             {name: getattr(model.costs, name) for name in names}

@@ -1,7 +1,7 @@
-"""Where a start is: which of its stages it is in, and how long that one will take.
+"""Status of a start: its current stage, and the estimated time to its end.
 
-A `StartStages` is a `Progress`. It estimates a stage by the parts of it that are done, by what knows better (the compiler of
-the CPU kernels), or by how long the stage took when an engine was last started, which `keep` writes to the cache directory.
+A `StartStages` is a `Progress`. It estimates the time of a stage from the completed parts, from an estimate of its own
+(compiling the CPU kernels), or from its duration in the last start, which `keep` writes to the cache directory.
 """
 
 import dataclasses
@@ -26,34 +26,34 @@ _TITLES = {
     CALIBRATING: "measuring step costs",
 }
 _MOST_KEPT = 32
-"""Files of times: one a configuration."""
+"""Maximum number of stored files with stage times; there is one per configuration."""
 _LEAST_SHARE = 0.25
-"""Part of a counted stage that must be done before its pace is believed more than the last start: the first programs take
-longest."""
+"""Share of a stage's parts that must be done before its pace counts more than the last start's time: the first programs
+take longest."""
 _OVERDUE = 0.25
-"""Remaining time of a stage that takes longer than expected, as a share of its time so far."""
+"""Estimated remaining time of a stage that takes longer than expected, as a share of its time so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartStatus:
-    """One moment of a start."""
+    """Status of a start at one moment."""
 
     stage: str
-    """Name of the awaited stage, such as "loading the model"."""
+    """Name of the current stage, such as "loading the model"."""
     number: int
-    """Number of the stage, from 1."""
+    """Number of the current stage, from 1."""
     total: int
     """Number of stages."""
     spent_s: float
-    """Since the stage began."""
+    """Seconds since the current stage began."""
     left_s: float | None
-    """Estimate until the end of the start; None: not known."""
+    """Estimated seconds until the end of the start; None: not known."""
     unknown: int = 0
-    """Stages that are not in `left_s`, for want of an estimate."""
+    """Number of stages without an estimate, which `left_s` does not include."""
 
     @property
     def rest(self) -> str:
-        """The estimate for people; empty: there is none."""
+        """Text of the estimate, such as "about 5 s more"; empty: no estimate."""
         if self.left_s is None:
             return ""
         more = f"about {max(1, round(self.left_s))} s more"
@@ -66,12 +66,12 @@ class StartStatus:
 
 
 class StartStages:
-    """The stages of one start; from any thread.
+    """The stages of one start. Thread-safe.
 
     Args:
-        names: of the stages, in their order; the first begins now. One that comes up beside them is put in its place.
-        expected_s: how long each is likely to take, if known.
-        estimates: by name what returns the seconds that are left of a stage, begun or not; it may go on beside others.
+        names: names of the stages, in order; the first begins now. Other stages are added when they begin.
+        expected_s: expected seconds of each stage, if known.
+        estimates: by stage, function that returns its remaining seconds, for stages that may run while others do.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StartStages:
         estimates: Mapping[str, Callable[[], float | None]] | None = None,
     ) -> None:
         self.taken_s: dict[str, float] = {}
-        """Seconds of the stages that have ended."""
+        """Duration in seconds of each stage that has ended."""
         self._names, self._expected_s, self._estimates = list(names), dict(expected_s or {}), dict(estimates or {})
         self._lock = threading.Lock()
         self._now: str | None = names[0] if names else None
@@ -100,7 +100,7 @@ class StartStages:
             self._count = done, total
 
     def end(self) -> None:
-        """Note that the last stage has ended."""
+        """Record that the last stage has ended."""
         with self._lock:
             self._end()
 
@@ -109,7 +109,7 @@ class StartStages:
             self.taken_s[self._now] = time.monotonic() - self._begun
 
     def status(self) -> StartStatus | None:
-        """Where the start is; None: there are no stages."""
+        """Return the current status; None: there are no stages."""
         with self._lock:
             now = self._now
             if now is None:
@@ -136,7 +136,7 @@ class StartStages:
             )
 
     def _left_s(self, name: str, spent_s: float) -> float | None:
-        """Seconds that are left of the stage that has taken `spent_s` so far."""
+        """Return the estimated remaining seconds of a stage that has taken `spent_s` so far; None: not known."""
         if name in self._estimates and (left_s := self._estimates[name]()) is not None:
             return left_s
         done, total = self._count
@@ -153,11 +153,12 @@ class StartStages:
 
 
 def planned(config: EngineConfig, *, calibration_s: float) -> StartStages:
-    """The stages of a start of this configuration, with the times of its last start, or of any other start.
+    """Return the stages of a start of this configuration, with the times of its last start or of another
+    configuration's.
 
     Args:
-        config: of the engine.
-        calibration_s: how long step costs may be measured before it serves; 0: not at all.
+        config: configuration of the engine.
+        calibration_s: seconds of the calibration before the engine serves; 0: no calibration.
     """
     expected_s = _kept(_path(config))
     names = [LOADING, *([KERNELS] if build.is_compiling() else []), LAYOUT, PREPARING]
@@ -168,7 +169,7 @@ def planned(config: EngineConfig, *, calibration_s: float) -> StartStages:
 
 
 def keep(stages: StartStages, config: EngineConfig) -> None:
-    """Keep the times of a start that has succeeded for the next one, if the disk is writeable."""
+    """Store the stage times of a successful start for the next start, if the disk is writeable."""
     taken_s = {name: round(seconds, 3) for name, seconds in stages.taken_s.items() if name != KERNELS}
     try:
         _directory().mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,8 +1,9 @@
 """Streams between the engine thread and asyncio code.
 
-Outputs of a step are merged into the streams, at most one unread `OutputDelta` each, and the event loops that read them
-are woken once per step. A slow reader gets more tokens at a time and delays nobody; the memory of a stream is bounded
-by the request's `max_tokens`. A stream ends once: with a delta that has a `finish_reason`, or with an exception.
+Outputs of a step are merged into the streams, so that each stream has at most one unread `OutputDelta`, and the event
+loops that read them are woken once per step. A slow reader gets more tokens at a time and delays no other reader; the
+memory of a stream is bounded by the request's `max_tokens`. A stream ends once: with a delta that has a
+`finish_reason`, or with an exception.
 """
 
 import asyncio
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
 
 _UNKNOWN_START_S, _LONGEST_RETRY_S = 5.0, 60.0
 _TAKEN_AT_ONCE = 16
-"""Outputs of one call between which other calls of its event loop have a turn."""
+"""Number of outputs that a reader takes in a row before other tasks of its event loop run."""
 
 
 class EngineClosedError(EngineDeadError):
-    """The engine takes no request: it is shutting down, has been shut down, or is not ready; not after an error.
+    """The engine accepts no request because it is shutting down, has been shut down, or is not ready; not after an
+    error.
 
     Attributes:
-        why: for programs; in the words of llm-d's router.
+        why: machine-readable reason, in the terms of llm-d's router.
     """
 
     def __init__(self, message: str, *, why: Literal["shutting-down", "no-endpoints", "saturated"] = "shutting-down"):
@@ -36,12 +38,12 @@ class EngineClosedError(EngineDeadError):
 
 
 class EngineStartingError(EngineClosedError):
-    """The engine is being made.
+    """The engine is still starting.
 
     Attributes:
-        status: how far that is; None: not known.
-        retry_after_s: when to come again. Not more than clients of OpenAI wait: they take longer for a mistake, and try
-            again at once.
+        status: status of the start; None: not known.
+        retry_after_s: seconds after which to retry. At most 60, since OpenAI's clients ignore longer waits and retry at
+            once.
     """
 
     def __init__(self, status: "StartStatus | None", what: str = "the server is starting"):
@@ -54,17 +56,17 @@ class EngineStartingError(EngineClosedError):
 class RequestStream:
     """The output of one request: an asynchronous iterator of `OutputDelta`s, for one reader.
 
-    The last delta has a `finish_reason`. Raises instead of it:
-        DuplicateRequestError, InvalidRequestError, QueueFullError: rejected, nothing was allocated.
-        AptJaxError: it was cancelled and is read nevertheless.
+    The last delta has a `finish_reason`. If there is no last delta, reading raises:
+        DuplicateRequestError, InvalidRequestError, QueueFullError: the request was rejected; nothing was allocated.
+        AptJaxError: the stream was cancelled before this read.
         TimeoutError: the deadline has passed.
         EngineDeadError: the engine has ended or is closed.
 
     Args:
-        request: whose output it is.
-        deadline_s: on the engine's clock; None: none.
+        request: request that the output belongs to.
+        deadline_s: time on the engine's clock, in seconds, at which the request is ended; None: no deadline.
         on_cancel: called with the stream when its reader cancels it.
-        updated: set when there is something to read, shared by the streams of a group; None: one of its own.
+        updated: event that is set when there is output to read, shared by the streams of a group; None: a separate one.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class RequestStream:
         raise StopAsyncIteration
 
     def _take(self) -> OutputDelta | None:
-        """Return unread output, if any; raises the error that ended the stream in place of a last delta, once."""
+        """Return unread output, if any; raises the error that ended the stream, once."""
         with self._lock:
             delta, self._unread = self._unread, None
             if delta is not None:
@@ -117,11 +119,11 @@ class RequestStream:
 
     @property
     def ended(self) -> bool:
-        """True once the engine is done with the request, read or not."""
+        """True once the engine is done with the request, even if its output is not read yet."""
         return self._ended
 
     def cancel(self) -> None:
-        """Stop reading and end the request within one iteration. From any thread, any number of times."""
+        """Stop reading and end the request within one iteration. Thread-safe; repeated calls are harmless."""
         if not self._ended and not self.cancelled:
             self.cancelled = True
             self._on_cancel(self)
@@ -146,8 +148,8 @@ class RequestStream:
 class RequestStreamGroup:
     """The outputs of several requests, for one reader: an asynchronous iterator of (index, `OutputDelta`).
 
-    It ends when all of them have ended. Raises what `RequestStream` raises, for the first that fails; the others go on
-    until `cancel`.
+    It ends when all requests have ended. It raises the error of the first stream that fails; the other requests
+    continue until `cancel`.
     """
 
     def __init__(self, streams: Sequence[RequestStream], updated: asyncio.Event) -> None:
@@ -180,11 +182,11 @@ class RequestStreamGroup:
 
     @property
     def ended(self) -> bool:
-        """True once the engine is done with all requests, read or not."""
+        """True once the engine is done with all requests, even if their output is not read yet."""
         return all(stream.ended for stream in self.streams)
 
     def cancel(self) -> None:
-        """Cancel all of them; see `RequestStream.cancel`."""
+        """Cancel all requests; see `RequestStream.cancel`."""
         for stream in self.streams:
             stream.cancel()
 
@@ -194,10 +196,10 @@ class OpenStreams:
     thread.
 
     Args:
-        max_queue_s: seconds for which a request may wait to be scheduled.
+        max_queue_s: maximum time in seconds that a request may wait to be scheduled.
 
     Attributes:
-        by_request: the streams, to be read.
+        by_request: open streams by request; read-only for others.
     """
 
     def __init__(self, max_queue_s: float) -> None:
@@ -232,16 +234,16 @@ class OpenStreams:
             held.clear()
 
     def past_deadline(self, now_s: float) -> list[RequestStream]:
-        """List the streams whose deadline has passed."""
+        """Return the streams whose deadline has passed."""
         return [self.by_request[request] for request, deadline_s in self._deadlines.items() if now_s >= deadline_s]
 
     def queued_too_long(self, now_s: float, was_scheduled: Callable[[str], bool]) -> list[RequestStream]:
-        """List the streams whose requests have waited for `max_queue_s`, or their own shorter time, and have never been
-        scheduled.
+        """Return the streams whose requests have waited for `max_queue_s`, or their own shorter limit, and have never
+        been scheduled.
 
         Args:
-            now_s: on the engine's clock.
-            was_scheduled: tells of a live request's id whether it has ever been scheduled.
+            now_s: time on the engine's clock, in seconds.
+            was_scheduled: returns whether the live request with an id has ever been scheduled.
         """
         late: list[RequestStream] = []
         waiting = self._awaiting_first_schedule
@@ -271,7 +273,7 @@ class OpenStreams:
         self._updated.setdefault(stream.event_loop, []).append(stream)
 
     def wake(self) -> list[RequestStream]:
-        """Wake the readers of updated streams, with one call into each event loop; returns those whose loop is
+        """Wake the readers of updated streams, with one call into each event loop; returns the streams whose loop is
         closed."""
         updated, self._updated = self._updated, {}
         unread: list[RequestStream] = []

@@ -1,4 +1,4 @@
-"""Detection of engine iterations that never end."""
+"""Detection of hung engine iterations."""
 
 import logging
 import sys
@@ -12,23 +12,23 @@ logger = logging.getLogger(__name__)
 _TIMES_P99 = 20.0
 """Multiple of the 99th percentile of recent step times after which a step counts as hung."""
 _NUM_STEPS = 512
-"""Number of last steps that are remembered."""
+"""Number of recent steps whose times are kept."""
 
 
 class Watchdog:
     """Measures the iterations of a thread, and reports one that takes too long.
 
-    The limit grows with the steps, so that a slow device (throttled, shared) is not taken for one that hangs.
+    The limit grows with the step times, so that a slow device (throttled, shared) does not count as hung.
 
     Args:
-        thread: whose stack is logged.
-        timeout_s: time that any iteration may take; None: no limit, nothing is reported.
-        on_timeout: called in the thread of the watchdog with `started_s` and a message.
-        expected_step_s: what a step of full size should take, before any has been measured; 0: not known.
+        thread: thread that runs the iterations; its stack is logged.
+        timeout_s: time in seconds that every iteration may take; None: no limit, nothing is reported.
+        on_timeout: called in the watchdog's thread with `started_s` and a message.
+        expected_step_s: expected time of a full step in seconds, from step costs; 0: not known.
 
     Attributes:
-        started_s: start of the measurement, on the monotonic clock; None: the thread is idle.
-        expected_step_s: as above; costs may be measured later.
+        started_s: start of the measurement on the monotonic clock, in seconds; None: the thread is idle.
+        expected_step_s: see above; it may be set later, when costs are measured.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Time after which an iteration is reported, seconds; infinite without a timeout."""
+        """Time in seconds after which an iteration is reported; infinite without a timeout."""
         if self._timeout_s is None:
             return float("inf")
         steps_s = sorted(self._steps_s)
@@ -63,15 +63,15 @@ class Watchdog:
             threading.Thread(target=self._run, args=args, name="apt-jax-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """End the watch. From any thread, any number of times."""
+        """Stop the watchdog. Thread-safe; repeated calls are harmless."""
         self._stopped.set()
 
     def restart(self) -> None:
-        """Measure from now on."""
+        """Start measuring an iteration now."""
         self.started_s = time.monotonic()
 
     def end_step(self) -> None:
-        """Remember how long the step took that has just ended, and measure from now on."""
+        """Store the time of the step that has just ended, and start measuring the next one."""
         now_s = time.monotonic()
         if self.started_s is not None:
             if len(self._steps_s) < _NUM_STEPS:
@@ -82,7 +82,7 @@ class Watchdog:
         self.started_s = now_s
 
     def pause(self) -> None:
-        """Measure nothing: the thread is idle."""
+        """Stop measuring, as the thread is idle."""
         self.started_s = None
 
     def _run(self, timeout_s: float) -> None:
