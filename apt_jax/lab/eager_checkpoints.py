@@ -1,10 +1,10 @@
-"""Shared blocks with eager checkpoints, to compare lazy ones with (BROS §5.3, Fig. 13)."""
+"""Eager checkpoints of shared blocks, for comparison with lazy ones (BROS §5.3, Fig. 13)."""
 
 from apt_jax.cache.sharing import BlockSharing, Place
 
 
 def checkpoint_at_once(sharing: BlockSharing) -> None:
-    """Checkpoint all that a best-effort request has in a group as soon as a real-time request takes the group."""
+    """Make `sharing` checkpoint a best-effort request's slots in a group once a real-time request takes the group."""
     join = sharing._join
 
     def join_and_checkpoint(slot: int, entry: int, place: Place, *, down: bool) -> None:

@@ -1,7 +1,7 @@
 """Online estimate of output lengths from histograms over all requests and over requests with equal prompt beginnings.
 
-InferMax (§6) maintains "an online histogram to estimate the output lengths of requests"; it says neither which statistic
-of it is used nor how old requests are forgotten. Here:
+InferMax (§6) maintains "an online histogram to estimate the output lengths of requests"; it says neither which
+statistic of it is used nor how old requests are forgotten. Here:
 
 * A request that ends by itself shows its length. A request that is cut off (by `max_tokens` or by its client) shows
   only that its length is greater. The Kaplan-Meier estimate uses both: S(l) = product over lengths i <= l of
@@ -13,8 +13,8 @@ of it is used nor how old requests are forgotten. Here:
   adapter: usually requests of one application with one system prompt. The longest beginning whose histogram holds
   enough requests beyond o tokens is used, or the histogram of all requests if there is no such beginning.
 
-Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of a bucket),
-and the histogram of the beginning that has not been seen for longest is replaced first.
+Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of a
+bucket), and the histogram of the beginning that has not been seen for longest is replaced first.
 """
 
 import collections
@@ -28,7 +28,7 @@ BEGINNINGS = (32, 128, 512)
 """Lengths in tokens of the prompt beginnings that have their own histograms."""
 
 FEW_OUTPUTS = 20
-"""Minimum weight of requests with more than o tokens for a histogram to give an estimate for a request with o tokens."""
+"""Minimum weight of longer requests in a histogram for it to estimate the length of a request."""
 
 _EXACT = 64
 _PER_OCTAVE = 16

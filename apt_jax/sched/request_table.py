@@ -176,7 +176,8 @@ class RequestTable(ColumnTable):
         self._free.append(row)
 
     def read_only(self) -> "RequestTable":
-        """Return a read-only view of the table, valid until the table changes; writing to a column raises ValueError."""
+        """Return a read-only view of the table, valid until the table changes; writing to a column raises
+        ValueError."""
         table = copy.copy(self)
         table._free = []
         for name in (*self.COLUMNS, "output_lengths"):

@@ -17,9 +17,9 @@ Rows = NDArray[np.int32]
 def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the (n,) number of blocks that `tokens` positions of running `rows` take, without shared blocks.
 
-    Each row counts with the kind that it holds. Shared prefix blocks are full, so the number is at least 1 if a token is
-    still to be computed. If two requests share a partly filled group, the running one may need a new group for its next
-    token; this group is not counted, and the request waits for the next step if no group is free.
+    Each row counts with the kind that it holds. Shared prefix blocks are full, so the number is at least 1 if a token
+    is still to be computed. If two requests share a partly filled group, the running one may need a new group for its
+    next token; this group is not counted, and the request waits for the next step if no group is free.
     """
     table = view.table
     return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
@@ -74,7 +74,7 @@ def target_tokens(view: SchedulerView, rows: Rows, ahead: int) -> NDArray[np.int
 
 
 def share_tokens(wanted: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
-    """Return the (n,) tokens per row when `budget` is shared in order: each row gets its `wanted` tokens or the rest."""
+    """Share `budget` in order; return the (n,) tokens that each row gets: its `wanted` tokens or the rest."""
     before = np.cumsum(wanted) - wanted
     return np.clip(budget - before, 0, wanted).astype(np.int32)
 
@@ -103,8 +103,8 @@ def growth(view: SchedulerView, rows: Rows) -> int:
 def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32]) -> int:
     """Return how many of the first `rows` can keep their cache and get the blocks for `num_tokens` more positions.
 
-    The other rows must be preempted. A loop that takes the rows one by one, and preempts the last row while the next one
-    does not fit, keeps the same rows.
+    The other rows must be preempted. A loop that takes the rows one by one, and preempts the last row while the next
+    one does not fit, keeps the same rows.
 
     Args:
         view: the scheduler's view.
@@ -142,7 +142,7 @@ def step_plan(
     kind: NDArray[np.int8],
     preempt: Rows,
 ) -> Plan:
-    """Return a plan that runs the `rows` with at least one token; its `iteration` follows from the phases of the rows."""
+    """Return a plan that runs the `rows` with at least one token; `iteration` follows from the phases of the rows."""
     runs = num_tokens > 0
     if not runs.all():
         rows, num_tokens, kind = rows[runs], num_tokens[runs], kind[runs]
@@ -157,8 +157,8 @@ def step_plan(
 class RequestNotes:
     """Holds a number per request that a policy keeps between calls, by row.
 
-    Rows are reused by later requests, but ranks are not. So a row holds a new request if its rank differs from the noted
-    rank.
+    Rows are reused by later requests, but ranks are not. So a row holds a new request if its rank differs from the
+    noted rank.
 
     Args:
         dtype: dtype of the numbers.
@@ -341,7 +341,7 @@ def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
 def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
     """Return a plan that preempts the youngest of the `partial` prompts until the oldest one can continue.
 
-    It is for the case that only partly computed prompts hold cache and none of them can continue. Policies reserve the
+    It is for the case that only partly computed prompts hold cache and no prompt can continue. Policies reserve the
     blocks of a prompt before they start it, so this happens only after an event outside their plans (a failed
     allocation, another policy).
     """

@@ -24,8 +24,9 @@ class PendingValue:
     """Pending time p_i of each request, seconds: since its last token, or since its arrival before the first token
     (Apt-Serve §4.2)."""
     violated: NDArray[np.bool_]
-    """True if p_i exceeds the objective of the request's current phase: `slo_ttft_s` before its first token, `slo_tbt_s`
-    after it. Earlier late tokens do not count: "its tracked pending time may exceed the latency SLOs" (§4.2)."""
+    """True if p_i exceeds the objective of the request's current phase: `slo_ttft_s` before its first token,
+    `slo_tbt_s` after it. Earlier late tokens do not count: "its tracked pending time may exceed the latency SLOs"
+    (§4.2)."""
 
     def part(self, rows: slice) -> "PendingValue":
         """Return the pending times of a slice of the rows."""

@@ -80,7 +80,7 @@ class SchedulerView:
     can_convert: bool = False
     """True if `Plan.convert` may be used: both kinds are offered, and the executor supports conversions."""
     takeable: TakeableGroups | None = None
-    """Groups that real-time rows may take from best-effort requests without preempting these; None: there are none."""
+    """Groups that real-time rows may take from best-effort requests without preempting these; None: no groups."""
 
     @functools.cached_property
     def block_sizes(self) -> NDArray[np.int32]:
@@ -143,11 +143,11 @@ class Plan:
       * the rows that run and all other rows that keep cache are at most `max_num_seqs`;
       * a row that holds cache keeps its kind (to change it, use `convert`, or preempt the row now and run it in a later
         iteration);
-      * rows in `convert` are unique, are in `rows`, hold the hidden kind (and `kind` says so), and fit the whole pool as
-        keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
-      * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, the groups in `SchedulerView.takeable`, if it
-        is set, that real-time rows take. A row in `convert` needs the KV blocks of
-        all its positions, including the new one, in addition to its hidden blocks, which become free for the next step.
+      * rows in `convert` are unique, are in `rows`, hold the hidden kind (and `kind` says so), and fit the whole pool
+        as keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
+      * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, if `SchedulerView.takeable`
+        is set, the groups in it that real-time rows take. A row in `convert` needs the KV blocks of all its positions,
+        including the new one, in addition to its hidden blocks, which become free for the next step.
 
     If the blocks do not fit after all (a failed allocation, a prefix that was shared with a preempted request), the
     engine defers the last of `rows`; a row that cannot be converted runs with its hidden cache.
@@ -181,7 +181,7 @@ class Plan:
 
 
 class Policy(Protocol):
-    """A scheduling policy: decides from a view alone; only `schedule` may change its state.
+    """A scheduling policy: decides only from a view; only `schedule` may change its state.
 
     A policy from outside this package also declares `interface_version: int`, the `INTERFACE_VERSION` that it was
     written for. A policy that uses `Plan.convert` has an attribute ``converts = True``; without it servers do not

@@ -1,4 +1,4 @@
-"""Hardware descriptions: data files that hold the costs of a model on a card, one per model, card and number of devices.
+"""Hardware descriptions: data files with the costs of a model on a card, one per model, card and number of devices.
 
     descriptions/opt-13b_a100-40gb_x1.json  ->  load_hardware("opt-13b", "a100-40gb")  ->  Hardware
 

@@ -18,7 +18,7 @@ from apt_jax.sim.routing import ReplicaState
 from apt_jax.utils.clock import VirtualClock
 
 IDLE_S = 0.01
-"""Seconds until the next iteration if a policy keeps all requests waiting and nothing runs; an arrival ends the wait."""
+"""Seconds until the next iteration if a policy keeps all requests waiting and no request runs; an arrival ends it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_t
 (seconds, in ascending order), `class` (`rt` or `be`) and `hash_ids`; other columns are ignored. `traces/` holds the
 traces that the papers use, by name.
 
-`hash_ids` are integers, separated by spaces, one per block of `block_tokens` prompt tokens (`prompts_of`). Requests that
-begin with the same integers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
+`hash_ids` are integers, separated by spaces, one per block of `block_tokens` prompt tokens (`prompts_of`). Requests
+that begin with the same integers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
 """
 
 import csv

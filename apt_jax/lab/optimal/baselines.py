@@ -1,4 +1,4 @@
-"""Schedules to compare with: first come first served, simple orders, and any policy's own."""
+"""Schedules for comparison: first come first served, other simple schedules, and the schedule of any policy."""
 
 import dataclasses
 import math
@@ -25,13 +25,16 @@ def schedule_of(
 def _simple_schedule(
     problem: OptimalProblem, kind: int | None, *, reserve: bool, decode_first: bool
 ) -> OptimalSchedule:
-    """First come first served: whoever fits runs, the latest is evicted. Any valid schedule bounds the optimum.
+    """Build a first-come-first-served schedule; as a valid schedule it bounds the optimum.
+
+    All requests that fit run, and the latest arrivals are evicted.
 
     Args:
-        problem: the problem; each request fits alone.
-        kind: cache kind of all requests; None, or where it does not fit: the smallest.
-        reserve: count a request at its final memory from its start, so that nothing is evicted.
-        decode_first: decodes before prefills.
+        problem: the problem; each request alone fits the pool.
+        kind: cache kind of all requests; a request that it cannot hold takes the smallest kind. None: the smallest
+            kind.
+        reserve: whether requests count with their final memory from their start, so that no request is evicted.
+        decode_first: whether decodes come before prefills.
     """
     offered = [k for k, s in enumerate(problem.kinds) if s.offered]
     least = min(offered, key=lambda k: problem.kinds[k].blocks_per_group)
@@ -120,29 +123,33 @@ def _simple_schedule(
 
 
 def fcfs_schedule(problem: OptimalProblem, *, eviction: bool = True) -> OptimalSchedule:
-    """First come first served, prefill first: as vLLM does (InferMax Table 1) or, without eviction, its EF variant.
+    """Build a first-come-first-served schedule with prefills first, like vLLM's (InferMax Table 1).
+
+    Args:
+        problem: the problem; each request alone fits the pool.
+        eviction: False: the eviction-free (EF) variant.
 
     Raises:
-        RuntimeError: it ends in a state that it cannot leave, such as an evicted request that is longer than a batch.
+        RuntimeError: no request can run any more, for example because an evicted request is longer than a batch.
     """
     kind = next(k for k, s in enumerate(problem.kinds) if s.offered)
     return _simple_schedule(problem, kind, reserve=not eviction, decode_first=False)
 
 
 _MAX_IDLE = 4
-"""Decisions in a row without any work after which a policy counts as stuck."""
+"""Number of consecutive decisions without work after which a policy counts as stuck."""
 
 
 def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
-    """Return the schedule of a policy, with as many slots as there are requests.
+    """Return the schedule of a policy that has one slot per request.
 
     Args:
-        problem: the problem; each request fits alone.
-        policy: a fresh one. It reads output lengths from `max_tokens` where it reads them at all, and no objectives.
+        problem: the problem; each request alone fits the pool.
+        policy: a new policy object. `max_tokens` of each request is its output length, and there are no TBT objectives.
 
     Raises:
-        ValueError: the policy breaks a rule of the problem, such as a prompt in pieces where chunks are off.
-        RuntimeError: it fails, breaks a promise of `Plan`, or leaves requests waiting for ever.
+        ValueError: the policy breaks a rule of the problem, for example by splitting a prompt if chunks are off.
+        RuntimeError: the policy fails, breaks a promise of `Plan`, or leaves requests waiting forever.
     """
     requests, n = problem.requests, len(problem.requests)
     order = sorted(range(n), key=lambda i: (requests[i].arrival_s, i))

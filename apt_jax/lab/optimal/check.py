@@ -1,4 +1,4 @@
-"""Replay of a schedule: the proof that it keeps every rule, and its times."""
+"""Replay of a schedule, which checks every rule and computes its times."""
 
 import dataclasses
 import math
@@ -11,12 +11,12 @@ from apt_jax.lab.optimal.problem import BatchRow, OptimalBatch, OptimalProblem, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The result of `check_schedule`."""
+    """Objective, times and memory of a replayed schedule."""
 
     objective: float
     latency_s: float
     busy_s: float
-    """Sum of the batches' times; less than the latency where batches wait for arrivals."""
+    """Sum of the times of all batches, seconds; less than `latency_s` if batches wait for arrivals."""
     first_token_s: tuple[float, ...]
     finish_s: tuple[float, ...]
     used_blocks: tuple[int, ...]
@@ -24,7 +24,7 @@ class Replay:
 
 
 def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay:
-    """Replay a schedule batch by batch by the rules of InferMax §5, and price it.
+    """Replay a schedule batch by batch by the rules of InferMax §5, and compute its times and objective.
 
     Raises:
         ValueError: a rule is broken; the message names batch, request and rule.
@@ -126,7 +126,13 @@ def check_schedule(problem: OptimalProblem, schedule: OptimalSchedule) -> Replay
 def timed_batches(
     problem: OptimalProblem, steps: list[tuple[list[BatchRow], list[int]]], now_s: float = 0.0
 ) -> list[OptimalBatch]:
-    """Batches as early as arrivals and earlier batches allow, from `now_s` on."""
+    """Return the steps as batches that start as early as arrivals and earlier batches allow, from `now_s` on.
+
+    Args:
+        problem: the problem.
+        steps: (rows, preempted requests) of each batch.
+        now_s: earliest start of the first batch, seconds.
+    """
     batches = []
     for rows, preempt in steps:
         now_s = max(now_s, *(problem.requests[r[0]].arrival_s for r in rows))

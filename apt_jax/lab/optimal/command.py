@@ -29,7 +29,7 @@ from serve.errors import CommandError, require_matplotlib
 
 _STYLES = {"P": "bold reverse", "p": "bold", "D": "dim reverse", "E": "bold red"}
 _CELL = 4
-"""Characters a batch in the picture."""
+"""Characters per batch in the printed schedule."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +218,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """HiGHS now and then prints a line past Python; it would end up in the JSON."""
+    """Discard output to file descriptor 1, as HiGHS sometimes prints lines there that would end up in the JSON."""
     try:
         saved = os.dup(1)
     except OSError:  # no stdout at all
@@ -236,7 +236,7 @@ def _quiet_stdout() -> Iterator[None]:
 
 
 def _starts(problem: OptimalProblem, text: str) -> dict[str, OptimalSchedule]:
-    """Schedules by name of the policy."""
+    """Return the schedules of the policies in a comma-separated list, by name."""
     starts = {}
     for name in filter(None, (part.strip() for part in text.split(","))):
         try:
@@ -288,7 +288,7 @@ T = TypeVar("T")
 
 
 def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
-    """Run `solve` in a thread and show a spinner, so that Ctrl-C works while HiGHS runs."""
+    """Run `solve` in a thread, so that Ctrl-C works, with a spinner after two seconds; return its result."""
     found: list[T] = []
     failed: list[Exception] = []
 
@@ -317,7 +317,10 @@ def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
 
 
 def cells(problem: OptimalProblem, schedule: OptimalSchedule) -> list[list[str]]:
-    """Request by batch, as in InferMax Fig. 15: P prefill or refill, p a piece of one, D decode, E evicted."""
+    """Return a table of requests by batches, as in InferMax Fig. 15.
+
+    A cell is "P" for a prefill or refill, "p" for a chunk of one, "D" for a decode, "E" for an eviction, or empty.
+    """
     length = [r.prompt_tokens for r in problem.requests]
     picture = [[""] * len(schedule.batches) for _ in problem.requests]
     for j, batch in enumerate(schedule.batches):
@@ -424,7 +427,7 @@ def _facts(problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, s
 
 
 def plot_schedule(axis: Any, problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay) -> None:
-    """Draw a schedule in the manner of InferMax Fig. 15 on a matplotlib axis."""
+    """Draw a schedule like InferMax Fig. 15 on a matplotlib axis."""
     colors = {"P": "black", "p": "dimgray", "D": "silver", "E": "red"}
     for i, row in enumerate(cells(problem, schedule)):
         for j, what in enumerate(row):

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class LinearProgram:
-    """Columns and rows of a mixed-integer linear program, collected one by one."""
+    """A mixed-integer linear program, built column by column and row by row."""
 
     def __init__(self) -> None:
         self.cost: list[float] = []

@@ -1,4 +1,4 @@
-"""Requests, batches and schedules of the offline problem: which batches serve a few known requests best."""
+"""The offline problem of finding the best batches for a few requests of known lengths, and its schedules."""
 
 import dataclasses
 import math
@@ -9,22 +9,23 @@ from apt_jax.costs.model import StepCosts
 
 Objective = Literal["latency", "completion", "ttft", "slo"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "completion", "ttft", "slo")
-"""End of the last batch; sum over requests of last token, or of first token, less arrival; first tokens in time."""
+"""Objectives: end of the last batch ("latency"); sum over requests of the time from arrival to the last token
+("completion") or to the first token ("ttft"); number of first tokens in time ("slo")."""
 _KV_ONLY = (CacheKindSpec(name="kv", blocks_per_group=1),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimalRequest:
-    """A request with everything known about it."""
+    """A request of known length."""
 
     prompt_tokens: int
-    """I."""
+    """Number of prompt tokens (I)."""
     output_tokens: int
-    """O, the last token included; it is generated but never cached."""
+    """Number of output tokens (O), including the last one, which is generated but never cached."""
     arrival_s: float = 0.0
-    """T: no batch with this request starts earlier."""
+    """Arrival in seconds (T); no batch with this request starts earlier."""
     slo_ttft_s: float = math.inf
-    """Limit of first token less arrival; read by the objective "slo"."""
+    """TTFT objective in seconds, used by the objective "slo"."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
@@ -41,24 +42,25 @@ class OptimalProblem:
 
     requests: tuple[OptimalRequest, ...]
     capacity_blocks: int
-    """M: blocks of the pool. With the defaults of `kinds` and `block_size` a block is a KV token."""
+    """Number of blocks in the pool (M). With the defaults of `kinds` and `block_size` a block holds one KV token."""
     max_num_batched_tokens: int
-    """C: most tokens a batch, decodes included."""
+    """Maximum number of tokens per batch, decodes included (C)."""
     chunk: int | None = None
-    """P: most prefill tokens a batch, prompts in pieces; None: prompts are computed whole."""
+    """Maximum number of prefill tokens per batch, with prompts in chunks (P); None: prompts are computed whole."""
     chunk_step: int = 1
-    """Pieces end at multiples of this or with the prompt. Above 1 the optimum is one over such pieces only."""
+    """Chunks end at multiples of this number or at the end of the prompt; above 1, only schedules with such chunks are
+    considered."""
     hybrid_batching: bool = True
-    """Prefill and decode in one batch."""
+    """Prefills and decodes may share a batch."""
     eviction: bool = True
-    """False: a request keeps its cache until it ends."""
+    """Requests may be evicted; False: a request keeps its cache until it ends."""
     kinds: tuple[CacheKindSpec, ...] = _KV_ONLY
-    """Cache kinds, in the order `KV`, `HIDDEN`; one is chosen whenever a request starts from nothing. Their extra times
-    are not read: `costs` has them."""
+    """Cache kinds, in the order `KV`, `HIDDEN`; a request without cache takes one of them when it runs. Their extra
+    times are ignored in favour of `costs`."""
     block_size: int = 1
-    """Token positions of a group with the KV kind."""
+    """Token positions per group of the KV kind."""
     hidden_block_size: int | None = None
-    """The same for the hidden kind; None: `block_size`."""
+    """Token positions per group of the hidden kind; None: `block_size`."""
     costs: StepCosts = dataclasses.field(default_factory=StepCosts)
     objective: Objective = "latency"
 
@@ -83,18 +85,18 @@ class OptimalProblem:
 
     @property
     def direction(self) -> int:
-        """1 where less of the objective is better, -1 where more is."""
+        """1 if the objective is minimised, -1 if it is maximised."""
         return -1 if self.objective == "slo" else 1
 
     def blocks(self, tokens: int, kind: int) -> int:
-        """Blocks of `tokens` cached positions."""
+        """Return the number of blocks that `tokens` cached positions take."""
         size = self.block_size
         if kind == HIDDEN and self.hidden_block_size is not None:
             size = self.hidden_block_size
         return self.kinds[kind].blocks_per_group * -(-tokens // size)
 
     def misfit(self) -> tuple[int, str] | None:
-        """The first request that can never run, and why; None: each can run alone, so some schedule exists."""
+        """Return the index of the first request that can never run, and the reason; None if every request can run."""
         for i, request in enumerate(self.requests):
             tokens = request.prompt_tokens + request.output_tokens - 1
             least = min(self.blocks(tokens, k) for k, s in enumerate(self.kinds) if s.offered)
@@ -111,18 +113,18 @@ class OptimalProblem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimalBatch:
-    """One batch. Rows are positions in `OptimalProblem.requests`; times in seconds."""
+    """One batch; rows are indices into `OptimalProblem.requests`, times are in seconds."""
 
     start_s: float
     end_s: float
     rows: tuple[int, ...]
     num_tokens: tuple[int, ...]
-    """c of each row."""
+    """Number of tokens computed for each row (c)."""
     start: tuple[int, ...]
-    """Positions cached before, m of each row."""
+    """Number of positions of each row cached before the batch (m)."""
     kind: tuple[int, ...]
     preempt: tuple[int, ...] = ()
-    """Requests evicted when this batch starts (e = 1); their memory counts as free in it."""
+    """Requests evicted when this batch starts (e = 1); their memory is free in this batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,13 +133,13 @@ class OptimalSchedule:
 
     batches: tuple[OptimalBatch, ...]
     latency_s: float
-    """End of the last batch."""
+    """End of the last batch, seconds."""
     objective: float
-    """Value of the problem's objective; seconds, or requests for "slo"."""
+    """Value of the problem's objective: seconds, or for "slo" a number of requests."""
     bound: float
-    """Lower bound of the objective over all schedules."""
+    """Bound on the objective of any schedule: a lower bound, for "slo" an upper bound."""
     status: Literal["optimal", "feasible"]
-    """"feasible": the time ran out before the proof."""
+    """"optimal", or "feasible" if optimality is not proven."""
 
     @property
     def num_evictions(self) -> int:

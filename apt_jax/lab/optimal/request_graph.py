@@ -13,23 +13,23 @@ State = tuple[int, int, int]
 
 
 class Arc(NamedTuple):
-    """One possible step of a request in a batch, from one state to another."""
+    """One possible transition of a request in a batch, from one state to another."""
 
     source: State
     target: State
     c: int
     blocks: int
-    """Held after the batch."""
+    """Blocks held during the batch, the computed tokens included."""
     phase: int
-    """0: does not run; 1: prefill; 2: decode (as `StepCosts` tells them apart)."""
+    """0: does not run; 1: prefill; 2: decode (as `StepCosts` distinguishes them)."""
     generates: bool
     evicts: bool
     kind: int
-    """Blocks of the cache during the batch."""
+    """Cache kind held during the batch."""
 
 
 def arcs_of(problem: OptimalProblem, request: OptimalRequest) -> list[Arc]:
-    """The graph of a request's states (Eqs. 1 to 3)."""
+    """Return the arcs of the graph of a request's states (Eqs. 1 to 3)."""
     offered = [k for k, s in enumerate(problem.kinds) if s.offered]
     start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
     arcs = [Arc(done, done, 0, 0, 0, False, False, NO_KIND)]
@@ -75,7 +75,7 @@ def _pieces(problem: OptimalProblem, m: int, length: int) -> list[int]:
 
 
 def distances(arcs: list[Arc], root: State, *, backwards: bool) -> dict[State, int]:
-    """Fewest batches from `root` to each state, or from each state to it."""
+    """Return the minimum number of batches from `root` to each state, or `backwards` from each state to `root`."""
     near = collections.defaultdict(list)
     for arc in arcs:
         a, b = (arc.target, arc.source) if backwards else (arc.source, arc.target)

@@ -1,40 +1,40 @@
 """Optimal schedules of small workloads: InferMax's constraint program (§5), with arrivals and cache kinds.
 
-Knows every output length beforehand, so it is not a policy but a bound that policies are measured against.
+An optimal schedule needs every output length beforehand. So it is not a policy but a bound to compare policies with.
 
-1. `OptimalProblem` says what is to be scheduled, under which limits, at which costs, and what counts as good.
-2. `solve_optimal` states it as a mixed-integer linear program, has HiGHS solve it, and reads the schedule off.
-3. `check_schedule` replays any schedule by the rules of the paper and prices it with `StepCosts.step_s`. It shares no
-   code with 2; every number that is reported comes from it.
+1. `OptimalProblem` defines the requests, limits, costs and objective.
+2. `solve_optimal` states the problem as a mixed-integer linear program, solves it with HiGHS, and reads the schedule
+   from the solution.
+3. `check_schedule` replays any schedule by the rules of the paper and computes its times with `StepCosts.step_s`. It
+   shares no code with 2, and all reported numbers come from it.
 
-**The program.** InferMax has integers S, m, c, g, e a request and batch, and writes Eqs. 1 to 3 with big-M terms (Eq.
-5). Here a request is a path through the graph of its states (tokens generated, tokens cached, kind): one step a batch,
-each arc one legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, Eqs. 1 to 3 hold by construction,
-products such as c^2 + 2mc are constants of the arcs, so they are exact, and the size depends on how many states there
-are, not on how long prompts are: without chunks a request of O tokens has 2 O states, whatever I is. Equal requests
-share one graph with an integer flow in place of a path, which leaves the solver none of their symmetry. Constraints
-over requests are
-left: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch, whose maximum over the two
-phases (`StepCosts`) is two inequalities, as every objective here only gains from shorter batches.
+**The program.** InferMax has integers S, m, c, g, e for each request and batch, and writes Eqs. 1 to 3 with big-M terms
+(Eq. 5). Here a request is a path through the graph of its states (tokens generated, tokens cached, kind), with one arc
+per batch; each arc is a legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, and Eqs. 1 to 3 hold by
+construction. Products such as c^2 + 2mc are constants of the arcs, so they are exact. The size of the program depends
+on the number of states, not on the lengths of prompts: without chunks a request of O tokens has 2 O states for any I.
+Equal requests share one graph with an integer flow instead of a path, so that the solver does not see their symmetry.
+The remaining constraints span requests: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch.
+Its maximum over the two phases (`StepCosts`) becomes two inequalities, as shorter batches improve every objective here.
 
-**Number of batches.** The program needs it beforehand. It is bounded so that the optimum is not lost: without chunks
-every batch generates a token, and no schedule may take longer than the best of a few simple ones that are tried first.
+**Number of batches.** The program needs an upper bound on it that keeps an optimal schedule: without chunks every batch
+generates a token, and a schedule need not take longer than the best of a few simple ones that are tried first.
 
-**Starts.** The paper initialises the program with the output of other schedulers. SciPy hands HiGHS no first solution,
-so schedules that are given (`starts`, made by `policy_schedule`) do what can be done without: the best of them bounds
-the number of batches and cuts off all that is worse, and is the answer where the time is up before a better one is
-found. `find_better` asks the paper's other question, whether a schedule exists that is, say, 10 % better than a given
-one: the first such schedule is the answer, or the proof that there is none, which is often quicker than the optimum.
+**Starts.** The paper initialises the program with the output of other schedulers. SciPy cannot pass HiGHS a first
+solution, so given schedules (`starts`, made by `policy_schedule`) are used in other ways: the best of them bounds the
+number of batches, excludes all worse schedules, and is the result if the time limit ends the search before a better
+schedule is found. `find_better` answers the paper's other question: whether a schedule exists that is, for example,
+10 % better than a given one. It returns the first such schedule, or proves that there is none, which is often faster
+than finding the optimum.
 
-**Where we differ from the paper.** A request's memory is free after its last batch (the paper leaves it to an
-eviction). An evicted request may run again from the next batch on, with either kind. In-between arrivals a batch may
-wait.
+**Differences from the paper.** A request's memory is free after its last batch (in the paper, only after an eviction).
+An evicted request may run again from the next batch on, with either kind. A batch may wait for arrivals.
 
-**Solver.** HiGHS through SciPy, already a dependency: with 4 equal requests of 4 tokens, whose optimum takes 11 to 16
-batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, whatever the prompt.
-OR-Tools CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but proves one with prompts of 1 token
-in 9 s, and none in 100 s with prompts of 32 and 128. It could not be installed beside this package either: it needs
-protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
+**Solver.** HiGHS comes with SciPy, which is already a dependency. With 4 equal requests of 4 tokens, whose optimum
+takes 11 to 16 batches, it proves the optimum in 0.1 to 8 s on one core with the linear costs of InferMax §5.1, for any
+prompt length. OR-Tools CP-SAT (9.15, one worker, Eqs. 1 to 4 as written) finds the same optima, but needs 9 s for the
+proof with prompts of 1 token and more than 100 s with prompts of 32 and 128. It could not be installed together with
+this package either: it needs protobuf < 6.34, the gRPC service needs protobuf >= 7.35.
 """
 
 import collections
@@ -57,7 +57,7 @@ from apt_jax.lab.optimal.request_graph import MAX_VARIABLES, Arc, State, arcs_of
 
 
 def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
-    """A number of non-empty batches that some optimal schedule keeps to."""
+    """Return a number of non-empty batches that at least one optimal schedule does not exceed."""
     costs, requests = problem.costs, problem.requests
     outputs = sum(r.output_tokens for r in requests)
     limits = []
@@ -95,7 +95,7 @@ def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
 
 
 def _least_batch_s(problem: OptimalProblem) -> float:
-    """No batch takes less."""
+    """Return a lower bound on the time of a batch in seconds."""
     costs = problem.costs
     return min(
         costs.prefill_base_s + costs.prefill_per_request_s,
@@ -106,7 +106,7 @@ def _least_batch_s(problem: OptimalProblem) -> float:
 
 
 def _simple_bound(problem: OptimalProblem) -> float:
-    """A bound that needs no solver: each token of a request takes a batch."""
+    """Return a bound on the objective without a solver, as each token of a request takes a batch."""
     least_s, requests = _least_batch_s(problem), problem.requests
     if problem.objective == "slo":
         return float(len(requests))
@@ -118,7 +118,7 @@ def _simple_bound(problem: OptimalProblem) -> float:
 
 
 def _longest_batch_s(problem: OptimalProblem) -> float:
-    """No batch takes more."""
+    """Return an upper bound on the time of a batch in seconds."""
     costs, c = problem.costs, problem.max_num_batched_tokens
     rows = len(problem.requests)
     cached = sum(r.prompt_tokens + r.output_tokens for r in problem.requests)
@@ -141,12 +141,12 @@ def solve_optimal(
     time_limit_s: float | None = None,
     starts: Sequence[OptimalSchedule] = (),
 ) -> OptimalSchedule:
-    """An optimal schedule, or the best found within the time limit with a bound.
+    """Return an optimal schedule, or the best one found within the time limit with a bound.
 
     Args:
         problem: the problem.
-        time_limit_s: stop the proof after this time; None: never.
-        starts: schedules of the problem to begin from, made by other schedulers.
+        time_limit_s: time limit of the search in seconds; None: no limit.
+        starts: schedules of the problem made by other schedulers, which bound the search.
 
     Raises:
         ConfigError: a request can never run, or the program would be too large.
@@ -186,19 +186,23 @@ def find_better(
     by: float = 0.1,
     time_limit_s: float | None = None,
 ) -> tuple[Literal["yes", "no", "unknown"], OptimalSchedule | None]:
-    """Find out if a schedule exists whose objective is at least a share `by` better than a given one's (InferMax §5).
+    """Find a schedule whose objective is better than that of a given one by at least the share `by` (InferMax §5).
 
     Args:
         problem: the problem.
-        than: a schedule of it.
-        by: 0.1: at most 0.9 times its latency (or sum), at least 1.1 times as many first tokens in time for "slo".
-        time_limit_s: stop after this time; None: never.
+        than: schedule of the problem to compare with.
+        by: required improvement. 0.1 means at most 0.9 times the latency or sum, or for "slo" at least 1.1 times as
+            many first tokens in time.
+        time_limit_s: time limit of the search in seconds; None: no limit.
 
     Returns:
-        "yes" and such a schedule, "no" and None if there is none, "unknown" and None when the time is up.
+        "yes" and such a schedule, "no" and None if there is no such schedule, or "unknown" and None after the time
+        limit.
 
     Raises:
-        ConfigError, ValueError, ImportError: as `solve_optimal`.
+        ConfigError: a request can never run, or the program would be too large.
+        ValueError: `by` is not in [0, 1), or `than` breaks a rule of the problem.
+        ImportError: SciPy is not installed.
     """
     if not 0 <= by < 1:
         raise ValueError(f"{by=} must lie in [0, 1)")
@@ -228,11 +232,11 @@ class _Made:
     classes: dict[OptimalRequest, list[int]]
     flows: list[list[tuple[OptimalRequest, Arc, int]]]
     simple: OptimalSchedule
-    """The best schedule known beforehand."""
+    """Best schedule known before solving."""
     sign: float
-    """-1 where more is better."""
+    """1 if the objective is minimised, -1 if it is maximised."""
     unit: float
-    """The program's objective is `sign * unit` times the problem's plus `offset`."""
+    """Scale of the program: its objective is `sign * unit * (objective of the problem + offset)`."""
     offset: float
 
     def read(self, x: np.ndarray) -> OptimalSchedule:
@@ -314,7 +318,7 @@ def _add_flow(
     arcs: list[Arc],
     flows: list[list[tuple[OptimalRequest, Arc, int]]],
 ) -> None:
-    """`count` equal requests from their start to their end, one arc a batch."""
+    """Add the flow of `count` equal requests from their start to their end, one arc per request and batch."""
     start, done = (0, 0, NO_KIND), (request.output_tokens, 0, NO_KIND)
     ahead = distances(arcs, start, backwards=False)
     behind = distances(arcs, done, backwards=True)
@@ -348,10 +352,10 @@ def _add_batch(
     flow: list[tuple[OptimalRequest, Arc, int]],
     num_requests: int,
 ) -> tuple[int, int, int]:
-    """One batch: Eq. 4, P, its phases and its time.
+    """Add the constraints of one batch: Eq. 4, P, its phases and its time.
 
     Returns:
-        Columns of its time, of whether it has prefills, of whether it has decodes.
+        Columns of three variables: the time of the batch, whether it has prefills, and whether it has decodes.
     """
     time = program.column(np.inf, integer=False)
     has_prefill = program.column(1, integer=True)
@@ -422,7 +426,7 @@ def _add_objective(
     simple: OptimalSchedule,
     scale: float,
 ) -> None:
-    """Order and start times of the batches, and the objective. Times are in the program's unit."""
+    """Add the order and end times of the batches, in the program's unit of time, and the objective."""
     # Empty batches come last.
     for (_, prefill, decode), (_, later_prefill, later_decode) in itertools.pairwise(times):
         for later in (later_prefill, later_decode):
@@ -504,7 +508,7 @@ def _add_objective(
 
 
 def _latest_end_s(problem: OptimalProblem, simple: OptimalSchedule, num_batches: int) -> float:
-    """No batch of a sensible schedule ends later."""
+    """Return an upper bound on the end of the last batch in schedules worth considering, seconds."""
     last_s = max(r.arrival_s for r in problem.requests)
     if problem.objective == "completion":
         return simple.objective + last_s
@@ -516,7 +520,7 @@ def _read(
     flows: list[list[tuple[OptimalRequest, Arc, int]]],
     x: np.ndarray,
 ) -> list[tuple[list[BatchRow], list[int]]]:
-    """Batches from flows: units of a flow become requests, in their order."""
+    """Return the batches of a solution, as (rows, preempted requests); units of a flow become requests, in order."""
     at = {i: (0, 0, NO_KIND) for members in classes.values() for i in members}
     steps: list[tuple[list[BatchRow], list[int]]] = []
     for flow in flows:

@@ -1,4 +1,4 @@
-"""Policies of the literature, for comparisons; they run in service and in simulation by name."""
+"""Policies from the literature, for comparison; a server and the simulator run them by name."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ _WHOLE_PROMPTS: dict[str, Any] = {"chunked": False, "prefill_tokens": 4096}
 
 
 def _unified(name: str, source: str, summary: str, **settings: Any) -> dict[str, PolicyMaker]:
-    """A configuration of InferMax Algorithm 1; P is at most C (`max_num_batched_tokens`)."""
+    """Return the entry of a configuration of InferMax Algorithm 1; P is at most C (`max_num_batched_tokens`)."""
     return {name: PolicyMaker(UnifiedPolicy, {"name": name, **settings}, source=source, summary=summary)}
 
 
 def _eviction_free(name: str, **settings: Any) -> dict[str, PolicyMaker]:
-    """The twin of a configuration of Table 1 that reserves prompt and output on admission."""
+    """Return the eviction-free variant of a configuration of Table 1, which reserves prompt and output on admission."""
     summary = f"`{name}` without evictions: room for prompt and output is reserved on admission"
     return _unified(f"{name}-ef", "InferMax §4.4", summary, reserve="all", **settings)
 
@@ -130,4 +130,4 @@ POLICIES: dict[str, PolicyMaker] = {
         summary="prompt and output reserved on admission; running requests pause for a prefill when enough wait",
     ),
 }
-"""By the name that `--scheduling-policy` takes."""
+"""Policies for comparison, by the name that `--scheduling-policy` accepts."""

@@ -1,4 +1,4 @@
-"""Variants of `bros` for comparison: replacements at any price, and Algorithm 1 as printed."""
+"""Variants of `bros` for comparison: one with unlimited replacements, and Algorithm 1 as printed."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +10,14 @@ from apt_jax.sched.view import SchedulerView
 
 
 class BrosAnyPolicy(BrosPolicy):
-    """`bros` with the replacements of Algorithm 1, lines 26 to 32: their number has no limit, and the replaced request
-    may be late. The first request of a step stays all the same.
+    """`bros` with the replacements of Algorithm 1, lines 26 to 32.
+
+    Their number is not limited, and the replaced request may be late. The first request of a step is never replaced.
 
     Args:
-        token_group, aging_tokens_per_s, kinds: see `BrosPolicy`.
+        token_group: see `BrosPolicy`.
+        aging_tokens_per_s: see `BrosPolicy`.
+        kinds: see `BrosPolicy`.
     """
 
     name = "bros-any"
@@ -30,16 +33,17 @@ class BrosAnyPolicy(BrosPolicy):
 
 
 class BrosPaperPolicy(BrosAnyPolicy):
-    """Algorithm 1 line by line.
+    """Algorithm 1 of BROS line by line.
 
-    Late requests come first and set the limit (lines 3 and 4), the first one that has no place, block or time ends its
-    part (6 to 12, 18 to 32), no prompt is made shorter for time, no block is kept for later, best-effort requests go by
-    M^cpu alone (17), and where they have no more blocks, real-time requests of the most remaining time are preempted,
-    for waiting ones too (§5.2). The first real-time request goes in any case, as nothing would after a missed deadline;
-    while one is late it goes alone.
+    Late requests come first and set the time limit (lines 3 and 4). The first request without a slot, blocks or time
+    ends its class's part of the step (6 to 12, 18 to 32). Prompts are not shortened to fit the time, and no blocks are
+    reserved. Best-effort requests are ordered only by M^cpu (17). If they have no more blocks, the real-time requests
+    with the most remaining time are preempted, also for waiting requests (§5.2). The first real-time request always
+    runs, as otherwise no request would run after a missed deadline; while it is late it runs alone.
 
     Args:
-        token_group, kinds: see `BrosPolicy`.
+        token_group: see `BrosPolicy`.
+        kinds: see `BrosPolicy`.
     """
 
     name = "bros-paper"
@@ -53,8 +57,11 @@ class BrosPaperPolicy(BrosAnyPolicy):
     def _real_time(
         self, view: SchedulerView, asked: Candidates, best_effort: Candidates, limit_s: float
     ) -> tuple[Candidates, Rows, bool]:
-        """The most urgent request gets blocks in any case (BROS §5.2): where all best-effort requests with cache have
-        too few, real-time ones of the most remaining time are preempted as well."""
+        """Like `BrosPolicy._real_time`, but the most urgent request always gets its blocks (BROS §5.2).
+
+        If the blocks of all best-effort requests are too few, the real-time requests with the most remaining time are
+        preempted as well.
+        """
         table, holds = view.table, asked.holds
         theirs = best_effort.rows[best_effort.holds]
         held = np.where(holds, table.num_blocks[asked.rows], 0)
@@ -87,7 +94,7 @@ class BrosPaperPolicy(BrosAnyPolicy):
     def _fit(
         self, view: SchedulerView, asked: Candidates, num_sure: int, limit_s: float
     ) -> tuple[Candidates, bool, bool]:
-        """The step ends with the first that does not go."""
+        """Like `BrosPolicy._fit`, but the step ends before the first candidate that does not fit."""
         if not asked.rows.size or self._goes(view, asked, limit_s):
             return asked, False, False
         slow = end_times_s(view, asked) > limit_s
@@ -99,6 +106,6 @@ class BrosPaperPolicy(BrosAnyPolicy):
 
 
 def _until(*ok: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Positions before the first for which one of `ok` is False."""
+    """Return the indices before the first one at which any of `ok` is False."""
     all_ok = np.logical_and.reduce(ok)
     return np.arange(all_ok.size if all_ok.all() else all_ok.argmin())

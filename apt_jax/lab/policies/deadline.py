@@ -1,4 +1,4 @@
-"""Schedulers by the slack that tokens have to their deadlines: FairBatching, QoServe."""
+"""Schedulers that use the slack of tokens to their deadlines: FairBatching and QoServe."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,10 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 def line_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """(n,) when the next token is due on a straight line: arrival + TTFT + (tokens so far) * TBT; never for a
-    best-effort request.
+    """Return the (n,) deadlines in seconds of the next tokens: arrival + TTFT + (tokens so far) * TBT.
 
-    A request that is ahead of its line keeps what it has gained, where `next_deadline_s` forgets it.
+    The deadline of a best-effort request is infinite. A request that is ahead of its deadlines keeps its lead, unlike
+    with `next_deadline_s`.
     """
     table = view.table
     num = table.num_outputs.take(rows)
@@ -41,12 +41,14 @@ def _with_blocks(
     kind: NDArray[np.int8],
     stay: Rows,
 ) -> Plan:
-    """The step of `rows`, after running requests have made room where their blocks are not there.
+    """Return the plan of a step, in which running requests are preempted if the blocks of `rows` are not free.
 
     Args:
-        view: the state.
-        rows, num_tokens, kind: the step; the blocks of waiting ones are known to be free beside all running ones.
-        stay: running requests, the first to be preempted last.
+        view: the scheduler's view.
+        rows: (n,) rows of the step; the blocks of waiting rows are free in addition to those of all running rows.
+        num_tokens: (n,) tokens of each row.
+        kind: (n,) cache kind of each row.
+        stay: all running rows; the last one is preempted first.
     """
     table = view.table
     of_row = np.zeros(table.capacity, np.int32)
@@ -64,8 +66,13 @@ def _with_blocks(
 def _prompts(
     view: SchedulerView, decoding: Rows, partial: Rows, waiting: Rows
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
-    """Prompts under way, and the first of `waiting` whose blocks are free beside the needs of `decoding` in this step
-    and of `partial` until they are computed. Rows, tokens that are left to compute, kinds."""
+    """Return the prompts that may run: all of `partial`, and the longest prefix of `waiting` that fits the free blocks.
+
+    Free are the blocks that neither `decoding` needs in this step nor `partial` for its whole prompts.
+
+    Returns:
+        The rows, the tokens that each has left to compute, and their kinds.
+    """
     table = view.table
     left = view.remaining(partial)
     growth = blocks_after(view, decoding, np.ones(decoding.size, np.int32)).sum()
@@ -82,29 +89,30 @@ def _prompts(
 
 
 class FairBatchingPolicy:
-    """FairBatching: prompts take the time that decodes are ahead of their deadlines (Lyu et al., arXiv 2510.14392).
+    """FairBatching: prompts use the time by which decodes are ahead of their deadlines (Lyu et al., arXiv 2510.14392).
 
-    1. *Deadlines* lie on a line, arrival + TTFT + j * TBT for output token j: a request that got tokens early has
-       slack.
-    2. *Time of a step*: max(least slack of the decodes, least TBT of the decodes), so that the most urgent decode is in
-       time, and steps stay long enough to be efficient. Predicted by the cost model, linear in new and in cached
-       tokens.
-    3. *Batch*: urgent decodes (slack below that time plus the least TBT), then prompts, then the other decodes, each
-       group by slack, as long as the predicted time stays within the step's. The prompt at the limit gets a chunk.
+    1. *Deadlines*: output token j is due at arrival + TTFT + j * TBT, so a request that got tokens early has slack.
+    2. *Time of a step*: it is max(least slack of the decodes, least TBT of the decodes), so that the most urgent decode
+       is in time and steps are long enough to be efficient. The cost model, which is linear in new and in cached
+       tokens, predicts the time.
+    3. *Batch*: urgent decodes (slack below that time plus the least TBT) come first, then prompts, then other decodes,
+       each group by slack, as long as the predicted time stays within the time of the step. The prompt at the limit
+       gets a chunk.
 
-    Where the text is silent or the engine differs:
+    Rules for cases that the paper does not cover, and differences due to the engine:
 
-    * Without decodes there is nothing to protect: the time of a step has no limit. C (`max_num_batched_tokens`) holds
-      in any case. Where no cost model is known (all zero) it is the only limit.
-    * The first of the step always runs; a prompt there gets at least `LEAST_CHUNK` tokens.
-    * Memory is vLLM's, on which the paper's prototype is built: a prompt is begun when its blocks are free, beside
-      those that all running requests still need for theirs; the last arrived is preempted, and nobody is admitted then.
+    * Without decodes the time of a step is not limited. C (`max_num_batched_tokens`) always limits a step, and is the
+      only limit if no cost model is known (all costs are zero).
+    * The first row of the step always runs; if it is a prompt, it gets at least `LEAST_CHUNK` tokens.
+    * Memory is managed as in vLLM, on which the paper's prototype is built: a prompt starts if its blocks are free in
+      addition to the blocks that all running requests still need for their prompts. If blocks run out, the latest
+      arrival is preempted, and no request is admitted in that step.
     * The Prefill Admission Budget, for routers of several engines, is not part of a policy.
 
-    Starvation: prompts wait while all time goes to urgent decodes; those end.
+    Starvation: prompts wait while urgent decodes take all the time, but only until these decodes end.
 
     Args:
-        name: of the policy.
+        name: name of the policy.
     """
 
     LEAST_CHUNK = 16
@@ -146,7 +154,7 @@ class FairBatchingPolicy:
         prompts: slice,
         time_s: float,
     ) -> NDArray[np.int32]:
-        """`num_tokens` cut to the step's time and tokens; 0: not in it."""
+        """Return `num_tokens` cut to the time and the tokens of the step; 0: the row does not run."""
         table, costs = view.table, view.costs
         start = table.num_cached.take(rows)
         waits = table.kind.take(rows) < 0
@@ -185,43 +193,47 @@ class FairBatchingPolicy:
 class QoServePolicy:
     """QoServe, first called Niyama: chunks as large as the slack allows (Goel et al., ASPLOS'26, arXiv 2503.22562).
 
-    * *Dynamic chunks*. All decodes run. Their least slack bounds the step: of the total sizes in `SIZES` the largest
-      whose predicted time, with a margin of `MARGIN`, is within it. What the decodes leave of that size goes to
-      prompts. A decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
-    * *Hybrid priority* of prompts: arrival + TTFT objective + alpha * (tokens left to compute), between earliest
-      deadline (alpha = 0) and shortest remaining prompt first. Prompts under way and waiting ones are in one order, so
-      a prompt can be interrupted by a more urgent one and keeps its cache; a decode never is (selective preemption).
-    * *Eager relegation*: a request that has not begun and can no longer be in time, at the prompt tokens per second
-      that the engine has computed of late (a moving average), goes behind all that can, for good.
+    * *Dynamic chunks*. All decodes run, and their least slack bounds the step: its total size is the largest one in
+      `SIZES` whose predicted time, times `MARGIN`, is within the slack. Prompts get the tokens of that size that
+      decodes leave. A decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
+    * *Hybrid priority* of prompts: they are ordered by arrival + TTFT objective + alpha * (tokens left to compute), a
+      mixture of earliest deadline first (alpha = 0) and shortest remaining prompt first. Partly computed and waiting
+      prompts are in one order, so a more urgent prompt can interrupt another one, which keeps its cache. Decodes are
+      never interrupted (selective preemption).
+    * *Eager relegation*: a request that has no token yet and can no longer be in time, at the recent rate of prompt
+      tokens per second (a moving average), comes after all other requests from then on.
 
     The rules are those of the paper; sizes, margin, alpha = 8 ms per token and the weight of the average are those of
-    the authors' scheduler (microsoft/sarathi-serve, `niyama_asplos2026`). Where it is silent or the engine differs:
+    the authors' scheduler (microsoft/sarathi-serve, `niyama_asplos2026`). Rules for cases that the paper does not
+    cover, and differences due to the engine:
 
-    * Objectives are TTFT and TBT; their tiers with an objective for the last token, and relegation by hints of what is
-      important, are not there. A best-effort request has no deadline: it comes after all that can be in time.
-    * As there, the largest size is taken without decodes, the smallest where no slack is left, and with few free blocks
-      the sizes end at 512. Pools smaller than `FEW_TOKENS`, such as OPT-13B's on 40 GB, always have few.
-    * Their engine reserves memory for a prompt when it begins and preempts nobody. Here a waiting prompt is begun when
-      its blocks are free, beside those that running requests still need for theirs, and when decodes do not fit,
-      running requests lose their cache: relegated ones first, then the last arrived. A preempted one that has tokens is
-      due TBT after its last token and is not relegated.
+    * Objectives are TTFT and TBT. The paper's tiers with an objective for the last token, and relegation by hints about
+      importance, are not implemented. A best-effort request has no deadline and comes after all requests that can be in
+      time.
+    * As in the authors' scheduler, a step has the largest size if there are no decodes, and the smallest if there is no
+      slack. With few free blocks the sizes end at 512; in pools smaller than `FEW_TOKENS`, such as that of OPT-13B on
+      40 GB, this is always the case.
+    * The authors' engine reserves memory for a prompt when it starts and preempts no request. Here a waiting prompt
+      starts if its blocks are free in addition to the blocks that running requests still need for their prompts. If
+      decodes do not fit, running requests lose their cache: relegated ones first, then the latest arrivals. A preempted
+      request that has tokens is due TBT after its last token and is not relegated.
 
     Starvation: relegated requests wait as long as others fill the engine, by design.
 
     Args:
-        name: of the policy.
-        alpha_s: seconds that a token which is left to compute puts a prompt back.
+        name: name of the policy.
+        alpha_s: delay of a prompt's priority per token left to compute, seconds.
     """
 
     SIZES = (128, *range(256, 2049, 256), 2552)
     SMALL_SIZES = (128, 256, 384, 512)
     MARGIN = 1.2
     FEW_TOKENS = 32_000
-    """Free token positions of the pool below which `SMALL_SIZES` are taken."""
+    """Number of free token positions in the pool below which `SMALL_SIZES` are used."""
     OLD_WEIGHT = 0.995
-    """The weight of each new value in the moving average of prompt tokens per second."""
+    """Weight of the old value in the moving average of prompt tokens per second."""
     TOKENS_PER_S = 8500.0
-    """Its first value where no cost model is known."""
+    """Initial value of the moving average if no cost model is known."""
 
     def __init__(self, name: str = "qoserve", alpha_s: float = 0.008) -> None:
         self.name = name
@@ -260,7 +272,7 @@ class QoServePolicy:
         return plan
 
     def _observe(self, view: SchedulerView) -> None:
-        """Moving average of prompt tokens per second, after the step before."""
+        """Update the moving average of prompt tokens per second with the last step."""
         if not self._tokens_per_s:
             per_token_s = view.costs.prefill_per_token_s
             self._tokens_per_s = 1 / per_token_s if per_token_s > 0 else self.TOKENS_PER_S
@@ -270,7 +282,7 @@ class QoServePolicy:
             self._tokens_per_s += (1 - self.OLD_WEIGHT) * (new - self._tokens_per_s)
 
     def _relegate(self, view: SchedulerView) -> None:
-        """Mark waiting requests that cannot be in time any more."""
+        """Mark waiting requests that can no longer be in time."""
         table, waiting = view.table, view.waiting
         self._relegated.new(table, waiting)
         work_s = view.remaining(waiting) / self._tokens_per_s
@@ -284,7 +296,10 @@ class QoServePolicy:
         return np.lexsort((table.rank.take(rows), key, self._relegated.values.take(rows)))
 
     def _chunk(self, view: SchedulerView, decoding: Rows, due_s: NDArray[np.float64], prompts: Rows) -> int:
-        """Prompt tokens of this step: what `decoding` leave of the largest size with which they are not late."""
+        """Return the number of prompt tokens of this step.
+
+        It is the largest size with which `decoding` rows are in time, minus the number of these rows.
+        """
         table = view.table
         per_group, size = int(view.blocks_per_group[KV]), int(view.block_sizes[KV])
         sizes = self.SIZES
@@ -306,7 +321,8 @@ class QoServePolicy:
         return max(min(chosen, view.max_num_batched_tokens) - decoding.size, 0)
 
     def _due_s(self, view: SchedulerView, decoding: Rows) -> NDArray[np.float64]:
-        """(n,) when the next tokens of decodes are due: on their line, which begins with a late first token."""
+        """Return the (n,) deadlines in seconds of the next tokens of decodes, counted from a late first token if
+        any."""
         table = view.table
         new = self._first_s.new(table, decoding)
         self._first_s.values[decoding[new]] = view.now_s

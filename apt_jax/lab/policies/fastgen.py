@@ -1,4 +1,4 @@
-"""DeepSpeed-FastGen's Dynamic SplitFuse: a fixed token budget that every step fills (a baseline of Apt-Serve §6.2)."""
+"""DeepSpeed-FastGen's Dynamic SplitFuse: every step fills a fixed token budget (a baseline of Apt-Serve §6.2)."""
 
 import numpy as np
 
@@ -13,23 +13,23 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 class FastGenPolicy:
-    """Decodes first, then prompts in order of arrival until the budget is used up to the last token.
+    """Runs decodes first, then prompts in order of arrival, until the token budget is used up exactly.
 
-    Long prompts are split over steps, and short ones are composed, the last of them split too, so that each step has
+    Long prompts are split over steps, and short ones are combined, the last one being split too, so that each step has
     exactly `budget` tokens as long as there is work ("even short prompts may be decomposed to ensure the budget is
     precisely met").
 
-    How it differs from `sarathi` (`UnifiedPolicy`), after the published scheduler of DeepSpeed-MII:
+    Differences from `sarathi` (`UnifiedPolicy`), following the published scheduler of DeepSpeed-MII:
 
-    * *Memory is taken as it is used.* A prompt is begun or continued when all that is left of it fits the free blocks
-      now; nothing is set aside while the rest of it waits for later steps.
-    * *Nobody is evicted for a decode.* A decode whose next position does not fit sits the step out with its cache, and
-      those behind it go on.
-    * Only where nothing at all can run, caches are dropped. DeepSpeed-MII then drops every one ("deadlock detected");
-      here only the latest arrivals lose theirs, until someone can run.
+    * *Memory is taken when it is used.* A prompt starts or continues if all of its remaining tokens fit the free blocks
+      now; no blocks are reserved for the tokens that later steps compute.
+    * *No request is evicted for a decode.* A decode whose next position does not fit skips the step and keeps its
+      cache, and later decodes still run.
+    * Caches are dropped only if no request can run. DeepSpeed-MII then drops all caches ("deadlock detected"); here the
+      latest arrivals lose theirs, until a request can run.
 
     Args:
-        budget: tokens of a step, decodes among them; at most `max_num_batched_tokens`.
+        budget: number of tokens per step, decodes included; limited to `max_num_batched_tokens`.
     """
 
     name = "fastgen"
@@ -54,7 +54,7 @@ class FastGenPolicy:
         return Plan.idle(running)
 
     def _compose(self, view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> Plan:
-        """The step of the remaining requests after `preempt` gave their caches up."""
+        """Return the step of the given requests after `preempt` have lost their cache."""
         table = view.table
         free = view.free_blocks + int(table.num_blocks[preempt].sum())
         budget = min(self.budget, view.max_num_batched_tokens)
@@ -120,7 +120,7 @@ class FastGenPolicy:
         num_tokens: list[int],
         kinds: list[int],
     ) -> None:
-        """Begin waiting prompts in order; the last one gets what is left of the budget."""
+        """Start waiting prompts in order, adding to the three lists; the last prompt gets the rest of the budget."""
         kind = allowed_kinds(view, waiting).argmax(axis=1)
         per_group, size = view.blocks_per_group[kind], view.block_sizes[kind]
         table = view.table

@@ -1,5 +1,5 @@
-"""First come, first served on the hybrid cache, as Apt-Serve's authors released it (their path beside the greedy one;
-Apt-Serve Table 5)."""
+"""First come, first served on the hybrid cache, as released by Apt-Serve's authors besides their greedy policy
+(Apt-Serve Table 5)."""
 
 import dataclasses
 
@@ -20,29 +20,30 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 MAX_HIDDEN_TOKENS = 7200
-"""Hidden tokens in all, as released. On OPT-13B and one A100 of 40 GB they take a quarter of the pool."""
+"""Maximum number of hidden tokens over all requests, as in the released code: a quarter of the pool with OPT-13B on one
+A100 of 40 GB."""
 
 
 class FcfsHybridPolicy:
-    """`fcfs` whose oldest requests turn to the hidden kind when blocks run out, before anybody is evicted.
+    """`fcfs` whose oldest requests change to the hidden kind when blocks run out, before any request is evicted.
 
-    * Everybody begins with KV. Admission and order are those of `FcfsPolicy`.
-    * When the next positions do not fit the pool, the oldest decoding requests that hold KV turn hidden: as few as
-      make the others fit, as long as all hidden tokens together stay within `max_hidden_tokens` and those to be
-      computed again within one step. They are recomputed in a prefill of their own, before anybody else.
-    * Where that does not help any more, the latest arrival is evicted, and comes back with KV.
+    * All requests start with KV. Admission and order are those of `FcfsPolicy`.
+    * If the next positions do not fit the pool, the oldest decoding requests that hold KV change to the hidden kind: as
+      few as are needed, as long as all hidden tokens together stay within `max_hidden_tokens` and the tokens to
+      recompute within one step. They are recomputed in their own prefill step, before any other request.
+    * If no request can change its kind, the latest arrival is evicted, and starts again with KV.
 
-    Departures from the released code. There a request is recomputed in the iteration that turns it; a `Plan` cannot
-    run what it preempts, so here the others decode in that iteration, and the prefill follows in the next. And requests
-    that are admitted do not turn others hidden: the released code has it, with a limit of 0 tokens that nothing raises.
+    Differences from the released code: There a request is recomputed in the same iteration that changes its kind. A
+    `Plan` cannot run a request that it preempts, so here the others decode in that iteration, and the prefill follows
+    in the next. And admission of a request does not change others to the hidden kind; the released code can do this,
+    but with a limit of 0 tokens that is never raised.
 
-    Without two kinds on offer it is `FcfsPolicy`.
+    If only one kind is offered, it acts like `FcfsPolicy`.
 
     Args:
-        max_hidden_tokens: at least 0; 0 is `FcfsPolicy`.
-        convert: hidden requests go back to keys and values within a decode step (`Plan.convert`) where it pays and
-            nobody who waits needs the blocks (`apt_jax.sched.conversion`). Not in the released code, where they stay
-            hidden.
+        max_hidden_tokens: maximum number of hidden tokens over all requests; with 0 it acts like `FcfsPolicy`.
+        convert: whether hidden requests change back to keys and values within a decode step (`Plan.convert`) if it pays
+            and no waiting request needs the blocks (`apt_jax.sched.conversion`). In the released code they stay hidden.
     """
 
     name = "fcfs-hybrid"
@@ -72,7 +73,7 @@ class FcfsHybridPolicy:
         return plan
 
     def _still_turned(self, view: SchedulerView) -> Rows:
-        """Waiting rows that are to come back hidden; forgets those that have come back or ended."""
+        """Return the waiting rows that will be recomputed as hidden, and forget rows that have been or have ended."""
         table = view.table
         self._turned = {
             row: rank
@@ -90,7 +91,10 @@ class FcfsHybridPolicy:
         return packer.plan()
 
     def _turn(self, view: SchedulerView) -> Plan | None:
-        """Preempt the oldest that hold KV, to come back hidden, and let the others decode; None: nobody can turn."""
+        """Return a plan that preempts the oldest KV requests, to recompute them as hidden, and decodes the others.
+
+        It is None if no request can change its kind.
+        """
         table = view.table
         decoding, _ = split_running(view)
         tokens = table.num_tokens.take(decoding)
@@ -127,7 +131,7 @@ class FcfsHybridPolicy:
         )
 
     def _tokens_left(self, view: SchedulerView) -> int:
-        """Tokens that may still turn hidden."""
+        """Return the number of tokens that may still change to the hidden kind."""
         table = view.table
         rows: NDArray[np.int32] = view.running[table.kind[view.running] == HIDDEN]
         waiting = np.fromiter(self._turned, np.int32, len(self._turned))

@@ -1,4 +1,4 @@
-"""vLLM's mechanics with a random order in place of arrival: the experiment of Apt-Serve §3.2."""
+"""vLLM's first scheduler with a random order instead of the order of arrival: the experiment of Apt-Serve §3.2."""
 
 import dataclasses
 
@@ -10,18 +10,18 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 class RandomPolicy:
-    """First come, first served with queues that are shuffled before every decision.
+    """Runs `FcfsPolicy` with queues that are shuffled before every decision.
 
-    "We substitute the original FCFS scheduling with a random scheduling method in vLLM" (Apt-Serve §3.2): priority is
-    drawn at random, and all else is `FcfsPolicy`. So the waiting queue is gone through in random order until one does
-    not fit, and when the next positions do not fit the pool, random requests are evicted.
+    "We substitute the original FCFS scheduling with a random scheduling method in vLLM" (Apt-Serve §3.2): priorities
+    are random, and all other rules are those of `FcfsPolicy`. So waiting requests are admitted in random order until
+    one does not fit, and if the next positions do not fit the pool, random requests are evicted.
 
-    Two choices of ours. Preempted requests stay in front of those that never ran, as vLLM puts them there, in random
-    order among themselves; each iteration brings someone a token or a chunk nearer to one, so that all of them get
-    their turn. And partly computed prompts keep their order, because nothing is gained by switching between them.
+    Two rules are our choice. Preempted requests stay before requests that never ran, as in vLLM, in random order; each
+    iteration computes a token or a chunk, so all of them run in the end. And partly computed prompts keep their order,
+    because switching between them has no advantage.
 
     Args:
-        seed: fixes every draw.
+        seed: seed of the random numbers.
     """
 
     name = "random"
@@ -31,7 +31,7 @@ class RandomPolicy:
         self._fcfs = FcfsPolicy()
 
     def schedule(self, view: SchedulerView) -> Plan:
-        """Decide one iteration; draws from the policy's own generator."""
+        """Return the plan of one iteration; it draws from the policy's own random generator."""
         again = view.table.num_preemptions[view.waiting] > 0
         waiting = np.concatenate(
             [

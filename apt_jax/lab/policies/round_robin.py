@@ -1,4 +1,4 @@
-"""Real-time and best-effort requests in turn, iteration by iteration (BROS §2.2, Fig. 4)."""
+"""Round robin between real-time and best-effort requests, iteration by iteration (BROS §2.2, Fig. 4)."""
 
 import dataclasses
 
@@ -16,22 +16,22 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 QUANTUM_TOKENS = 16
-"""Tokens that a request has had since it came in before a class that holds nothing may send it back: two that need more
-than half of the pool would only recompute each other otherwise."""
+"""Minimum number of tokens that a request gets since its last start before a class without cache may preempt it;
+otherwise two requests that need more than half of the pool would only preempt each other."""
 
 
 class RoundRobinPolicy:
-    """Two first-come-first-served queues that take turns; a class without anything to do leaves its turn to the other.
+    """Serves two first-come-first-served queues in turn; a class that cannot run passes its turn to the other class.
 
-    A turn is one iteration of one class, its decodes and prefills in the same step: BROS's round robin runs on its own
-    engine (§7.1), which batches requests "regardless of the stages" (§6). With `mixed=False` a turn is a prefill or a
-    decode, as in vLLM's classic.
+    A turn is one iteration of one class, with its decodes and prefills in the same step, as BROS's round robin runs on
+    its own engine (§7.1), which batches requests "regardless of the stages" (§6). With `mixed=False` a turn is a
+    prefill or a decode, as in vLLM's first scheduler.
 
-    Inside a class `FcfsPolicy` decides. Where it would evict one of its own, or has nothing to run, the other class's
-    decoding requests make room, the latest arrived first, as far as the class then holds at most half of the pool: a
-    share that each can take back, so that they do not evict each other in every turn. A class that holds nothing may
-    take what its first request needs, from those that have had `QUANTUM_TOKENS`. Prompts
-    under way are not interrupted, and the blocks that they still need are left to them.
+    Within a class `FcfsPolicy` decides. If it would evict a request or cannot run any, decoding requests of the other
+    class are preempted, the latest arrivals first, as long as the class then needs at most half of the pool. Each class
+    can take back its half, so the classes do not evict each other in every turn. A class without cache may take the
+    blocks for its first request from requests that have had `QUANTUM_TOKENS`. Partly computed prompts are not preempted
+    by the other class, and the blocks that they still need are left to them.
 
     Args:
         mixed: whether a turn may hold both phases.
@@ -92,7 +92,7 @@ class RoundRobinPolicy:
 
     @staticmethod
     def _taken(own: SchedulerView, others: Rows) -> Rows:
-        """Return the `others` to preempt for the class's next needs."""
+        """Return the rows of `others` to preempt for the blocks and slots that the class needs next."""
         table = own.table
         if own.running.size:
             decoding, partial = split_running(own)

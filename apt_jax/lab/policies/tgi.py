@@ -1,4 +1,4 @@
-"""Text Generation Inference's queue: whole lengths reserved, running requests paused for prefills (BROS §7.1, §7.3)."""
+"""Scheduling like Text Generation Inference (TGI), with memory reserved for whole lengths (BROS §7.1, §7.3)."""
 
 import dataclasses
 
@@ -19,28 +19,30 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 class TgiPolicy:
-    """First come, first served, with room for prompt and output reserved on admission: nobody is ever evicted.
+    """Serves requests by arrival and reserves memory for prompt and output on admission, so it never evicts a request.
 
-    BROS names TGI as a baseline (§7.1) and says nothing about its scheduler. This one follows the documentation of
-    TGI's launcher and the order of steps of its version 3 router without prefix caching:
+    BROS names TGI as a baseline (§7.1) but does not describe its scheduler. This one follows the documentation of TGI's
+    launcher and the order of steps of its version 3 router without prefix caching:
 
-    * An iteration is a prefill of new requests or a decode of all that run, never both.
-    * Requests join by arrival, as many as fit: prompts within `max_batch_prefill_tokens`, and blocks for
-      `prompt + max_tokens - 1` positions of everybody (TGI's `max_batch_total_tokens`, which is the pool here). The
-      first that does not fit ends it.
-    * While others run, new ones must be `waiting_served_ratio` times as many as those, or wait until
-      `max_waiting_tokens` tokens have been decoded since the last prefill. After a prefill that paused running
-      requests comes a decode.
+    * An iteration is a prefill of new requests or a decode of all running requests, never both.
+    * Requests are admitted by arrival as long as they fit: prompts within `max_batch_prefill_tokens`, and blocks for
+      `prompt + max_tokens - 1` positions of all requests (TGI's `max_batch_total_tokens`, which is the pool here). The
+      first request that does not fit ends the admission.
+    * If requests run, a prefill needs at least `waiting_served_ratio` times as many waiting requests, or must wait
+      until `max_waiting_tokens` tokens have been decoded since the last prefill. A prefill that paused running requests
+      is followed by a decode.
 
-    Where TGI would refuse, this policy computes a prompt that is longer than a prefill in chunks, without decodes in
-    between. Where requests hold more than has been reserved (a pool that another policy filled), the latest lose their
-    cache as under `fcfs`. Every request takes KV, or the hidden kind where KV is not on offer or can never hold it.
+    TGI rejects a prompt that is longer than a prefill; this policy computes it in chunks, without decodes in between.
+    If requests hold more than their reservations (because another policy filled the pool), the latest arrivals lose
+    their cache as with `fcfs`. Every request takes KV, or the hidden kind if KV is not offered or can never hold it.
 
     Args:
-        waiting_served_ratio: of waiting over running requests; 0.3 is TGI's default from version 2 on (1.2 before).
-        max_waiting_tokens: decode iterations after which any waiting request that fits may join; TGI's default.
-        max_batch_prefill_tokens: prompt tokens of a prefill, at most those of a step; TGI's default up to version 1
-            (later `max_input_tokens + 50`).
+        waiting_served_ratio: minimum ratio of waiting to running requests for a prefill; TGI's default from version 2
+            on is 0.3 (before: 1.2).
+        max_waiting_tokens: number of decode iterations after which any waiting request that fits may start; TGI's
+            default.
+        max_batch_prefill_tokens: maximum number of prompt tokens per prefill, limited to the tokens of a step; TGI's
+            default up to version 1 (later: `max_input_tokens + 50`).
     """
 
     name = "tgi"
@@ -58,7 +60,7 @@ class TgiPolicy:
         self.max_waiting_tokens = max_waiting_tokens
         self.max_batch_prefill_tokens = max_batch_prefill_tokens
         self._waiting_tokens = 1
-        """Tokens that each running request has had since the last prefill, the one of the prefill included."""
+        """Number of tokens that each running request has had since the last prefill, including the prefill's token."""
         self._decode_next = False
         self._decodes = FcfsPolicy()
 
@@ -82,7 +84,7 @@ class TgiPolicy:
         return resolve_prefill_deadlock(view, partial) if partial.size else Plan.idle()
 
     def _join(self, view: SchedulerView, decoding: Rows) -> Plan:
-        """A prefill of the waiting requests that fit, if they are enough to pause `decoding` for it."""
+        """Return a prefill of the waiting requests that fit; an idle plan if they are too few to pause `decoding`."""
         table = view.table
         waiting = view.waiting[: max(view.max_num_seqs - decoding.size, 0)]
         least = 0

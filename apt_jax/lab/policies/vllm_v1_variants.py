@@ -11,15 +11,15 @@ from apt_jax.sched.view import Plan, SchedulerView
 class LeastComputedPolicy(VllmV1Policy):
     """`vllm-v1` that preempts the request with the fewest computed tokens (vllm-project/vllm#54644).
 
-    Recomputing a request costs what it has computed, so the one that has computed least is preempted first; of equals
-    the one that came last. It may be the request for which blocks are missing, or one that has its tokens of this step,
-    which go back to the budget.
+    The cost of a preemption is the recomputation of the computed tokens, so the request with the fewest is preempted
+    first, among equal ones the latest arrival. It may be the request that needs blocks, or one that already has tokens
+    of this step, which go back to the budget.
 
-    Where it differs: vLLM's loop ends when the request it looks at is itself preempted; here those behind it still run.
-    A preempted request keeps its place by arrival, where vLLM puts it before all waiting ones.
+    Differences from vLLM: its loop ends when the visited request itself is preempted; here later requests still run. A
+    preempted request keeps its place by arrival; vLLM puts it before all waiting requests.
 
-    Starvation: the oldest request can be the one that has computed least again and again, as long as longer ones arrive
-    behind it. It is the first to be admitted whenever there is room.
+    Starvation: the oldest request can be preempted again and again, as long as later requests have computed more
+    tokens. It is the first to be admitted whenever there is room.
     """
 
     def __init__(self, name: str = "least-computed", budget: int = BUDGET, reserve: float | None = None) -> None:
@@ -48,19 +48,21 @@ class LeastComputedPolicy(VllmV1Policy):
 
 
 class HrrnPolicy(VllmV1Policy):
-    """Highest response ratio next, as SGLang added it (sgl-project/sglang#32911), on the steps of `vllm-v1`.
+    """`vllm-v1` with admission by highest response ratio next, as added to SGLang (sgl-project/sglang#32911).
 
-    Waiting requests are admitted by falling ratio of age to work. The work is the prompt's tokens that are not cached.
-    The age is counted in prompt tokens, too: how many the engine has computed since the request came. So short prompts
-    go first, and a long one rises while others are served: nobody starves. Requests of equal ratio go by arrival.
+    Waiting requests are admitted by falling ratio of age to work. The work is the number of prompt tokens that are not
+    cached. The age is measured in prompt tokens too: the number that the engine has computed since the request arrived.
+    So short prompts come first, but the ratio of a long one rises while others are served, and no request starves.
+    Requests with equal ratios are admitted by arrival.
 
-    Where it differs from SGLang: there a step is either a prefill or a decode, and above 128 waiting requests the order
-    is that of arrival (`first_come_above`), because matching and sorting them is slow there; here it is not.
+    Differences from SGLang: there a step is either a prefill or a decode, and more than 128 waiting requests are
+    admitted by arrival (`first_come_above`), because matching and sorting them is slow there.
 
     Args:
-        name: of the policy.
-        budget: tokens of a step; at most `max_num_batched_tokens`.
-        first_come_above: number of waiting requests above which they go by arrival; SGLang's is 128, None: never.
+        name: name of the policy.
+        budget: maximum number of tokens per step, limited to `max_num_batched_tokens`.
+        first_come_above: number of waiting requests above which they are admitted by arrival; SGLang: 128. None: no
+            limit.
         reserve: see `VllmV1Policy`.
     """
 
@@ -98,25 +100,27 @@ class HrrnPolicy(VllmV1Policy):
 
 
 class VtcPolicy(VllmV1Policy):
-    """Virtual Token Counter: fair shares of the engine between tenants (Sheng et al., OSDI'24), on steps of `vllm-v1`.
+    """`vllm-v1` with fair admission between tenants by a Virtual Token Counter (Sheng et al., OSDI'24).
 
-    Each tenant has a counter of what it was served, one for a prompt token and two for an output token. The next
-    request to be admitted is the first of the waiting tenant whose counter is least; its prompt is counted at once
-    (Algorithm 2). A tenant that comes back to the queue cannot use the time in which it asked for nothing: its counter
-    is lifted to the least one of those that wait, or where nobody waits to that of the tenant who left the queue last.
-    The difference of service between two tenants that always wait is bounded (Theorem 4.4).
+    Each tenant has a counter of the service it has received, by default 1 per prompt token and 2 per output token. The
+    next request to be admitted is the first one of the waiting tenant with the lowest counter; its prompt is counted
+    immediately (Algorithm 2). A tenant cannot save up service while it has no requests in the queue: when it comes
+    back, its counter is raised to the lowest counter of the waiting tenants or, if no tenant waits, to the counter of
+    the tenant that left the queue last. The difference of service between two tenants that always wait is bounded
+    (Theorem 4.4).
 
-    A tenant is the key that a request came with (`EngineRequest.tenant`); requests without one are one tenant. With a
-    single tenant this is `vllm-v1`. `apt-jax simulate --tenants N` draws tenants.
+    A tenant is the key that a request came with (`EngineRequest.tenant`); all requests without a key are one tenant.
+    With a single tenant the policy acts like `vllm-v1`. `apt-jax simulate --tenants N` draws tenants.
 
-    Where the paper is silent (its engine reserves the longest output and preempts nobody): recomputation is not counted
-    again, for the tenant did not ask for it, and a preempted request does not lift a counter.
+    Preemption is not covered by the paper, whose engine reserves the longest output and preempts no request: here
+    recomputation is not counted again, as the tenant did not ask for it, and a preempted request does not raise a
+    counter.
 
     Args:
-        name: of the policy.
-        budget: tokens of a step; at most `max_num_batched_tokens`.
-        input_weight: of a prompt token.
-        output_weight: of an output token.
+        name: name of the policy.
+        budget: maximum number of tokens per step, limited to `max_num_batched_tokens`.
+        input_weight: weight of a prompt token.
+        output_weight: weight of an output token.
         reserve: see `VllmV1Policy`.
     """
 
@@ -131,7 +135,7 @@ class VtcPolicy(VllmV1Policy):
         super().__init__(name, budget, reserve)
         self.input_weight, self.output_weight = input_weight, output_weight
         self.counters = np.zeros(1)
-        """(tenants,) weighted tokens that each was served."""
+        """(tenants,) weighted number of tokens that each tenant has received."""
         self._waits = np.zeros(1, np.bool_)
         self._left_last = 0
         self._counted = RequestNotes(np.bool_)
@@ -159,14 +163,14 @@ class VtcPolicy(VllmV1Policy):
         return plan
 
     def _grow(self, tenant: NDArray[np.int32]) -> None:
-        """Counters for all of these tenants."""
+        """Add counters for new tenants."""
         if tenant.size and (most := int(tenant.max())) >= self.counters.size:
             more = most + 1 - self.counters.size
             self.counters = np.concatenate([self.counters, np.zeros(more)])
             self._waits = np.concatenate([self._waits, np.zeros(more, np.bool_)])
 
     def _lift(self, tenant: NDArray[np.int32], new: NDArray[np.bool_]) -> None:
-        """Counters of tenants that have come to the queue since the last step."""
+        """Raise the counters of tenants that have joined the queue since the last step."""
         waits = self._waits
         come = tenant[new & ~waits[tenant]]
         if not come.size:

@@ -45,8 +45,8 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     Increments of equal efficiency are taken in the order of the requests (first increments before later ones), so the
     solution of a problem is unique.
 
-    Differences from the appendix: any number of kinds and zero costs are supported; with `fill`, step 4 is added, and V'
-    counts the value of the whole option (the increment may be an upgrade, and its option has a greater value).
+    Differences from the appendix: any number of kinds and zero costs are supported; with `fill`, step 4 is added, and
+    V' counts the value of the whole option (the increment may be an upgrade, and its option has a greater value).
     """
     kind, value, cost = _take_free_options(problem)
     capacity = problem.capacity
@@ -81,7 +81,7 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
 def _take_free_options(
     problem: KnapsackProblem,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-    """Return the start of the hulls, as (kind, value, cost) of each request: its best option of zero blocks and positive
+    """Return the start of the hulls: (kind, value, cost) of each request's best option of zero blocks and positive
     value, or `NOT_CHOSEN`."""
     n = problem.num_requests
     kind = np.full(n, NOT_CHOSEN, np.int64)

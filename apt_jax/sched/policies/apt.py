@@ -25,50 +25,51 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 class AptPolicy:
-    """The paper's policy: prefill or decode, then who runs and with which cache kind, to cut the most pending time.
+    """The paper's policy: chooses the iteration type, then the requests and cache kinds that cut the most pending time.
 
-    *Iteration type* (§5). Prefill if the waiting queue W has the higher cumulative pending time, else decode over the
-    running queue R.
+    *Iteration type* (§5). It is prefill if the waiting queue W has the higher cumulative pending time, else decode over
+    the running queue R.
 
-    *Prefill.* The knapsack of Definition 1 over W. The constraint M is the pool less the keys and values of everyone in
-    R.
+    *Prefill.* The policy solves the knapsack of Definition 1 over W. The constraint M is the pool less the keys and
+    values of all requests in R.
 
-    *Decode.* The same knapsack over R with the whole pool, members and kinds decided again in every iteration. A
-    request that is not chosen, or is chosen with another kind than it holds, gives its cache up and waits: a later
-    prefill iteration recomputes it (§5, last paragraph).
+    *Decode.* The policy solves the same knapsack over R with the whole pool. It chooses requests and kinds again in
+    every iteration. A request that is not chosen, or is chosen with another kind than it holds, loses its cache and
+    waits until a later prefill iteration recomputes it (§5, last paragraph).
 
-    *Values* are Eq. 8, with the SLO-aware fallback (`option_values`). *Solver:* Algorithm 1 of the appendix, which
-    stops at the first increment that does not fit.
+    *Values and solver.* Values follow Eq. 8, with the SLO-aware fallback (`option_values`). The solver is Algorithm 1
+    of the appendix, which stops at the first increment that does not fit.
 
-    Where the paper is silent:
+    Rules for cases that the paper does not cover:
 
-    * Ties in pending time, and a prefill iteration in which nobody can begin: decode, as the authors' code has it. With
-      nothing that decodes: prefill.
-    * Token budget and slots of a step: the candidates of a prefill iteration are those of W that can begin in it, by
-      falling marginal gain up to the first that exceeds either. So kinds are chosen for those that begin, and nobody is
-      given half the memory for the sake of one who does not.
-    * A prompt longer than a step is computed in chunks. It counts to W, goes on before others, and its whole prompt is
-      set aside in both constraints.
-    * A cached prefix: a request costs the blocks that must be free for it.
+    * With equal pending times, or if no request can start in a prefill iteration, the iteration is decode, as in the
+      authors' code. If no request decodes, it is prefill.
+    * The candidates of a prefill iteration are the requests of W that can start in it: by falling marginal gain, up to
+      the first one that exceeds the tokens or slots of the step. So kinds are chosen only for requests that start.
+    * A prompt longer than a step is computed in chunks. It counts as part of W, continues before other prompts, and the
+      blocks of its whole prompt are set aside in both constraints.
+    * A request with a cached prefix costs only the blocks that must be free for it.
 
-    Progress needs no rule of its own: a prefill iteration brings each of its requests a token, and a decode iteration
-    either brings someone a token or empties the pool for a prefill. Requests that have violated their objectives run in
-    what the others leave, so they can wait for as long as the overload lasts, as §6.6 says.
+    Progress needs no further rule: a prefill iteration gives each of its requests a token, and a decode iteration
+    either gives a request a token or empties the pool for a prefill. Requests that have violated their objectives only
+    get the capacity that other requests leave, so they may wait as long as the overload lasts, as §6.6 says.
 
     Args:
         violation_decay: factor on the value of violated requests (§6.6 uses 0.4); 0: the near-zero constant (§4.2).
-        prefill_memory: M of a prefill iteration. "kv", Eq. 7's words: the pool less the size of the keys and values of
-            everyone in R, whatever is held. "held": less what is held. None, the default: "kv", and "held" where
-            running requests keep their kinds, since nobody there goes over to keys and values.
-        count_violated: whether |W| + |R| of Eq. 5 counts violated requests. True, the default: the paper's words. False: the
-            authors' code leaves them out, which makes the hidden kind cheaper under overload.
-        keep_kind: whether a running request keeps its kind: the decode knapsack offers only what it holds. Not in the
-            paper. None, the default: where attention works on the layer inputs directly, which the paper does not have
-            (`CacheKindSpec.reprojected` is False). There the hidden kind costs so little that to decide kinds again
-            every time only makes caches thrash.
-        convert: a running request that the decode knapsack moves from the hidden kind to keys and values gets them from
-            its layer inputs in that step (`Plan.convert`) instead of giving its cache up; where they do not fit beside
-            the layer inputs, it goes on with these. Not in the paper.
+        prefill_memory: M of a prefill iteration. "kv", as in Eq. 7: the pool less the size of the keys and values of
+            all requests in R, even if they hold the hidden kind. "held": the pool less the blocks that R holds. None,
+            the
+            default: "held" if running requests keep their kinds, as they then never change to keys and values, else
+            "kv".
+        count_violated: whether |W| + |R| of Eq. 5 counts violated requests. True, the default: as in the paper. False:
+            as in the authors' code, which makes the hidden kind cheaper under overload.
+        keep_kind: whether a running request keeps its kind, so that the decode knapsack offers only that kind. Not in
+            the paper. None, the default: True if attention works directly on the layer inputs, which the paper does not
+            do (`CacheKindSpec.reprojected` is False). The hidden kind then costs so little that choosing kinds again in
+            every iteration would only evict caches.
+        convert: whether a running request that the decode knapsack moves from the hidden kind to keys and values gets
+            them from its layer inputs in the same step (`Plan.convert`) instead of losing its cache. If the keys and
+            values do not fit in addition to the layer inputs, it keeps the layer inputs. Not in the paper.
     """
 
     name = "apt"
@@ -112,7 +113,7 @@ class AptPolicy:
         return resolve_prefill_deadlock(view, partial) if partial.size else Plan.idle()
 
     def _num_requests(self, urgent: PendingValue) -> int:
-        """|W| + |R| of Eq. 5 and 8."""
+        """Return |W| + |R| of Eq. 5 and 8."""
         violated = 0 if self.count_violated else int(np.count_nonzero(urgent.violated))
         return urgent.pending_s.size - violated
 
@@ -135,7 +136,7 @@ class AptPolicy:
         return packer.plan()
 
     def _promised(self, view: SchedulerView, decoding: Rows) -> int:
-        """Additional blocks that Eq. 7 sets aside for the running queue."""
+        """Return the number of blocks that Eq. 7 sets aside for the running queue beyond the blocks it holds."""
         memory = self.prefill_memory
         if memory is None and keeps_kind(view, self.keep_kind):
             memory = "held"
@@ -158,7 +159,7 @@ class AptPolicy:
         tokens: int,
         slots: int,
     ) -> tuple[Rows, NDArray[np.int8]]:
-        """Waiting rows that the knapsack chooses, by falling marginal gain, and their kinds."""
+        """Return the waiting rows that the knapsack chooses, by falling marginal gain, and their kinds."""
         rows = view.waiting
         value = option_values(view, rows, urgent, num_requests, self.violation_decay)
         cost = start_options(view, rows, target_tokens(view, rows, 1))
@@ -195,8 +196,12 @@ class AptPolicy:
         decoding: Rows,
         memory: int,
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """(n,) which of `decoding` go on: those that the knapsack chooses with the kind that they hold, and with
-        `convert` those that it moves from the hidden kind to keys and values; and (n,) which these are."""
+        """Choose the `decoding` rows that continue.
+
+        Returns:
+            (n,) mask of the rows that continue: the knapsack chooses them with the kind that they hold or, with
+            `convert`, moves them from the hidden kind to keys and values. And the (n,) mask of the rows that it moves.
+        """
         held = view.table.kind[decoding]
         needed = held_blocks_for(view, decoding, view.table.num_tokens[decoding])
         keep = keeps_kind(view, self.keep_kind)
@@ -215,7 +220,10 @@ class AptPolicy:
         decoding: Rows,
         keep: bool,
     ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Values and blocks (n, num_kinds) of running requests; with the kind held, blocks of shared prefixes cost nothing."""
+        """Return (n, num_kinds) values and blocks of running requests.
+
+        Blocks of shared prefixes are not counted with the kind that a request holds.
+        """
         table = view.table
         held = table.kind[decoding]
         value = option_values(view, decoding, urgent, num_requests, self.violation_decay, held if keep else None)
@@ -226,7 +234,7 @@ class AptPolicy:
 
 
 def keeps_kind(view: SchedulerView, keep_kind: bool | None) -> bool:
-    """Return True if running requests keep their kinds, see `AptPolicy`; with one kind on offer they do anyway."""
+    """Return True if running requests keep their kinds (see `AptPolicy`); with a single offered kind they always do."""
     offered = [kind for kind in view.kinds if kind.offered]
     if keep_kind is not None and len(offered) > 1:
         return keep_kind
@@ -243,19 +251,19 @@ def can_begin(
     *,
     split: bool = False,
 ) -> NDArray[np.intp]:
-    """Positions in waiting `rows` of requests that can begin in a step of `tokens` and `slots`, by falling marginal gain.
+    """Return indices into waiting `rows` of the requests that can start in this step, by falling marginal gain.
 
-    The gain of a request is that of its best option, value a block (Apt-Serve §5). The first whose prompt does not fit
-    what is left of the step ends the list; one that no step holds is the last and takes what is left.
+    The gain of a request is the highest value per block of its options (Apt-Serve §5). The list ends before the first
+    prompt that does not fit the rest of the step; a prompt longer than a whole step takes the rest and is the last.
 
     Args:
-        view: the state.
-        rows: (n,) waiting requests.
-        value: (n, num_kinds) of their options.
-        cost: (n, num_kinds) blocks.
-        tokens: that the step may still compute.
-        slots: requests that may still begin.
-        split: any prompt may take what is left of the step, not only one that no step holds.
+        view: the scheduler's view.
+        rows: (n,) waiting rows.
+        value: (n, num_kinds) values of their options.
+        cost: (n, num_kinds) blocks of their options.
+        tokens: number of tokens left in the step.
+        slots: number of requests that may still start.
+        split: whether any prompt may take the rest of the step, not only a prompt longer than a whole step.
     """
     gain = (value / np.maximum(cost, 1)).max(axis=1)
     order = np.argsort(-gain, kind="stable")

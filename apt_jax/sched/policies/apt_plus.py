@@ -1,4 +1,4 @@
-"""apt-plus: Apt-Serve's knapsack over requests that can still attain their SLOs, and pauses of others
+"""apt-plus: Apt-Serve's knapsack over requests that can still attain their SLOs, for which other requests may be paused
 (docs/apt-plus.md)."""
 
 import numpy as np
@@ -22,65 +22,71 @@ from apt_jax.sched.value import check_decay
 from apt_jax.sched.view import Plan, SchedulerView
 
 TBT_SHARE = 0.8
-"""Share of a TBT objective that a step may take up: the rest is for steps that turn out longer."""
+"""Share of a TBT objective that a step may take; the rest is a margin for steps that take longer than predicted."""
 
 URGENT_S = 0.8
-"""A waiting request that would be late by waiting this much longer may pause another: before, somebody may end by
-itself."""
+"""A waiting request may pause another if it would be late after this many more seconds; before that, another request
+may finish first."""
 
 RECOMPUTE_SHARE = 0.06
-"""Share of the time that pauses for others may cost in recomputation; pauses for want of room are charged too."""
+"""Share of the time that the recomputation of paused requests may take; pauses for lack of memory are charged too."""
 
 RECOMPUTE_START_S, RECOMPUTE_MOST_S = 4.0, 10.0
-"""The allowance at the start, and the most that is saved up for a burst."""
+"""Initial and maximum recomputation allowance in seconds; unspent allowance is saved for bursts."""
 
 LARGEST_SHARE = 0.05
-"""The share of the remaining allowance for one waiting request: the less remains, the smaller the requests that it is
-spent on. Nobody's prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute makes others pause."""
+"""Share of the remaining allowance that a waiting request may use, so that a small allowance is spent on small
+requests. A prompt that takes more than this share of `RECOMPUTE_MOST_S` to compute never pauses other requests."""
 
 _FIRST = 1e6
-"""Factor that puts a value before all others."""
+"""Factor on a value that ranks it before all other values."""
 
 RESERVE_TOKENS = 16
-"""Admission leaves room for this many more tokens of every decoding request."""
+"""Number of further tokens of every decoding request for which admission leaves room."""
 
 GAP_S = 0.5
-"""Approximate limit of a step's time for prompts beside decodes without an objective."""
+"""Approximate time limit in seconds of a step that mixes prompts with decodes without an objective."""
 
 LEFTOVER_TOKENS = 64
-"""The same before a request that cannot attain any more is admitted: it would be the first to go."""
+"""Like `RESERVE_TOKENS`, for admitting a request that can no longer attain its SLOs and would be paused first."""
 
 
 class AptPlusPolicy:
-    """All running requests decode in every step, beside prompts; memory goes to requests that can still attain their
-    SLOs.
+    """Decodes all running requests in every step, together with prompts, and gives memory to requests that can still
+    attain their SLOs.
 
     1. *One step for both phases.* The weights are read once for decodes and prompts; there is no iteration type
-       (Apt-Serve-S, §6.7). A step takes as many prompt tokens as the cost model allows without a gap above `TBT_SHARE`
-       of the objective of anyone who can still attain; beside requests without an objective they take `GAP_S`.
-    2. *Kind by the price of memory.* A request takes the hidden kind where the blocks that it saves, filled with more
-       requests, gain more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with reprojection.
-    3. *Admission.* The knapsack of Apt-Serve Eq. 7 with values p_i over those waiting who would be on time if they
-       began now. The others get what is left beyond `LEFTOVER_TOKENS` of everybody's growth: those without a first
-       token, then those that were paused, by arrival.
-       Those that were paused in mid-answer and have no objective begin before all others.
-    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running ones whose attainment
-       does not depend on
-       it: those that have missed an objective, and those with so many gaps behind them that one more late one is within
-       their 99th percentile. Nobody else is paused for another. The latest arrived go first: they have most left, so
-       that their memory is of use for longest. Their recomputation may take `RECOMPUTE_SHARE` of the time, so that
-       pauses cost a few per cent of the throughput at most. Where the next positions do not fit the pool, the same
-       ones go first.
-    5. *Two classes.* Best-effort requests have no objectives: they pause before all others, for want of slots too,
-       compete for no memory, get what is left after all real-time requests, and no step is shorter for them.
+       (Apt-Serve-S, §6.7). The prompt tokens of a step are limited so that, by the cost model, no request that can
+       still attain its SLOs gets a gap above `TBT_SHARE` of its TBT objective. If requests without an objective decode,
+       the limit of the step is `GAP_S`.
+    2. *Kind by the price of memory.* A request takes the hidden kind if the blocks that it saves, filled with more
+       requests, gain more than its slower reads cost (`kinds_by_cost`): always with absorption, hardly ever with
+       reprojection.
+    3. *Admission.* The knapsack of Apt-Serve Eq. 7, with values p_i, chooses among the waiting requests that would be
+       on time if they started now. Requests that were paused in the middle of their answer and have no objective rank
+       before all others. Late requests get the blocks left after `LEFTOVER_TOKENS` of growth of every decoding request:
+       first the ones without a token, then the paused ones, by arrival.
+    4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests whose
+       attainment does not depend on it: requests that have missed an objective, and requests with so many tokens that
+       one more late gap does not change their 99th percentile. No other request is paused for it. The latest arrivals
+       are paused first, because they have the most tokens left, so their memory is free for the longest time.
+       Recomputation of paused requests may take `RECOMPUTE_SHARE` of the time, so pauses cost at most a few per cent of
+       the throughput. If the next positions do not fit the pool, requests are paused in the same order.
+    5. *Two classes.* Best-effort requests have no objectives. They are paused before all others, also for lack of
+       slots, pause no other request, get the memory left by all real-time requests, and do not shorten steps.
 
     Args:
-        violation_decay: factor on the value of waiting requests that are late (Apt-Serve §6.6); 0: they get what is
-            left.
-        spend_late_gaps: False: a late gap counts as a miss whoever has it. Then only those that have missed an
-            objective are paused.
-        two_classes: False: best-effort requests are requests like others.
-        gap_s, urgent_s, recompute_share, largest_share, reserve_tokens, leftover_tokens: the constants above.
+        violation_decay: factor on the value of late waiting requests (Apt-Serve §6.6); 0: they only get leftover
+            memory.
+        spend_late_gaps: whether a request whose 99th percentile allows another late gap may be paused. False: only
+            requests that have missed an objective are paused.
+        two_classes: whether best-effort requests follow rule 5. False: they are treated like real-time requests.
+        gap_s: see `GAP_S`.
+        urgent_s: see `URGENT_S`.
+        recompute_share: see `RECOMPUTE_SHARE`.
+        largest_share: see `LARGEST_SHARE`.
+        reserve_tokens: see `RESERVE_TOKENS`.
+        leftover_tokens: see `LEFTOVER_TOKENS`.
     """
 
     name = "apt-plus"
@@ -159,20 +165,23 @@ class AptPlusPolicy:
     # --- who pauses ------------------------------------------------------------------------------------------------
 
     def _pause_order(self, view: SchedulerView, decoding: Rows) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Positions in `decoding` in the order in which they pause, and whether a pause costs each no attainment.
+        """Return indices into `decoding` in the order of pausing, and the (n,) mask of rows that may pause freely.
 
-        Best-effort requests go first, where there are classes, then those that it costs none, then others; the latest
-        arrived of each before the others.
+        A pause of such a row costs no attainment. With two classes, best-effort rows come first, then other rows that
+        may pause freely, then the rest; within each group the latest arrivals come first.
         """
         is_free, low = self.may_wait(view, decoding), self._best_effort(view, decoding)
         return np.lexsort((-np.arange(decoding.size), ~is_free, ~low)), is_free
 
     def _best_effort(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-        """(n,) of the best-effort class, where there are classes."""
+        """Return the (n,) mask of best-effort rows; all False without classes."""
         return view.table.best_effort.take(rows) if self.has_classes else np.zeros(rows.size, np.bool_)
 
     def may_wait(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-        """(n,) of requests with tokens: whether a pause of any length costs no attainment, as in rule 4."""
+        """Return the (n,) mask of rows for which a pause of any length costs no attainment (rule 4).
+
+        All rows must have produced a token.
+        """
         table = view.table
         free = has_missed(view, rows) | self._best_effort(view, rows)
         if self.spend_late_gaps:
@@ -189,7 +198,7 @@ class AptPlusPolicy:
         order: NDArray[np.intp],
         is_free: NDArray[np.bool_],
     ) -> int:
-        """Return how many of `order` pause: until the next positions fit, and for waiting requests that are urgent."""
+        """Return how many rows of `order` pause so that next positions fit and urgent waiting requests can start."""
         table = view.table
         if not decoding.size:
             return 0
@@ -238,8 +247,8 @@ class AptPlusPolicy:
         partial: Rows,
         low_partial: Rows,
     ) -> None:
-        """Begin waiting requests: real-time ones, then the prompts of best-effort ones that are under way go on, then
-        others."""
+        """Add waiting requests to the step: real-time ones, then partly computed best-effort prompts, then best-effort
+        ones."""
         blocks, value = waiting.blocks, waiting.value
         room = packer.blocks_left - growth(view, partial)
         first = np.flatnonzero(value > 0)
@@ -264,7 +273,7 @@ class AptPlusPolicy:
                 low_partial = low_partial[:0]
 
     def _growth(self, view: SchedulerView, rows: Rows, ahead: int) -> int:
-        """Blocks that running `rows` lack for `ahead` more tokens than they have."""
+        """Return the number of additional blocks that running `rows` need for `ahead` more tokens each."""
         if not rows.size:
             return 0
         needed = held_blocks_for(view, rows, view.table.num_tokens[rows] + np.int32(ahead))
@@ -272,7 +281,7 @@ class AptPlusPolicy:
 
 
 class _Waiting:
-    """The waiting requests as one decision sees them; arrays in the order of `view.waiting`."""
+    """Values, kinds and blocks of the waiting requests in one decision; arrays in the order of `view.waiting`."""
 
     def __init__(self, policy: AptPlusPolicy, view: SchedulerView, partial: Rows, decode_s: float) -> None:
         table, rows = view.table, view.waiting
@@ -285,7 +294,8 @@ class _Waiting:
         low = policy._best_effort(view, rows)
         on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
         self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
-        """p_i of requests on time, less or nothing of late ones; requests in mid-answer without an objective come first."""
+        """(n,) values: p_i of requests on time, `violation_decay` times p_i of late ones, 0 of best-effort ones, and
+        `_FIRST` times p_i of requests without an objective that were paused in the middle of their answer."""
         stopped = started & ~low & ~np.isfinite(objective_s)
         self.value[stopped] = _FIRST * pending_s[stopped]
         urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
@@ -294,14 +304,15 @@ class _Waiting:
         lengths = view.remaining(rows[urgent], self.kind[urgent])
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
         self.urgent = urgent[: max(num, 1)]
-        """Positions of requests that may pause others and begin in this step, by falling value per block."""
+        """Indices of requests that may pause others and start in this step, by falling value per block."""
 
 
 def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-    """(n,) requests that cannot attain by waiting less: the first token was late, the 99th percentile of its gaps is (l late ones
-    among
-    n: l > (n - 1) / 100; later gaps in time can dilute that again), or the gap that is open now already counts as
-    late."""
+    """Return the (n,) mask of requests that count as having missed an objective.
+
+    The first token was late, the 99th percentile of the gaps is late (l late gaps with n outputs: l > (n - 1) / 100;
+    later gaps in time can undo this), or the gap since the last token is already late.
+    """
     table = view.table
     late = table.num_late_gaps.take(rows)
     open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
@@ -312,7 +323,8 @@ def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
 def prefill_s(
     view: SchedulerView, rows: Rows, kind: NDArray[np.int8], partial: Rows, decode_s: float
 ) -> NDArray[np.float64]:
-    """(n,) seconds until the first token of each of waiting `rows` if it began now, behind the prompts under way."""
+    """Return the (n,) seconds until the first token of each waiting row if it started now, after the partly computed
+    prompts in `partial`."""
     costs = view.costs
     tokens = view.remaining(rows, kind).astype(np.float64)
     cached = view.table.cached_prefix_tokens[rows, kind]
@@ -327,8 +339,10 @@ def prefill_s(
 
 
 def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: Rows) -> tuple[Rows, Rows]:
-    """Prompts under way that keep their cache, and prompts that give it up: the youngest, while the rest of `decoding`
-    does not fit beside them."""
+    """Return the partly computed prompts that keep their cache, and the prompts that lose it.
+
+    The youngest prompts lose their cache as long as the next positions of `decoding` do not fit.
+    """
     have = view.free_blocks + int(view.table.num_blocks[preempt].sum())
     lacking = growth(view, decoding) - have
     num_kept = partial.size
@@ -339,9 +353,9 @@ def _keep_prompts(view: SchedulerView, decoding: Rows, partial: Rows, preempt: R
 
 
 def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: int) -> int:
-    """Prompt tokens that may ride along: no gap of those who can still `attain` may come near its objective.
+    """Return the number of prompt tokens of a step that keeps the gaps of the rows in `attain` below their objectives.
 
-    At least one block of them: prompts must go on, whatever the objectives.
+    It is at least one block, so that prompts make progress even if an objective does not allow it.
     """
     costs = view.costs
     per_token_s = costs.prefill_per_token_s
@@ -358,10 +372,13 @@ def _prompt_tokens(view: SchedulerView, attain: Rows, decode_s: float, limit: in
 
 
 def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int) -> int:
-    """Prompt tokens of a step that take about `limit_s` at most, and at least one block of them.
+    """Return the number of prompt tokens, at least one block, that take at most about `limit_s` in a step.
 
     Args:
-        first: (1,) the prompt that goes on, whose cached part costs time, too; (0,): none.
+        view: the scheduler's view.
+        first: (1,) row of the prompt that continues, whose cached part costs time too; (0,): no such prompt.
+        limit_s: time limit in seconds.
+        limit: maximum number of prompt tokens.
     """
     costs = view.costs
     start = int(view.table.num_cached[first].sum())

@@ -1,4 +1,4 @@
-"""Apt-Serve on chunked prefill and coalesced batches: "Apt-Serve-S" (Apt-Serve §6.7)."""
+"""Apt-Serve with chunked prefills and mixed batches: "Apt-Serve-S" (Apt-Serve §6.7)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +18,30 @@ from apt_jax.sched.value import option_values, pending_value
 from apt_jax.sched.view import Plan, SchedulerView
 
 STEP_TOKENS = 512
-"""Tokens of a step, decodes and chunks together: Sarathi-Serve's budget."""
+"""Maximum number of tokens per step, decodes and chunks together: Sarathi-Serve's budget."""
 
 
 class AptSPolicy(AptPolicy):
-    """No iteration type: every step decides over the running and over the waiting queue (Apt-Serve §6.7).
+    """Schedules the running queue R and the waiting queue W in every step, without iteration types (Apt-Serve §6.7).
 
-    *Composition.* The decode knapsack of `AptPolicy` over R with the whole pool, then its prefill knapsack over those
-    of W that can begin in this step. Its constraint M is Eq. 7 with those of R that go on.
+    *Composition.* The policy solves the decode knapsack of `AptPolicy` over R with the whole pool, then its prefill
+    knapsack over the requests of W that can start in this step. The constraint M of the second one is Eq. 7 with the
+    requests of R that continue.
 
-    *Step* (Sarathi-Serve). All decodes, then chunks of partly computed prompts, then new prompts by falling marginal
-    gain, at most `STEP_TOKENS` tokens; a prompt may be split. Partly computed prompts go on: their whole memory is set
-    aside before both knapsacks.
+    *Step* (Sarathi-Serve). A step holds all decodes, then chunks of partly computed prompts, then new prompts by
+    falling marginal gain, at most `STEP_TOKENS` tokens; a prompt may be split. Partly computed prompts always continue,
+    so the blocks of their whole prompts are set aside before both knapsacks.
 
-    The paper says only that the iteration type is no longer decided, and that the result is better than the policy with
-    it. With both decisions in every step it is in five of six cases of Fig. 11, in two with one knapsack over both
-    queues (`one_knapsack`): waiting requests, whose pending times are longer, throw running ones out there
-    (docs/lab/reproduction.md).
+    The paper says only that the iteration type is no longer decided, and that the result is better than that of the
+    policy with iteration types. With both decisions in every step this holds in five of the six cases of Fig. 11. With
+    one knapsack over both queues (`one_knapsack`) it holds in two: there waiting requests, whose pending times are
+    longer, evict running ones (docs/lab/reproduction.md).
 
     Args:
-        violation_decay, count_violated, keep_kind: as in `AptPolicy`.
-        one_knapsack: R and W compete in one knapsack with the whole pool as M.
+        violation_decay: see `AptPolicy`.
+        count_violated: see `AptPolicy`.
+        keep_kind: see `AptPolicy`.
+        one_knapsack: whether R and W compete in one knapsack with the whole pool as M.
     """
 
     name = "apt-s"
@@ -109,5 +112,5 @@ class AptSPolicy(AptPolicy):
 
 
 def _solve(value: NDArray[np.float64], cost: NDArray[np.int32], memory: int) -> NDArray[np.integer]:
-    """(n,) the kind that Algorithm 1 gives each, or -1."""
+    """Return the (n,) kinds that Algorithm 1 chooses; -1: the request does not run."""
     return solve_greedy(KnapsackProblem(value, cost, max(memory, 0)), fill=False).kind

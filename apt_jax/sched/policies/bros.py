@@ -1,7 +1,8 @@
-"""BROS: real-time requests by remaining time, best-effort ones into what is left (BROS §4, Algorithm 1).
+"""BROS: real-time requests by remaining time, and best-effort requests in the capacity left (BROS §4, Algorithm 1).
 
-Where blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take slots of best-effort ones, which are
-checkpointed; else, and where there are no more of them, a request that must make room is preempted as a whole.
+If blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take slots of best-effort requests, which
+are checkpointed. Without sharing, or if no more slots can be taken, a request that must make room is preempted as a
+whole.
 """
 
 import dataclasses
@@ -31,81 +32,82 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 BASE_BATCH = 128
-"""B_base (BROS §4.2)."""
+"""Initial maximum number of requests per step: B_base (BROS §4.2)."""
 
 AGING_TOKENS_PER_S = 100.0
-"""A waiting best-effort request gains this many recomputation tokens per second on later ones."""
+"""Aging of best-effort requests: tokens to recompute that a second of waiting outweighs in their order."""
 
 RESERVE_TOKENS = 8
-"""Best-effort requests are admitted only if every decoding request then has room for this many more tokens."""
+"""Number of further tokens of every decoding request for which admission of best-effort requests leaves room."""
 
 BEST_EFFORT_TOKENS = 64
-"""Output tokens that a best-effort request gets in turn once it has waited for `best_effort_wait`."""
+"""Number of output tokens that a best-effort request gets after it has waited for `best_effort_wait`."""
 
 AVERAGE_WEIGHT = 0.1
-"""The weight of the newest step in T_avg."""
+"""Weight of the newest step in T_avg."""
 
 Kinds = Literal["first", "by-cost"]
 
 MOST_REPLACEMENTS = 4
-"""Real-time requests that make way for best-effort ones in one step."""
+"""Maximum number of real-time requests that best-effort requests replace in one step."""
 
 
 class BrosPolicy:
     """Packs a step by urgency, up to the time that the most urgent request has left.
 
-    *Real-time requests* are ordered by remaining time `T_SLO - t_i - (k_i - 1) * T_avg`: the objective of the token
-    that comes next (TTFT before the first, TBT after it), the time since the last one, and the steps that this token
-    still needs (more than one for prompts longer than a step) at the average time of the steps so far. The least of
-    them is the time that a step may take. Requests that would be late in a step of their own do not count for it, or
-    one lost deadline would stop everything, and come after those that can still be in time.
-    Two more departures from Algorithm 1: what does not fit a step's time, tokens or blocks ends the admission of
-    prompts, while decodes behind it still go; and the first request goes in any case.
+    *Real-time requests* are ordered by remaining time `T_SLO - t_i - (k_i - 1) * T_avg`. T_SLO is the objective of the
+    next token (TTFT for the first one, TBT for later ones), t_i the time since the last token or the arrival, k_i the
+    number of steps until the next token (more than 1 for prompts longer than a step) and T_avg the average step time so
+    far. The least remaining time is the time that a step may take. Requests that would be late even in a step of their
+    own do not limit it, as otherwise a lost deadline would stop all others, and come after the requests that can still
+    be in time. There are two more departures from Algorithm 1: the first prompt that does not fit a step's time, tokens
+    or blocks ends the admission of prompts, but decodes after it still run; and the first request always runs.
 
     *Token groups.* BROS's conclusion speaks of latency metrics of token groups, and k_i of Eq. 6 counts "remaining
-    tokens in the current token". With `token_group` = G > 1 the deadline after the first token is that of each G-th
-    one, at G times the TBT objective after the G-th before it, and k_i counts the tokens up to it. G = 1 is a deadline
-    a token.
+    tokens in the current token". With `token_group` = G > 1 there is one deadline per G tokens after the first token: G
+    times the TBT objective after the end of the previous group, and k_i counts the tokens up to it. With G = 1 every
+    token has a deadline.
 
-    *Best-effort requests* follow: those with cache, by their checkpointed blocks M^cpu, then waiting ones by the tokens
-    that must be recomputed, less `aging_tokens_per_s` a second, so that none waits for ever. When the
-    step has no time or place for the next one, real-time requests of the most remaining time are replaced, if they can
-    wait for the next step and still be in time. Where no real-time request sets a deadline, time is no limit.
+    *Best-effort requests* come next: first requests with cache, by their checkpointed blocks M^cpu, then waiting ones
+    by the number of tokens to recompute minus `aging_tokens_per_s` per second of waiting, so that no request waits
+    forever. If the step has no time or room for the next one, the real-time requests with the most remaining time are
+    replaced, provided that they can still be in time in the next step. If no real-time request sets a deadline, the
+    time of a step is not limited.
 
-    *Overdue requests.* Under real-time requests that fill every step, best-effort ones wait for as long as that lasts; so
-    the paper has it. With `best_effort_wait` = W a best-effort request that has had no new token for W seconds comes
-    before all real-time ones until it has had `best_effort_tokens` more (`OverdueRequests`). Their time comes on top of
-    what the most urgent request leaves to a step, and their prompts take a part of its tokens.
+    *Overdue requests.* In the paper, best-effort requests wait as long as real-time requests fill every step. With
+    `best_effort_wait` = W a best-effort request that has had no new token for W seconds comes before all real-time
+    requests until it has had `best_effort_tokens` more (`OverdueRequests`). The time of overdue requests is added to
+    the time limit of the step, and their prompts take a share of its tokens.
 
-    *Pulling* (§4.2). Only what holds cache is sorted. The waiting queue is in order of arrival, which is that of
-    remaining time while objectives are alike, so the two are merged, and no more is pulled than a step may have; the
-    waiting queue is sorted only where its order is another one.
+    *Pulling* (§4.2). Only requests that hold cache are sorted. The waiting queue is in order of arrival, which is the
+    order of remaining time if objectives are equal. So both are merged, up to the number of requests that a step may
+    have; the waiting queue is sorted only if it is not in order.
 
-    *Blocks.* Real-time requests take free ones, then groups that best-effort requests have alone (`TakeableGroups`), then
-    all blocks of best-effort requests, the latest arrived first. Where running ones outgrow
-    the pool even so, those with the most remaining time are preempted, but prompts under way last. A waiting request
-    takes no block from a real-time one: its recomputation would be late. A best-effort request takes free blocks only.
+    *Blocks.* Real-time requests take free blocks, then groups that only best-effort requests use (`TakeableGroups`),
+    then all blocks of best-effort requests, the latest arrivals first. If running requests still do not fit the pool,
+    the ones with the most remaining time are preempted, partly computed prompts last. A waiting request takes no blocks
+    from a real-time one, whose recomputation would be late. A best-effort request takes only free blocks.
 
-    *Batch size.* Starts at `BASE_BATCH`, doubles after each step that time did not cut short, and goes back otherwise.
-    It stops doubling at `max_num_seqs`, which no step exceeds: with 256 there are two sizes, with 1,024 four.
+    *Batch size.* It starts at `BASE_BATCH`, doubles after each step that was not cut short by time, and is reset
+    otherwise. It is at most `max_num_seqs`: with 256 there are two sizes, with 1,024 four.
 
-    Without calibrated costs every step takes no time: the order stays, and nothing is cut short.
+    Without calibrated costs every step counts as taking no time: the order is the same, and time limits no step.
 
     Args:
-        token_group: G, tokens that share a deadline.
-        aging_tokens_per_s: see above; 0 is the paper's order, in which a preempted request may wait for ever.
-        best_effort_wait: W, seconds; None: best-effort requests only get what is left, as in the paper.
-        best_effort_tokens: output tokens of a turn of an overdue request.
-        kinds: of requests that begin where both are on offer. "first": keys and values, as in the paper; "by-cost": as
-            apt-plus, the hidden kind where the memory that it saves is worth more than its slower reads
-            (`kinds_by_cost`). Real-time and best-effort requests share blocks of their own kind.
+        token_group: G, number of tokens that share a deadline.
+        aging_tokens_per_s: see above; 0: the paper's order, in which a preempted request may wait forever.
+        best_effort_wait: W in seconds; None: best-effort requests only get the capacity left, as in the paper.
+        best_effort_tokens: number of output tokens that an overdue request gets.
+        kinds: how the cache kind of a starting request is chosen if both are offered. "first": keys and values, as in
+            the paper. "by-cost": like apt-plus, the hidden kind if the memory that it saves is worth more than its
+            slower reads (`kinds_by_cost`). Requests share blocks only with requests of the same kind.
     """
 
     name = "bros"
     has_classes = True
     takes_groups = True
     most_replacements: int | None = MOST_REPLACEMENTS
-    """In one step; None: no limit."""
+    """Maximum number of replaced real-time requests in one step; None: no limit."""
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class BrosPolicy:
         )
 
     def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> Candidates:
-        """The work of `rows` in this step; either all rows hold cache, or no row does."""
+        """Return `rows` as candidates with their work in this step; `holds` says if all rows or no rows hold cache."""
         table = view.table
         remaining = view.remaining(rows, kind)
         budget = np.int32(view.max_num_batched_tokens)
@@ -215,10 +217,10 @@ class BrosPolicy:
         return target_s - (view.now_s - since_s) - (steps - 1) * self._average_s
 
     def _pull_real_time(self, view: SchedulerView, pending: Candidates, queued: Candidates) -> tuple[Candidates, float]:
-        """Order real-time candidates by remaining time, late ones last; of the waiting ones as many as a step may take.
+        """Order real-time candidates by remaining time, late ones last; drop waiting ones beyond the batch size.
 
         Returns:
-            The candidates, and the time that a step may take.
+            The candidates, and the time limit of the step in seconds.
         """
         late, late_too = (self._is_late(view, c) for c in (pending, queued))
         limit_s = np.inf
@@ -238,11 +240,14 @@ class BrosPolicy:
         return pending.join(queued).take(np.concatenate(order)), limit_s
 
     def _is_late(self, view: SchedulerView, asked: Candidates) -> NDArray[np.bool_]:
-        """(n,) True: the row comes after all rows that can be in time, and does not count for the time of the step."""
+        """Return the (n,) mask of candidates that would be late even in a step of their own.
+
+        They come after all other candidates and do not limit the time of the step.
+        """
         return asked.slack_s < alone_s(view.costs, asked)
 
     def _pull_best_effort(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8]) -> NDArray[np.intp]:
-        """Positions in waiting best-effort `rows` by the cost to start, at most as many as a step may have."""
+        """Return indices into waiting best-effort `rows` by the cost to start, at most as many as the batch size."""
         table = view.table
         cost = self.aging_tokens_per_s * (table.last_token_s[rows] - view.now_s)
         again = table.num_preemptions[rows] > 0
@@ -257,7 +262,7 @@ class BrosPolicy:
     def _real_time(
         self, view: SchedulerView, asked: Candidates, best_effort: Candidates, limit_s: float
     ) -> tuple[Candidates, Rows, bool]:
-        """The real-time part of the step, the requests preempted for it, and whether time cut it short."""
+        """Return the real-time part of the step, the requests preempted for it, and whether time cut it short."""
         table = view.table
         need, holds = asked.need, asked.holds
         theirs = best_effort.rows[best_effort.holds]
@@ -297,7 +302,7 @@ class BrosPolicy:
         victims: Rows,
         limit_s: float,
     ) -> tuple[Candidates, Rows, bool]:
-        """The step with best-effort requests, the other preempted requests, and whether time kept some out."""
+        """Return the step with best-effort requests added, further preempted rows, and whether time cut it short."""
         table = view.table
         preempted = victims
         if victims.size:
@@ -325,15 +330,15 @@ class BrosPolicy:
     def _with_place(
         self, view: SchedulerView, step: Candidates, asked: Candidates, preempted: Rows, left: int, *, gives: bool
     ) -> tuple[Candidates, Rows]:
-        """Best-effort candidates with blocks and slots for them, and the preempted ones.
+        """Return the best-effort candidates for which there are blocks and slots, and the rows preempted for them.
 
         Args:
-            view: the state.
-            step: the real-time part.
+            view: the scheduler's view.
+            step: the real-time part of the step.
             asked: best-effort candidates.
-            preempted: requests that real-time ones preempt.
-            left: free blocks beside the real-time part.
-            gives: waiting ones may begin; False: what real-time requests have just taken is not given away.
+            preempted: rows that are preempted for real-time requests.
+            left: number of free blocks after the real-time part.
+            gives: whether waiting requests may start; False if real-time requests have just taken blocks.
         """
         need, holds = asked.need, asked.holds
         spare = left - int(need[holds].sum())
@@ -353,7 +358,7 @@ class BrosPolicy:
         return asked.take(np.concatenate([np.flatnonzero(holds), fresh[fits]])), preempted[:0]
 
     def _by_checkpoints(self, view: SchedulerView, asked: Candidates) -> Candidates:
-        """Best-effort candidates by their checkpointed blocks minus their waiting time (Algorithm 1, line 17)."""
+        """Order best-effort candidates by their checkpointed tokens minus their aging (Algorithm 1, line 17)."""
         if view.takeable is None or not asked.load.any():
             return asked
         waited_s = view.now_s - view.table.last_token_s.take(asked.rows)
@@ -363,7 +368,7 @@ class BrosPolicy:
         return asked.take(key.argsort(kind="stable"))
 
     def _goes(self, view: SchedulerView, step: Candidates, limit_s: float) -> bool:
-        """Return True if a step is within its number of requests, its tokens and its time."""
+        """Return True if a step does not exceed the batch size, the tokens per step and `limit_s`."""
         return (
             step.rows.size <= self._batch_size
             and int(step.num_tokens.sum()) <= view.max_num_batched_tokens
@@ -373,13 +378,13 @@ class BrosPolicy:
     def _fit(
         self, view: SchedulerView, asked: Candidates, num_sure: int, limit_s: float
     ) -> tuple[Candidates, bool, bool]:
-        """Return how much of `asked` goes into a step: the first `num_sure` (at least one), then as far as place and time
-        last.
+        """Build a step from the first of `asked` that fit the batch size, the tokens and the time of a step.
 
-        Where a prompt is the first that does not go, it may get the chunk that does; later prompts stay out, decodes not.
+        The first `num_sure` candidates, but at least one, are always in it. If a prompt is the first candidate that
+        does not fit, it may get a chunk that fits; later prompts are left out, but later decodes that fit are not.
 
         Returns:
-            The step, whether time was what kept some out, and whether a prompt was made shorter.
+            The step, whether time kept a candidate out, and whether a prompt was shortened.
         """
         if not asked.rows.size or self._goes(view, asked, limit_s):
             return asked, False, False
@@ -416,8 +421,11 @@ class BrosPolicy:
         out: Candidates,
         limit_s: float,
     ) -> Candidates:
-        """Best-effort requests that are `out` of the step, each in the place of the least urgent real-time request that
-        can wait for the next step, if no place is free (Algorithm 1, lines 18 to 32)."""
+        """Add the best-effort requests in `out` to the step (Algorithm 1, lines 18 to 32).
+
+        If there is no room for a request, it replaces the least urgent real-time request, provided that this one can
+        wait for the next step.
+        """
 
         most = out.rows.size if self.most_replacements is None else self.most_replacements
         for i in range(out.rows.size):
@@ -434,7 +442,7 @@ class BrosPolicy:
         return step
 
     def _may_wait(self, view: SchedulerView, step: Candidates, i: int) -> bool:
-        """Return True if the i-th request of a step may be replaced: if it is still in time in the next step."""
+        """Return True if the i-th request of a step may be replaced, because it is still in time in the next step."""
         if step.slack_s[i] == -np.inf:
             return False
         one, step_s = step.take(np.array([i])), iteration_s(view.costs, step)
@@ -442,7 +450,7 @@ class BrosPolicy:
 
 
 def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
-    """Overdue candidates in the order of `overdue`, with their share of a step; without those that get no token."""
+    """Return overdue candidates in the order of `overdue`, with their tokens of a step; drop candidates without any."""
     place = np.zeros(view.table.capacity, np.intp)
     place[overdue] = np.arange(overdue.size)
     asked = asked.take(place[asked.rows].argsort())
@@ -452,12 +460,12 @@ def _first(view: SchedulerView, asked: Candidates, overdue: Rows) -> Candidates:
 
 
 def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Rows, int]:
-    """Groups of best-effort requests that real-time requests of a step take where `short` blocks are lacking.
+    """Choose groups of best-effort requests that real-time requests of a step take if `short` blocks are missing.
 
-    Best-effort requests in the step, which are overdue, take none and lose none.
+    Best-effort requests in the step, which are overdue, neither take nor lose groups.
 
     Returns:
-        Their rows, one for each group; and the blocks that are lacking even so.
+        The rows that lose groups, one entry per group, and the number of blocks that are still missing.
     """
     taken = [step.rows[:0]]
     if view.takeable is None or short <= 0:
@@ -478,19 +486,20 @@ def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Ro
 
 
 def _without_groups(view: SchedulerView, asked: Candidates, lost: Rows) -> Candidates:
-    """Candidates that need replacement of taken groups: a group for each of the rows `lost`."""
+    """Return the candidates with the blocks added that replace taken groups: one group per entry of `lost`."""
     again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
     blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)
 
 
 def free_slots(view: SchedulerView, step: Candidates, preempted: Rows) -> int:
-    """Requests that may begin beside a real-time part, which preempts others."""
+    """Return the number of requests that may start in addition to a step's real-time part, after its preemptions."""
     return view.max_num_seqs - view.running.size + preempted.size - int(np.count_nonzero(~step.holds))
 
 
 def _reserve(view: SchedulerView, running: Rows) -> int:
-    """Blocks that `running` requests take before long: whole prompts, `RESERVE_TOKENS` of those that decode."""
+    """Return the number of blocks that `running` requests will take soon: for the rest of a prompt and one more token,
+    or for `RESERVE_TOKENS` more tokens of a decoding request."""
     if not running.size:
         return 0
     ahead = np.where(view.remaining(running) > 1, 1, RESERVE_TOKENS).astype(np.int32)
@@ -501,9 +510,9 @@ def _reserve(view: SchedulerView, running: Rows) -> int:
 
 
 def _outgrown(view: SchedulerView, asked: Candidates, room: int) -> tuple[Rows, Rows]:
-    """Running requests that stay if not all can, and the others.
+    """Return the running rows that keep their cache when not all can, and the rows that lose it.
 
-    Prompts under way stay before the others, by rank, so that they come to an end; the others by their order.
+    Partly computed prompts are kept first, by rank, so that they are completed; then the others in their order.
     """
     table = view.table
     under_way = view.remaining(asked.rows) > 1

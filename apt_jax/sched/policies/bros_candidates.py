@@ -13,22 +13,23 @@ from apt_jax.sched.view import SchedulerView
 
 @dataclasses.dataclass(eq=False)
 class Candidates:
-    """Requests in the order of their priority, with each one's work in this step."""
+    """Requests in order of priority, with the work of each in this step; arrays of shape (n,)."""
 
     rows: Rows
     kind: NDArray[np.int8]
     num_tokens: NDArray[np.int32]
     start: NDArray[np.int32]
     slack_s: NDArray[np.float64]
-    """Time that is left when this step begins, for it and nothing else; inf for best-effort requests, -inf for overdue
-    ones."""
+    """Seconds left until the deadline for the steps up to and including this one; inf for best-effort requests, -inf
+    for overdue ones."""
 
     holds: NDArray[np.bool_]
-    """True if it holds cache."""
+    """True if the request holds cache."""
     need: NDArray[np.int32]
-    """Blocks that it must be given: for its next positions, for what it lacks, or for the whole prompt if it waits."""
+    """Blocks that the request must get: for its next positions, for its checkpointed blocks, or for the whole prompt if
+    it waits."""
     load: NDArray[np.int32]
-    """Blocks that are copied from host memory before it runs: M^cpu."""
+    """Blocks that are copied from host memory before the request runs: M^cpu."""
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> "Candidates":
         return Candidates(*(getattr(self, name)[index] for name in _ARRAYS))
@@ -45,10 +46,10 @@ _ARRAYS = tuple(field.name for field in dataclasses.fields(Candidates))
 
 
 class TokenGroups:
-    """Completion time of the last group of each request's tokens, as seen from one decision to the next.
+    """Records the completion time of the last token group of each request.
 
     Args:
-        size: tokens of a group after the first token, which is a group of its own.
+        size: number of tokens per group; the first token of a request is a group of its own.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,12 +59,12 @@ class TokenGroups:
         self._since_s = np.zeros(0)
 
     def since_s(self, view: SchedulerView, rows: Rows, delivered: NDArray[np.int32]) -> NDArray[np.float64]:
-        """(n,) end of the last whole group of `rows`; the arrival before the first token.
+        """Return the (n,) end times in seconds of the last complete groups; the arrival before the first token.
 
         Args:
-            view: what the decision is made from.
-            rows: (n,) requests.
-            delivered: (n,) output tokens that each has had.
+            view: the scheduler's view.
+            rows: (n,) rows of requests.
+            delivered: (n,) number of delivered output tokens of each row.
         """
         table = view.table
         grown = table.capacity - self._rank.size
@@ -80,18 +81,18 @@ class TokenGroups:
 
 
 def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Positions of `pending` and then `waiting` in order of their keys (BROS §4.2, Fig. 8).
+    """Merge `pending` and `waiting` by rising keys (BROS §4.2, Fig. 8).
 
-    Sorts the pending ones; the waiting queue is looked through and sorted only if it is not in order. Of equal keys
-    pending ones come first, then those that come first in their queue.
+    The pending keys are sorted; the waiting keys are checked, and sorted only if they are not in order. Of equal keys,
+    pending ones come before waiting ones; otherwise the order of each array is kept.
 
     Args:
         pending: (p,) keys of requests that hold cache.
-        waiting: (w,) keys of those that do not, in order of arrival.
-        most: of the waiting ones.
+        waiting: (w,) keys of requests without cache, in order of arrival.
+        most: maximum number of waiting requests.
 
     Returns:
-        (p + min(w, most),) positions in the two arrays one after the other.
+        (p + min(w, most),) indices into the concatenation of `pending` and `waiting`.
     """
     first = pending.argsort(kind="stable")
     in_order = (waiting[1:] >= waiting[:-1]).all()
@@ -107,13 +108,13 @@ def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) 
 
 
 def iteration_s(costs: StepCosts, step: Candidates) -> float:
-    """Time of an iteration: of execution or of the copies from host memory, whichever is longer (BROS §4.1)."""
+    """Return the time of an iteration in seconds: the longer of execution and copies from host memory (BROS §4.1)."""
     step_s = costs.step_s(step.num_tokens, step.start, step.kind)
     return max(step_s, costs.transfer_s(0, int(step.load.sum()))) if step.load.any() else step_s
 
 
 def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
-    """(n,) time of the steps of the first 1, 2, .. n candidates, copies from host memory included."""
+    """Return the (n,) times in seconds of steps of the first 1, 2, .. n candidates, including copies from the host."""
     step_s = prefix_step_s(view.costs, asked.num_tokens, asked.start, asked.kind)
     if asked.load.any():
         loaded = asked.load.cumsum()
@@ -123,7 +124,7 @@ def end_times_s(view: SchedulerView, asked: Candidates) -> NDArray[np.float64]:
 
 
 def alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
-    """(n,) time of a step of each request by itself."""
+    """Return the (n,) times in seconds of steps that hold only one candidate each."""
     c, m = asked.num_tokens.astype(np.float64), asked.start.astype(np.float64)
     hidden = asked.kind == HIDDEN
     decode_s = np.where(
@@ -138,7 +139,7 @@ def alone_s(costs: StepCosts, asked: Candidates) -> NDArray[np.float64]:
 
 
 def among(view: SchedulerView, rows: Rows, others: Rows) -> NDArray[np.bool_]:
-    """(n,) whether each of `rows` is one of `others`."""
+    """Return the (n,) mask of `rows` that are in `others`."""
     chosen = np.zeros(view.table.capacity, np.bool_)
     chosen[others] = True
     return chosen[rows]

@@ -1,4 +1,4 @@
-"""Earliest deadline first."""
+"""Scheduling by earliest deadline first."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,11 @@ from apt_jax.sched.view import Plan, SchedulerView
 
 
 def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """(n,) when the next token is due: TTFT after the arrival for the first one, TBT after the last one for others;
-    never for a best-effort request."""
+    """Return the (n,) times in seconds at which the next token of each row is due.
+
+    The first token is due at arrival + TTFT objective, a later one at the time of the last token + TBT objective. The
+    deadline of a best-effort request is infinite.
+    """
     table = view.table
     last_s, arrival_s = table.last_token_s.take(rows), table.arrival_s.take(rows)
     has_token = (table.num_delivered.take(rows) > 0) | (last_s > arrival_s)
@@ -27,27 +30,27 @@ def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def in_order(view: SchedulerView, rows: Rows, key: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Positions of `rows` by `key`, equal ones by arrival."""
+    """Return indices into `rows` by rising `key`, equal keys by arrival."""
     return np.lexsort((view.table.rank.take(rows), key))
 
 
 class EdfPolicy:
-    """Earliest deadline first: one order of all requests by the time when their next token is due.
+    """Orders all requests by the deadline of their next token and serves the earliest deadline first.
 
-    The next token is due TTFT after the arrival, or TBT after the last token. In this order requests take their tokens
-    from the budget of a step, decodes and prompts (in chunks) alike. Memory:
+    The first token is due TTFT after the arrival, each later one TBT after the last token. In this order all requests,
+    decodes as well as prompts (in chunks), take their tokens from the budget of a step. Memory:
 
-    * A waiting request is admitted when the blocks of its whole prompt are free beside what running ones need in this
-      step. The first that does not fit ends the admission. Nobody is preempted for a waiting request: in an overload
-      all that wait are overdue, and they would throw out each other's work.
-    * When running requests do not fit, the ones due last lose their cache, of equals the one that came last, and nobody
-      is admitted.
+    * A waiting request is admitted if the blocks of its whole prompt are free in addition to the blocks that running
+      requests need in this step. The first request that does not fit ends the admission. No request is preempted for a
+      waiting one: in an overload all waiting requests are overdue and would evict each other.
+    * If running requests do not fit, the requests with the latest deadlines lose their cache, among equal deadlines the
+      latest arrivals, and no request is admitted in that step.
 
-    Overdue requests are the first, as the rule says: in an overload everybody becomes late.
+    Overdue requests come first by this rule, so in an overload all requests become late.
 
     Args:
-        name: of the policy.
-        budget: tokens of a step; at most `max_num_batched_tokens`.
+        name: name of the policy.
+        budget: maximum number of tokens per step, limited to `max_num_batched_tokens`.
     """
 
     def __init__(self, name: str = "edf", budget: int = BUDGET) -> None:

@@ -20,24 +20,24 @@ WATERMARK = 0.01
 
 
 class FcfsPolicy:
-    """Prefill while the head of the waiting queue fits, else decode everything; evict the latest arrival.
+    """Prefills while the first waiting request fits, else decodes all running requests; evicts the latest arrival.
 
-    * Admission is strictly by arrival rank, which preempted requests keep: the first that does not fit (blocks of its
-      prompt and one position, watermark, slots, tokens of the step) ends it.
-    * A prompt longer than a step is computed in chunks, before anything else.
-    * When the next positions do not fit the pool, running requests lose their cache, the latest arrived first, and are
-      recomputed.
-    * Every request takes KV, or the hidden kind where KV is not on offer or can never hold it.
+    * Admission is strictly by arrival rank, which preempted requests keep. The first request that does not fit (blocks
+      of its prompt and one position, watermark, slots, tokens of the step) ends it.
+    * A prompt longer than a step is computed in chunks, before any other request.
+    * If the next positions do not fit the pool, running requests lose their cache, the latest arrival first, and are
+      recomputed later.
+    * Every request takes KV, or the hidden kind if KV is not offered or can never hold it.
 
-    `--scheduling-policy` takes it as `vllm-v0`, and by its old name `fcfs`. vLLM's current scheduler is `vllm-v1`.
+    `--scheduling-policy` accepts it as `fcfs` or `vllm-v0`; vLLM's current scheduler is `vllm-v1`.
 
     Args:
-        name: of the policy.
-        mixed: all decodes go into the same step, before its prefills, as in an engine that batches both phases
-            (BROS §6). While their next positions do not fit, nobody is admitted.
-        reserve: a request is admitted only when the pool holds what it and all running ones will need by this quantile
-            of their output lengths (`apt_jax.sched.reservation`); 1: up to `max_tokens`, which evicts nobody. None:
-            nothing is reserved.
+        name: name of the policy.
+        mixed: whether all decodes run in the same step as prefills, as in an engine that batches both phases (BROS §6).
+            No request is admitted while the next positions of the decodes do not fit.
+        reserve: quantile of the output lengths for which memory is reserved: a request is admitted only if the pool can
+            hold it and all running requests up to these lengths (`apt_jax.sched.reservation`). With 1 the lengths are
+            `max_tokens`, and no request is ever evicted. None: no reservation.
     """
 
     def __init__(self, name: str = "fcfs", *, mixed: bool = False, reserve: float | None = None) -> None:
@@ -60,7 +60,7 @@ class FcfsPolicy:
 
     @staticmethod
     def _next_blocks(view: SchedulerView, decoding: np.ndarray) -> int:
-        """Free blocks that the next positions of `decoding` take."""
+        """Return the number of free blocks that the next positions of `decoding` take."""
         if not decoding.size:
             return 0
         table = view.table
@@ -98,7 +98,8 @@ class FcfsPolicy:
         return packer.plan()
 
     def decode(self, view: SchedulerView) -> Plan:
-        """The longest prefix of the running queue by rank whose next positions fit."""
+        """Return a plan that decodes the longest prefix of the running queue (by rank) whose next positions fit, and
+        preempts the rest."""
         rows, table = view.running, view.table
         remaining = view.remaining(rows)
         held = table.num_blocks[rows]

@@ -1,4 +1,4 @@
-"""Best-effort requests that have waited too long, and so come before all others until they have made progress."""
+"""Overdue best-effort requests: after a long wait they come before all other requests until they have made progress."""
 
 import math
 
@@ -9,22 +9,22 @@ from apt_jax.sched.step_packer import Rows
 from apt_jax.sched.view import SchedulerView
 
 OVERDUE_SHARE = 8
-"""Overdue requests at a time: `max_num_seqs` over this, one at least."""
+"""At most `max_num_seqs` / `OVERDUE_SHARE` requests, but at least one, are overdue at a time."""
 
 CHUNK_SHARE = 4
-"""Prompt tokens of overdue requests in a step: `max_num_batched_tokens` over this."""
+"""Prompts of overdue requests get at most `max_num_batched_tokens` / `CHUNK_SHARE` tokens per step."""
 
 
 class OverdueRequests:
-    """Which best-effort requests are overdue, from one decision to the next.
+    """Keeps track of the overdue best-effort requests.
 
-    A request is overdue once it has been without a new token for `wait_s`, its arrival counting as one, and stays so
-    until it has had `num_tokens` more or has ended. Then it waits again. There are at most `max_num_seqs` /
-    `OVERDUE_SHARE` at a time, those that have waited longest first.
+    A request becomes overdue when it has had no new token for `wait_s` since its last token or its arrival. It stays
+    overdue until it has had `num_tokens` more tokens or has ended, and then waits again. At most `max_num_seqs` /
+    `OVERDUE_SHARE` requests are overdue at a time; the ones that have waited longest come first.
 
     Args:
-        wait_s: seconds.
-        num_tokens: output tokens of a turn.
+        wait_s: seconds without a new token after which a request is overdue.
+        num_tokens: number of output tokens that an overdue request gets.
     """
 
     def __init__(self, wait_s: float, num_tokens: int) -> None:
@@ -38,7 +38,7 @@ class OverdueRequests:
         self._since_s = np.zeros(0)
 
     def rows(self, view: SchedulerView) -> Rows:
-        """(n,) rows of overdue requests, in the order in which they became so."""
+        """Update the set of overdue requests, and return their (n,) rows in the order in which their waits began."""
         table = view.table
         rows = np.concatenate([view.running, view.waiting])
         rows = rows[table.best_effort[rows]]
@@ -64,11 +64,11 @@ class OverdueRequests:
 
 
 def share_of_step(num_tokens: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
-    """(n,) tokens of each overdue request in a step: decodes, and of prompts the first ones that fit their share.
+    """Return the (n,) tokens of each overdue request in a step: one per decode, and prompts within their share.
 
     Args:
-        num_tokens: (n,) tokens that each could run, in order; 1 for one that decodes.
-        budget: tokens of a step.
+        num_tokens: (n,) tokens that each request could compute, in order; 1 for a decode.
+        budget: maximum number of tokens per step.
     """
     asked = np.where(num_tokens > 1, num_tokens, 0)
     before = np.cumsum(asked) - asked

@@ -1,4 +1,4 @@
-"""Any policy, with best-effort requests only in the capacity left by real-time ones."""
+"""Wrapper for any policy that runs best-effort requests only in the capacity left by real-time requests."""
 
 import dataclasses
 
@@ -12,27 +12,27 @@ from apt_jax.sched.view import Plan, Policy, SchedulerView, converts
 MEMORY_S = 15.0
 KEPT_SHARE = 0.9
 LEAST_PIECE = 64
-"""Tokens."""
+"""Minimum number of tokens of a best-effort prompt piece."""
 
 
 class RealTimeFirst:
-    """Two classes under a policy that does not tell them apart (most do not; BROS §2.2 has what becomes of that).
+    """Serves two classes with a policy that does not tell them apart (BROS §2.2 shows the effect without a wrapper).
 
-    1. The policy decides for the real-time requests, as if there were no others. Blocks and slots that they lack are
-       taken from best-effort requests, the latest arrived first; these are recomputed later.
-    2. A step that computes prompts of real-time requests holds nothing else: their first tokens wait for nobody.
+    1. The policy schedules the real-time requests as if there were no others. Blocks and slots that they lack are taken
+       from best-effort requests, the latest arrivals first, which are recomputed later.
+    2. A step that computes prompts of real-time requests holds no best-effort requests, so that first tokens do not
+       wait for them.
     3. To any other step a second instance of the policy adds best-effort requests, within the tokens, blocks and slots
-       that are left. None begins while a real-time request waits.
+       left. No best-effort request starts while a real-time request waits.
+    4. Prompts of best-effort requests are computed in short pieces while there are real-time requests and for
+       `MEMORY_S` after the last one, because the first token of a new request must wait for the running step. A piece
+       is long enough to reach `KEPT_SHARE` of the throughput of full prefill steps, by the cost model.
 
-    4. Prompts of best-effort requests are computed in short pieces while there are real-time requests, and for
-       `MEMORY_S` after the last: a first token waits for the step that runs when its request comes. A piece has as many
-       tokens as `KEPT_SHARE` of the throughput of full prefill steps needs, by the costs of steps.
-
-    With requests of one class alone it decides as the policy does, but for rule 4.
+    With requests of a single class it decides like the wrapped policy, except for rule 4.
 
     Args:
-        first: decides for real-time requests.
-        rest: a policy of the same kind, for best-effort requests.
+        first: policy that schedules real-time requests.
+        rest: a second instance of the same policy, which schedules best-effort requests.
     """
 
     def __init__(self, first: Policy, rest: Policy) -> None:
@@ -40,7 +40,7 @@ class RealTimeFirst:
         self.first, self.rest = first, rest
         self.converts = converts(first)
         self._last_s = -np.inf
-        """When there was a real-time request."""
+        """Time of the last decision with a real-time request, seconds."""
 
     def schedule(self, view: SchedulerView) -> Plan:
         best_effort = view.table.best_effort
@@ -70,7 +70,7 @@ class RealTimeFirst:
         return self._joined(view, plan, others[~np.isin(others, victims)], waiting)
 
     def _joined(self, view: SchedulerView, plan: Plan, running: Rows, waiting: Rows) -> Plan:
-        """A step of decodes with best-effort requests added."""
+        """Return `plan`, a step of real-time decodes, with best-effort requests added."""
         tokens = view.max_num_batched_tokens - int(plan.num_tokens.sum())
         if tokens < 1 or not running.size + waiting.size:
             return plan
@@ -99,7 +99,7 @@ class RealTimeFirst:
 
 
 def _in_short_steps(view: SchedulerView) -> SchedulerView:
-    """The view with as many tokens of a step as its running requests decode, and a short piece of prompts."""
+    """Return the view with the tokens per step limited to one per running request and a short piece of prompts."""
     most, costs = view.max_num_batched_tokens, view.costs
     base_s, token_s = max(costs.prefill_base_s, 0.0), max(costs.prefill_per_token_s, 0.0)
     piece = most // 4  # where costs are not known
@@ -111,14 +111,14 @@ def _in_short_steps(view: SchedulerView) -> SchedulerView:
 
 
 def _needed(own: SchedulerView, plan: Plan, others: Rows) -> Rows:
-    """As many of the best-effort rows, latest first, as the plan of real-time requests needs."""
+    """Return the best-effort rows, the latest arrivals first, whose blocks and slots the real-time plan needs."""
     started = int(np.count_nonzero(own.table.kind.take(plan.rows) == NO_KIND))
     slots = own.running.size - plan.preempt.size + started - own.max_num_seqs if started else 0
     return _covering(own, others[::-1], -_free_after(own, plan), slots)
 
 
 def _fitting(view: SchedulerView, plan: Plan) -> Plan:
-    """The plan without its last rows that lack blocks: a policy may count on the whole pool."""
+    """Return the plan without its last rows if they lack blocks, as a policy may assume that the whole pool is free."""
     have = view.free_blocks + int(view.table.num_blocks.take(plan.preempt).sum())
     fits = np.cumsum(_blocks_needed(view, plan)) <= have
     if fits.all():
@@ -137,20 +137,20 @@ def _fitting(view: SchedulerView, plan: Plan) -> Plan:
 
 
 def _covering(view: SchedulerView, rows: Rows, blocks: int, slots: int) -> Rows:
-    """Shortest prefix of `rows` that frees the given blocks and slots; all rows if that is not enough."""
+    """Return the shortest prefix of `rows` that frees the given blocks and slots; all rows if that is not enough."""
     freed = np.cumsum(view.table.num_blocks.take(rows))
     num = int(np.searchsorted(freed, blocks)) + 1 if blocks > 0 else 0
     return rows[: max(num, slots, 0)]
 
 
 def _free_after(view: SchedulerView, plan: Plan) -> int:
-    """Free blocks after a plan; below zero: it lacks as many."""
+    """Return the number of free blocks after a plan; a negative number is the number of missing blocks."""
     freed = int(view.table.num_blocks.take(plan.preempt).sum())
     return view.free_blocks + freed - int(_blocks_needed(view, plan).sum())
 
 
 def _blocks_needed(view: SchedulerView, plan: Plan) -> NDArray[np.int32]:
-    """(n,) blocks that the rows of a plan lack."""
+    """Return the (n,) number of additional blocks that the rows of a plan need."""
     table, rows = view.table, plan.rows
     kind = plan.kind.astype(np.intp)
     tokens = table.num_cached.take(rows) + table.cached_prefix_tokens[rows, kind] + plan.num_tokens

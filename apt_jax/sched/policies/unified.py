@@ -1,4 +1,4 @@
-"""One algorithm, many schedulers: InferMax Algorithm 1 (§3.1) and its configurations (Table 1, §4.4, §4.6, §6)."""
+"""InferMax's unified scheduler: Algorithm 1 (§3.1) and its configurations (Table 1, §4.4, §4.6, §6)."""
 
 import dataclasses
 from typing import Literal
@@ -22,62 +22,66 @@ Order = Literal["arrival", "input", "output"]
 Reserve = Literal["input", "all", "estimate"]
 
 FEW_OUTPUTS = 8
-"""Ended requests below which the histogram of output lengths says nothing."""
+"""Minimum number of ended requests for which the histogram of output lengths gives an estimate."""
 
 
 class UnifiedPolicy:
-    """GetNextBatch of InferMax Algorithm 1: groups in order of priority, each candidate added if it can be allocated.
+    """GetNextBatch of InferMax Algorithm 1: goes through groups by priority and adds each candidate that fits.
 
-    The steps of the paper and the arguments that stand for them:
+    The steps of the paper and the arguments that select them:
 
     1. *GroupRequests*: `first="decode"` makes the groups running in decode, running in prefill, waiting (Sarathi);
-       `"prefill"` running in prefill, waiting, running in decode (vLLM); `"nobody"` one group of all. Inside a group
-       `order` decides, ties by arrival, except that with `longest_first` those that decode come by falling cache size.
-    2. *CheckHybridBatching*: without `hybrid` a candidate of the other phase than the batch is skipped.
-    3. *CanAllocate*: a decode takes one of the C tokens of the step, a prefill must find its tokens within P as well,
-       all tokens of the batch counted. With `chunked` it is cut to what is left of P. In memory a decode needs its next
-       position and a prefill its whole prompt, of which the part not yet computed stays set aside while it runs.
-       `reserve="all"` admits a waiting request only if everybody's full length fits (I + O - 1 positions; O is
-       `max_tokens`, which is the output length only where it is known, as in a simulation): nobody is ever evicted.
-       `"estimate"` does the same with estimated lengths, and a number with that quantile of them.
-    4. *EvictLowerPriorityRequest*: where memory is short, running requests of lower priority than the candidate lose
-       their cache, the lowest first, and the candidate itself where there are none. Waiting candidates evict nobody,
-       but end their group; in the one group of `first="nobody"` they rank above running ones and evict like them.
+       `"prefill"` makes running in prefill, waiting, running in decode (vLLM); `"nobody"` makes a single group of all
+       requests. Within a group `order` decides, ties by arrival; with `longest_first` decoding requests are ordered by
+       falling cache size instead.
+    2. *CheckHybridBatching*: without `hybrid` a candidate of another phase than the batch is skipped.
+    3. *CanAllocate*: a decode takes one of the C tokens of a step. A prefill must also fit P, in which all tokens of
+       the batch count; with `chunked` it is cut to the rest of P. A decode needs memory for its next position, a
+       prefill for its whole prompt, whose uncomputed part stays reserved while it runs. `reserve="all"` admits a
+       waiting request only if the full lengths of all requests fit (I + O - 1 positions; O is `max_tokens`, which
+       equals the output length only if that is known, as in a simulation), so no request is ever evicted. `"estimate"`
+       does the same with estimated mean lengths, a number with this quantile of the lengths.
+    4. *EvictLowerPriorityRequest*: if memory is short, running requests of lower priority than the candidate lose their
+       cache, the lowest first, or the candidate itself if there are no such requests. Waiting candidates evict no
+       requests, and the first that does not fit ends its group; in the single group of `first="nobody"` they can evict
+       running requests that rank below them.
 
-    Where the paper is silent:
+    Rules for cases that the paper does not cover:
 
-    * Memory is counted in blocks. A request takes KV, or the hidden kind where KV is not on offer or can never hold it.
-    * A waiting request also needs a slot; slots are never taken from others.
-    * An evicted request joins the waiting group as its first member, and does not fit: where waiting ones come last,
-      nobody is admitted in the same iteration.
-    * The first waiting request that does not fit, for tokens or memory, ends admission: skipping it could starve it.
-    * A prompt longer than P is computed in chunks also without `chunked`: it could never run otherwise.
+    * Memory is counted in blocks. A request takes KV, or the hidden kind if KV is not offered or can never hold it.
+    * A waiting request also needs a slot; slots are never taken from other requests.
+    * An evicted request becomes the first of the waiting group and does not fit. So if the waiting group comes last, no
+      request is admitted in the same iteration.
+    * The first waiting request that does not fit, for lack of tokens or memory, ends admission, because skipping it
+      could starve it.
+    * A prompt longer than P is computed in chunks even without `chunked`, because it could never run otherwise.
 
-    How it is computed: lists of candidates are only gone through one by one where a prompt is. For those that run, the
-    loop of steps 3 and 4 ends with a prefix of them by priority, the longest one whose positions fit the pool.
+    Computation: only prefill candidates are visited one by one. For running requests the loop of steps 3 and 4 keeps a
+    prefix by priority: the longest one whose positions fit the pool.
 
     *Estimates* (§6). `RequestTable.output_lengths` is the online histogram. A request with o outputs so far is expected
-    to reach the mean length of the ended ones that were longer than o (the sum over many requests is near the sum of
-    their means), at most its `max_tokens`; nothing is reserved while fewer than `FEW_OUTPUTS` of those are known.
-    In a simulation of 3000 Azure conversations (Llama-3-70B, four A100, M = 100K, all there at once) estimates differ
-    little: the mean ends after 1056 s, quantiles of 0.5, 0.7 and 0.9 after 1057, 1061 and 1063 s. `longest_first` alone
-    takes 1051 s with 212 evictions, `sarathi` 1060 s with 141.
+    to reach the mean length of the ended requests with more than o outputs, limited to its `max_tokens` (the sum over
+    many requests is near the sum of their means). No output is reserved while fewer than `FEW_OUTPUTS` such requests
+    have ended. In a simulation of 3000 Azure conversations (Llama-3-70B, four A100, M = 100K, all arriving at once) the
+    estimates differ little: the run takes 1056 s with the mean, and 1057, 1061 and 1063 s with quantiles of 0.5, 0.7
+    and 0.9. With only `longest_first` it takes 1051 s with 212 evictions, with `sarathi` 1060 s with 141.
 
-    *Ranks* (§4.6). The paper does not say which switches its ranked schedulers have. Here they are those of Sarathi.
+    *Ranks* (§4.6). The paper does not say which options its ranked schedulers have; here they have those of Sarathi.
 
-    *Starvation.* All but `order="input"` and `"output"` serve by arrival. Those two prefer short requests and never
-    reach a long one while short ones keep the pool full.
+    *Starvation.* All configurations serve by arrival, except `order="input"` and `"output"`. These prefer short
+    requests and never reach a long one while short ones keep the pool full.
 
     Args:
-        name: of the policy.
-        first: the phase that goes first.
-        order: of requests inside a group: arrival, fewer prompt tokens, fewer output tokens (`max_tokens`).
-        longest_first: decoding requests by falling number of cached tokens.
-        hybrid: decodes and prefills may share a step.
-        chunked: prompts may be computed in chunks.
-        prefill_tokens: P; at most `max_num_batched_tokens`, which is C.
-        reserve: what a waiting request and those that run are counted with when it is admitted; a number in (0, 1]: the
-            quantile of its output length (`apt_jax.sched.reservation.expected_tokens`).
+        name: name of the policy.
+        first: phase that comes first.
+        order: order of requests within a group: arrival, fewer prompt tokens, or fewer output tokens (`max_tokens`).
+        longest_first: whether decoding requests are ordered by falling number of cached tokens.
+        hybrid: whether decodes and prefills may share a step.
+        chunked: whether prompts may be computed in chunks.
+        prefill_tokens: P, limited to `max_num_batched_tokens`, which is C.
+        reserve: length that running and waiting requests count with at admission: "input", "all", "estimate" (see
+            above), or a number in (0, 1]: this quantile of the output length
+            (`apt_jax.sched.reservation.expected_tokens`).
     """
 
     def __init__(
@@ -140,7 +144,8 @@ class UnifiedPolicy:
     # --- 1. GroupRequests ------------------------------------------------------------------------------------------
 
     def _grouped(self, view: SchedulerView) -> tuple[Rows, Rows, NDArray[np.int64]]:
-        """Running and waiting rows by falling priority, and how many running ones are above each waiting one."""
+        """Return running rows and waiting rows by falling priority, and how many running rows rank above each waiting
+        row."""
         table = view.table
         running, waiting = view.running, view.waiting
         if self.first == "nobody":
@@ -174,7 +179,7 @@ class UnifiedPolicy:
         waiting: Rows,
         above: NDArray[np.int64],
     ) -> None:
-        """Chunks and whole prompts, under way and waiting, in order of priority."""
+        """Add prompts and chunks of running and waiting requests to `step`, in order of priority."""
         table = view.table
         kind, blocks = self._admissible(view, running, waiting, above)
         decodes_above = np.concatenate([[0], np.cumsum(running.decodes)]).tolist()
@@ -204,7 +209,7 @@ class UnifiedPolicy:
     def _admissible(
         self, view: SchedulerView, running: "_Running", waiting: Rows, above: NDArray[np.int64]
     ) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-        """Kinds and blocks of the first waiting requests for which there are slots and memory."""
+        """Return the kinds and blocks of the first waiting requests for which there are slots and memory."""
         waiting = waiting[: max(view.max_num_seqs - running.rows.size, 0)]
         if not waiting.size:
             none = np.zeros(0, np.int32)
@@ -230,7 +235,10 @@ class UnifiedPolicy:
         return kind[:num_fitting], blocks[:num_fitting]
 
     def _decode(self, view: SchedulerView, step: "_Prefills", running: "_Running") -> NDArray[np.bool_]:
-        """Decodes that run: all of them, unless the phases may not mix or prefills above have used C up."""
+        """Return the mask of running rows that decode in this step.
+
+        All decodes run unless the phases may not mix or prefills of higher priority have used up C.
+        """
         decodes = running.decodes
         if step.tokens and not self.hybrid:
             return np.zeros_like(decodes)
@@ -242,7 +250,7 @@ class UnifiedPolicy:
         return decodes & (tokens <= view.max_num_batched_tokens)
 
     def _final_tokens(self, view: SchedulerView, rows: Rows) -> NDArray[np.int32]:
-        """Positions that `rows` are expected to have cached when they end: I + O - 1."""
+        """Return the (n,) number of positions that `rows` are expected to have cached when they end: I + O - 1."""
         table = view.table
         if not isinstance(self.reserve, str):
             return expected_tokens(view, rows, self.reserve) - np.int32(1)
@@ -255,7 +263,7 @@ class UnifiedPolicy:
         return expected - np.int32(1)
 
     def _means(self, view: SchedulerView) -> NDArray[np.float64]:
-        """(longest + 1,) mean length of ended requests with more than o outputs, by o; 0 where too few are known."""
+        """Return the (longest + 1,) mean lengths of ended requests with more than o outputs, by o; 0: too few."""
         counts = view.table.output_lengths
         num = view.table.num_output_lengths
         if self._mean_length is None or num != self._num_lengths:
@@ -269,33 +277,33 @@ class UnifiedPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Running:
-    """Requests that hold cache, by falling priority."""
+    """Requests that hold cache, by falling priority; arrays of shape (n,)."""
 
     rows: Rows
     decodes: NDArray[np.bool_]
     num_decodes: int
     held: NDArray[np.int32]
-    """Blocks."""
+    """Blocks that each request holds."""
     need: NDArray[np.int32]
-    """Blocks for the next position, or for the whole of a prompt that is under way."""
+    """Blocks that each request needs for its next position, or for the whole of a partly computed prompt."""
     capacity: int
-    """Blocks that are free or held."""
+    """Number of blocks that are free or held by these requests."""
 
 
 class _Prefills:
     """The prefills of a step, in order of priority.
 
     Args:
-        limit: P.
+        limit: maximum number of tokens in the step when a prefill is added (P).
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.tokens = 0
         self.blocks = 0
-        """Blocks set aside for formerly waiting requests."""
+        """Number of blocks for the waiting requests that start in this step."""
         self.position: list[int] = []
-        """Running requests of higher priority than each."""
+        """Number of running requests of higher priority than each prefill."""
         self.num_tokens: list[int] = []
         self._rows: list[int] = []
         self._kind: list[int] = []
@@ -309,7 +317,7 @@ class _Prefills:
         self.blocks += blocks
 
     def drop(self, rows: Rows) -> None:
-        """Take evicted rows out."""
+        """Remove evicted rows from the step."""
         gone = set(rows.tolist())
         kept = [i for i, row in enumerate(self._rows) if row not in gone]
         self._rows = [self._rows[i] for i in kept]
@@ -317,7 +325,7 @@ class _Prefills:
         self._kind = [self._kind[i] for i in kept]
 
     def plan(self, view: SchedulerView, decoding: Rows, preempt: Rows) -> Plan:
-        """The step, with a token of each of `decoding`."""
+        """Return the plan of the step, which also decodes one token of each of `decoding`."""
         if not self._rows:
             return decode_plan(view, decoding, preempt)
         rows = np.array(self._rows, np.int32)

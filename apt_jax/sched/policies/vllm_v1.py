@@ -1,4 +1,4 @@
-"""vLLM's current scheduler (V1)."""
+"""The current scheduler of vLLM (V1)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,34 +15,34 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 BUDGET = 2048
-"""Tokens of a step: vLLM's `max_num_batched_tokens` where nobody sets it."""
+"""Default number of tokens per step: vLLM's default of `max_num_batched_tokens`."""
 
 
 class VllmV1Policy:
-    """Running requests first, then waiting ones, within one budget of tokens (vLLM 0.32, `vllm/v1/core/sched`).
+    """Serves running requests first, then waiting ones, within a token budget (vLLM 0.32, `vllm/v1/core/sched`).
 
-    * Running requests come in order of arrival, decodes and partly computed prompts alike. Each gets the tokens that it
-      has still to compute, or what is left of the budget.
-    * When the blocks of one of them are not there, the last running request loses its cache and is recomputed later,
-      then the one before it, until they are. Nobody is admitted in such a step.
-    * Waiting requests follow in order of arrival, preempted ones among them at their old place. One is admitted when
-      its whole prompt fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk when the budget
-      ends. Nothing is set aside for the rest of that prompt. The first that does not fit ends the admission.
+    * Running requests, decodes as well as partly computed prompts, come in order of arrival. Each gets all tokens that
+      it has left to compute, or the rest of the budget.
+    * If the blocks for a running request are not free, the last running request loses its cache and is recomputed
+      later, then the one before it, until the blocks are free. No request is admitted in such a step.
+    * Waiting requests, including preempted ones, follow in order of arrival. A request is admitted if its whole prompt
+      fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk if the budget ends. No blocks are
+      reserved for the rest of that prompt. The first request that does not fit ends the admission.
 
-    The number of slots limits how many run (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
+    The number of slots limits the running requests (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
 
-    Where it differs from vLLM: a request takes KV, or the hidden kind where KV is not on offer or can never hold it.
-    vLLM's priorities, prefix replay, speculation and long-prefill threshold are not there (all off by default).
+    Differences from vLLM: a request takes KV, or the hidden kind if KV is not offered or can never hold it; vLLM's
+    priorities, prefix replay, speculation and long-prefill threshold, all off by default, are not implemented.
     `tests/sched/policies/vllm_decisions.json` holds decisions of vLLM's own scheduler, which this one repeats.
 
-    With `reserve` a request is also admitted only when the pool holds what it and all running ones will need
-    (`apt_jax.sched.reservation`), and decodes have their tokens of a step before partly computed prompts.
+    With `reserve` a request is admitted only if the pool can also hold the future tokens of this request and of all
+    running ones (`apt_jax.sched.reservation`), and decodes get their tokens of a step before partly computed prompts.
 
     Args:
-        name: of the policy.
-        budget: tokens of a step; at most `max_num_batched_tokens`.
-        reserve: quantile of the output lengths for which memory is reserved; 1: up to `max_tokens`, which preempts
-            nobody. None: nothing is.
+        name: name of the policy.
+        budget: maximum number of tokens per step, limited to `max_num_batched_tokens`.
+        reserve: quantile of the output lengths for which memory is reserved; 1: `max_tokens`, so that no request is
+            preempted. None: no reservation.
     """
 
     def __init__(self, name: str = "vllm-v1", budget: int = BUDGET, reserve: float | None = None) -> None:
@@ -76,7 +76,7 @@ class VllmV1Policy:
         return step_plan(view, running, num_tokens, kind, preempt)
 
     def _shared(self, view: SchedulerView, rows: Rows, budget: int) -> NDArray[np.int32]:
-        """(n,) tokens of `budget` for running `rows`."""
+        """Return the (n,) tokens that running `rows` get of `budget`."""
         wanted = view.remaining(rows)
         if self.reservation is None or (wanted == 1).all():
             return share_tokens(wanted, budget)
@@ -86,9 +86,9 @@ class VllmV1Policy:
         return num_tokens
 
     def _kept(self, view: SchedulerView, num_tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(n,) which of `view.running` keep their cache when they compute `num_tokens`."""
+        """Return the (n,) mask of `view.running` rows that keep their cache if they compute `num_tokens`."""
         return np.arange(view.running.size) < num_that_fit(view, view.running, num_tokens)
 
     def _in_order(self, view: SchedulerView) -> Rows:
-        """`view.waiting` in the order of admission."""
+        """Return `view.waiting` in the order of admission."""
         return view.waiting
