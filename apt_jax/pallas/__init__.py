@@ -1,1 +1,1 @@
-"""Kernels for GPUs and TPUs in Pallas and Triton; `apt_jax.backends` chooses one per platform."""
+"""Attention kernels for GPUs and TPUs in Pallas, Triton and CUDA; `apt_jax.backends` chooses them per platform."""

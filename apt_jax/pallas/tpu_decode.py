@@ -1,26 +1,25 @@
 """Decode attention over the block pool for TPUs: Pallas kernels that Mosaic compiles (contracts: `lab/reference.py`).
 
-Both ops are one flash-attention kernel over a list of work. An item is a tile of a row: the next G blocks of its table
-are folded into a running maximum m, denominator l and accumulator, which stay in VMEM from item to item of a row. The
-grid is (core, item), and as long as there are items; a chip with two cores gives each of them some of the rows, about
-half of the tiles.
+Both ops are one flash-attention kernel over a work list. An item is a tile of a row: the next G blocks of its table are
+folded into a running maximum m, denominator l and accumulator, which stay in VMEM for all items of a row. The grid is
+(core, item), with as many items as the list has. On a chip with two cores each core takes some of the rows, about half
+of the tiles.
 
-  * The list is made from lengths by XLA, in a few operations that all layers share. A row without positions has one
-    item, which writes its zeros, and a sliding window leaves out the tiles before it: what is not read costs nothing.
-  * List, lengths, block tables and slot ranges are prefetched into scalar memory, and the block specifications look them
-    up: the pipeline fetches the blocks of item i + 1 while item i computes. G blocks per item are G operands, all of
-    them the same pool, as one operand can only bring slots that lie side by side.
-  * Tokens that are not the row's own get score -1e30 and weight 0, and their values are replaced by 0: 0 * NaN = NaN.
+  * XLA makes the list from the lengths, in a few operations whose result all layers share. A row without positions has
+    one item, which writes zeros, and with a sliding window the tiles before the window are not in the list.
+  * The list, lengths, block tables and slot ranges are prefetched into scalar memory, where the block specifications
+    read them: the pipeline fetches the blocks of item i + 1 while item i computes. The G blocks of an item are G
+    operands, all of which are the same pool, because one operand can only fetch contiguous slots.
+  * Tokens outside the row get score -1e30 and weight 0, and their values are replaced by 0, because 0 * NaN = NaN.
 
-Keys and values of all heads lie side by side in the E lanes of a slot. The queries are therefore spread over E lanes,
-each in those of its key/value head and 0 elsewhere, which makes of all heads two matrix products per item; what the
-accumulator gathers outside of a head's own lanes is dropped at the end. The multiplications by 0 are N times more than
-needed, and still too few to matter: they are 2 N a byte of cache, where a TPU can do over 200. In absorbed attention
-the queries are E wide by nature, the cached inputs are both keys and values, and all of them are read once.
+Keys and values of all heads are adjacent in the E lanes of a slot. Each query is therefore spread over E lanes: in the
+lanes of its key/value head, with 0 elsewhere. So an item takes two matrix products for all heads, and the accumulator's
+values outside a head's own lanes are dropped at the end. The multiplications by 0 make the products N times as large,
+but this does not matter: they take 2 N multiplications per byte of cache, and a TPU can do over 200. In absorbed
+attention the queries are E wide already, and the cached inputs, which are both keys and values, are read once.
 
-Pools may be float32 or bfloat16, as the matrix unit takes no float16. On a TPU an array is laid out in tiles over its
-last two axes, which is why a pool has three: (P, C * E) would be another layout, and every call would begin with a copy
-of the whole pool.
+Pools may be float32 or bfloat16, as the matrix unit does not support float16. A TPU lays an array out in tiles over its
+last two axes, so a pool has three axes: (P, C * E) would be another layout, and every call would copy the whole pool.
 """
 
 import dataclasses
@@ -38,18 +37,19 @@ from jaxtyping import Float, Int32
 from apt_jax.ops.calls import DecodeCall, LogitModifiers
 
 TILE_BYTES = 1 << 20
-"""Cache in one item: enough to hide the cost of an item, few enough that two tiles of 9216 lanes fit into VMEM."""
+"""Maximum bytes of cache per item, if its tile is longer than `MIN_TILE`: large enough to hide the overhead of an item,
+small enough that two tiles of 9216 lanes fit VMEM."""
 MIN_TILE, MAX_TILE = 64, 128
-"""Positions of an item."""
+"""Minimum and maximum number of positions per item."""
 MAX_SCALARS = 1 << 17
-"""Integers of tables and list: half of a TPU's scalar memory."""
+"""Maximum number of integers in tables and list: half of a TPU's scalar memory."""
 
 _MASKED = -1e30
-"""Score of a token that is not the row's; finite, so that a fully masked tile cannot make NaN."""
+"""Score of a token outside the row; finite, so that a fully masked tile cannot give NaN."""
 
 
 def blocks_per_item(pool: Any, num_arrays: int, num_entries: int) -> int:
-    """G: blocks of each of the arrays (keys and values: 2) that an item takes."""
+    """Return the number of blocks per item (G) of each of the `num_arrays` arrays (keys and values: 2)."""
     _, block_size, lanes = pool.shape
     tile = MIN_TILE
     while tile < MAX_TILE and 2 * tile * num_arrays * lanes * pool.dtype.itemsize <= TILE_BYTES:
@@ -58,9 +58,17 @@ def blocks_per_item(pool: Any, num_arrays: int, num_entries: int) -> int:
 
 
 def takes(pool: Any, tables: Any, width: int, *, interpret: bool = False) -> bool:
-    """True if the kernels serve a pool (P, C, E), tables (B, [A,] J) and queries whose heads read `width` of the E lanes
-    as a whole: they take whole registers of 16 slots by 128 lanes, and tables that fit scalar memory. An interpreter takes
-    all sizes."""
+    """Return True if the kernels support a pool and tables.
+
+    The pool must be float32 or bfloat16 and consist of whole registers of 16 slots by 128 lanes, and the tables must
+    fit scalar memory. The interpreter supports all sizes.
+
+    Args:
+        pool: (P, C, E) pool.
+        tables: (B, [A,] J) block tables.
+        width: number of lanes that all heads read together; it must be E.
+        interpret: whether the kernels run in the interpreter.
+    """
     _, block_size, lanes = pool.shape
     num_arrays = tables.shape[1] if tables.ndim == 3 else 1
     g = blocks_per_item(pool, num_arrays, tables.shape[-1])
@@ -73,7 +81,7 @@ def takes(pool: Any, tables: Any, width: int, *, interpret: bool = False) -> boo
 
 
 def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """Matrix product over axis `axes[0]` of a and `axes[1]` of b in float32; float32 inputs are not rounded."""
+    """Return the product over axis `axes[0]` of a and `axes[1]` of b in float32; float32 inputs are not rounded."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contract = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, contract, precision=exact, preferred_element_type=jnp.float32)
@@ -84,40 +92,40 @@ class _Sizes:
     """Static sizes and rules of a call."""
 
     num_arrays: int
-    """A: 2 for keys and values, 1 for layer inputs, which are both."""
+    """Number of arrays (A): 2 for keys and values, 1 for layer inputs, which are both."""
     blocks: int
-    """G, blocks of each array in an item."""
+    """Number of blocks of each array per item (G)."""
     block_size: int
-    """C"""
+    """Number of slots per block (C)."""
     num_entries: int
-    """J"""
+    """Number of entries per row of the tables (J)."""
     num_items: int
     """Length of each core's list."""
     with_ranges: bool
     head_dim: int | None
-    """H; None: the queries come E wide and scaled."""
+    """Head width (H); None: the queries are E wide and already scaled."""
     softcap: float | None
     window: int | None
     with_slopes: bool
 
     @property
     def tile(self) -> int:
-        """Positions of an item."""
+        """Number of positions per item."""
         return self.blocks * self.block_size
 
     def first_tile(self, length: Array) -> Array:
-        """The first tile that a row's query sees."""
+        """Return the first tile that a row's query sees."""
         if self.window is None:
             return jnp.zeros_like(length)
         return lax.div(jnp.maximum(length - self.window, 0), jnp.int32(self.tile))
 
 
 def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, Array, Array]:
-    """Tiles of all rows, row by row, and each core's share of the rows.
+    """Make the list of tiles of all rows, row by row, with a share of the rows for each core.
 
     Returns:
-        Rows (cores * num_items,) and tiles of the items, and how many each core has (cores,). Behind its last item a
-        core's list repeats it, so that nothing is fetched.
+        The row and the tile of each item, both (cores * num_items,), and the number of items of each core, (cores,).
+        After the last item of a core its list repeats this item, so that no further blocks are fetched.
     """
     batch = lens.shape[0]
     tiles = jnp.maximum(lax.div(lens + (sizes.tile - 1), jnp.int32(sizes.tile)) - sizes.first_tile(lens), 1)
@@ -136,8 +144,10 @@ def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, 
 
 
 def _vmem_bytes(q: Any, pool: Any, num_blocks: int, out_dtype: Any) -> int | None:
-    """VMEM limit in bytes if above XLA's default of 16 MiB: inputs and outputs are double-buffered, plus the joined and
-    masked tiles."""
+    """Return the VMEM limit in bytes, or None if XLA's default of 16 MiB suffices.
+
+    Inputs and outputs are double-buffered, and the joined and masked tiles need memory too.
+    """
     _, num_heads, width = q.shape
     tile = num_blocks * math.prod(pool.shape[1:]) * pool.dtype.itemsize
     rows = num_heads * width * (q.dtype.itemsize + jnp.dtype(out_dtype).itemsize)
@@ -146,7 +156,10 @@ def _vmem_bytes(q: Any, pool: Any, num_blocks: int, out_dtype: Any) -> int | Non
 
 
 def _own(axis: int, tile: Array, length: Array, ranges: Any, first_range: Array, sizes: _Sizes) -> tuple[Array, Array]:
-    """Mask of the row's own slots of a tile that its query sees, along `axis` of two, and positions."""
+    """Return the mask of a tile's slots that belong to the row and are seen by its query, and the slots' positions.
+
+    Both are two-dimensional arrays along `axis`.
+    """
     g, c = sizes.blocks, sizes.block_size
     slot = lax.broadcasted_iota(jnp.int32, (1, g * c) if axis else (g * c, 1), axis)
     if ranges is None:
@@ -253,7 +266,7 @@ def _kernel(
 def _decode(
     q: Float[Array, "B N W"], call: DecodeCall, *, head_dim: int | None, cores: int, out_dtype: Any, interpret: Any
 ) -> Float[Array, "B N W"]:
-    """Both ops: over keys and values, or with a head width of None over one tensor."""
+    """Run either op: over keys and values, or with `head_dim=None` over layer inputs."""
     call, pool, block_size = call.by_row(), call.pool, call.block_size
     slot_ranges, rules = call.slot_ranges, call.rules or LogitModifiers()
     if pool.dtype not in (jnp.float32, jnp.bfloat16):
@@ -284,7 +297,7 @@ def _decode(
     slopes = jnp.zeros(num_heads, jnp.float32) if rules.slopes is None else rules.slopes.astype(jnp.float32)
 
     def block(array: int, place: int) -> pl.BlockSpec:
-        """The place-th of G blocks of the item's tile, or the last that the row has."""
+        """Return the specification of block `place` of the G blocks of an item's tile, or the last block of the row."""
 
         def index_map(core, item, lens_smem, rows_smem, tiles_smem, counts_smem, tables_smem, ranges_smem):
             del counts_smem, ranges_smem
@@ -331,14 +344,16 @@ def _decode(
 def decode_kv(
     q: Float[Array, "B N H"], call: DecodeCall, *, cores: int = 1, interpret: Any = False
 ) -> Float[Array, "B N H"]:
-    """See `reference.decode_kv`; the pool is float32 or bfloat16.
+    """Return decode attention over keys and values in float32; see `reference.decode_kv`.
 
     Args:
-        cores: of the chip, which share the rows.
+        q: queries.
+        call: pool (float32 or bfloat16), tables, lengths and score rules.
+        cores: number of cores of the chip, which share the rows.
         interpret: run without a TPU: True, or `pltpu.InterpretParams` to simulate its memories.
 
     Raises:
-        ValueError: a pool of another dtype.
+        ValueError: the pool has another dtype.
     """
     return _decode(q, call, head_dim=q.shape[2], cores=cores, out_dtype=jnp.float32, interpret=interpret)
 
@@ -351,9 +366,16 @@ def decode_absorbed(
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`; pool, `cores`, `interpret` and errors as in `decode_kv`.
+    """Return absorbed decode attention over layer inputs; see `reference.decode_absorbed`.
 
     Args:
-        out_dtype: of the result, whose sums are float32: it is N times as wide as layer inputs.
+        q_absorbed: queries.
+        call: see `decode_kv`.
+        cores: see `decode_kv`.
+        out_dtype: dtype of the result, which is accumulated in float32; the result is N times as wide as layer inputs.
+        interpret: see `decode_kv`.
+
+    Raises:
+        ValueError: the pool has another dtype than float32 or bfloat16.
     """
     return _decode(q_absorbed, call, head_dim=None, cores=cores, out_dtype=out_dtype, interpret=interpret)

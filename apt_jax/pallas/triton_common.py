@@ -1,12 +1,12 @@
-"""Helpers that the Triton kernels share: launching, masked loads, where positions lie, program order.
+"""Helpers that the Triton kernels share: launching, masked loads, slots of positions, program order.
 
-Every kernel walks positions. Position t is in entry t // C of a row's table, at slot t % C or where `slot_ranges` says
-(`slot_of`). Loads outside a row's own slots are masked and give 0: whatever else lies in a block,
-NaN included, is neither used nor read.
+Every kernel loops over positions. Position t is in entry t // C of a row's table, at slot t % C or at the slot that
+`slot_ranges` gives (`slot_of`). Loads outside a row's own slots are masked and give 0: other contents of a block,
+including NaN, are neither read nor used.
 
 Shapes inside a kernel are powers of two: head counts and lanes are padded and masked. Every axis is indexed by an
-integer array, which the interpreter does fast and the compiler turns into asynchronous copies. Nothing is summed by
-atomics, so equal inputs give equal bits.
+integer array, which is fast in the interpreter and becomes asynchronous copies in the compiler. Sums use no atomics, so
+equal inputs give equal bits.
 """
 
 import math
@@ -21,10 +21,10 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
 
 MASKED = -1e30
-"""Score of a masked position; finite, so that a fully masked tile cannot make NaN."""
+"""Score of a masked position; finite, so that a fully masked tile cannot give NaN."""
 
 SWIZZLE_HEADS = 8
-"""Heads whose programs run side by side in the kernels that reproject."""
+"""Maximum number of heads whose programs are neighbours in the kernels that reproject."""
 
 
 def launch(
@@ -39,14 +39,24 @@ def launch(
     interpret: bool,
     in_place: dict[int, int] | None = None,
 ) -> Any:
-    """`kernel` over a grid; it gets a ref, or None, for every operand, then a ref for every output. Operands that are a
-    named tuple it gets as one argument.
+    """Run `kernel` over a grid and return its outputs.
+
+    The kernel gets a ref (or None) per operand, then a ref per output. If the operands are a named tuple, it gets their
+    refs as one argument of that type.
 
     Args:
-        in_place: operands, by index, whose memory becomes that of an output.
+        kernel: function of the refs.
+        operands: input arrays; None: a missing operand.
+        out_shape: shapes and dtypes of the outputs.
+        grid: number of programs along each axis.
+        warps: number of warps per program.
+        stages: depth of the compiler's pipelines.
+        name: name of the kernel in profiles.
+        interpret: whether to run in Pallas' interpreter.
+        in_place: indices of operands whose memory is reused for an output, with the index of the output.
 
     Raises:
-        ValueError: an operand that the compiler would address wrongly.
+        ValueError: an operand of one-byte elements has 2 GiB or more, which the compiler would address wrongly.
     """
     given = [operand is not None for operand in operands]
     for operand in operands:
@@ -75,7 +85,7 @@ def launch(
 
 
 def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
-    """Matrix product over one axis of each side in float32; float32 operands are not rounded to TF32."""
+    """Return the matrix product over one axis of each side in float32; float32 operands are not rounded to TF32."""
     return lax.dot_general(
         a,
         b,
@@ -86,7 +96,7 @@ def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
 
 
 def load(ref: Any, index: tuple[Any, ...], shape: tuple[int, ...], *masks: Any) -> Any:
-    """`ref[index]`, 0 and not read where any of `masks` is False; a mask of None is True."""
+    """Load `ref[index]`; elements for which any of `masks` is False are 0 and not read. A mask of None is all True."""
     mask = None
     for more in masks:
         if more is not None:
@@ -97,12 +107,12 @@ def load(ref: Any, index: tuple[Any, ...], shape: tuple[int, ...], *masks: Any) 
 
 
 def below(index: Any, size: int, padded_size: int) -> Any:
-    """The mask `index < size`, or None where nothing is padded."""
+    """Return the mask `index < size`, or None if the size needs no padding."""
     return None if size == padded_size else index < size
 
 
 def lanes_of_step(step: Any, lanes: int, width: int) -> tuple[Any, Any]:
-    """Lanes of one step of a loop over a width, and their mask."""
+    """Return the lanes of one step of a loop over a width, and their mask or None."""
     lane = step * lanes + jnp.arange(lanes)
     return lane, below(lane, width, width - width % lanes)
 
@@ -110,7 +120,7 @@ def lanes_of_step(step: Any, lanes: int, width: int) -> tuple[Any, Any]:
 def slot_of(
     tables: Any, slot_ranges: Any, row: Any, half: int, position: Any, own: Any, block_size: int
 ) -> tuple[Any, Any]:
-    """Block and slot of positions of a row; neither means anything where they are not `own` (None: all are)."""
+    """Return the blocks and slots of a row's positions; they are valid only for `own` positions (None: all)."""
     entry, order = lax.div(position, jnp.int32(block_size)), lax.rem(position, jnp.int32(block_size))
     block = load(tables, (row, half, entry), position.shape, own)
     if slot_ranges is None:
@@ -129,12 +139,12 @@ def check_pool(pool: Array, block_size: int) -> None:
 
 
 def swizzle_group(programs: int) -> int:
-    """Number of programs of one row that run side by side, a divisor of all of them."""
+    """Return the number of neighbouring programs of one row; it divides `programs`."""
     return math.gcd(programs, SWIZZLE_HEADS)
 
 
 def swizzle(index: Any, inner: int, outer: int) -> tuple[Any, Any]:
-    """(head program, row program) of a program when `inner` head programs run side by side, then `outer` rows."""
+    """Return (head program, row program) of a program if `inner` head programs come first, then `outer` rows."""
     group, rest = index // (inner * outer), index % (inner * outer)
     return group * inner + rest % inner, rest // inner
 
@@ -142,7 +152,7 @@ def swizzle(index: Any, inner: int, outer: int) -> tuple[Any, Any]:
 def cos_sin_tables(
     angles: Float[Array, "S HALF"] | None,
 ) -> tuple[Float[Array, "HALF S"] | None, Float[Array, "HALF S"] | None]:
-    """Cosines and sines, which the kernels read: computed once a step for all layers."""
+    """Return the cosines and sines that the kernels read; they are computed once per step for all layers."""
     return (None, None) if angles is None else (jnp.cos(angles).T, jnp.sin(angles).T)
 
 

@@ -2,13 +2,13 @@
 `reference.decode_absorbed`).
 
 The output of a head is as wide as the model, too wide for one program, while each score needs the full width. So there
-are two kernels, both over the pieces of a work list (`triton_work_list.py`). `absorbed_scores` takes tiles of positions
-and all heads: P = exp(S - m) in the pool's dtype, with m and l of every tile. `absorbed_output` takes 128 lanes of a
-piece: sum of exp(m_tile - m) P x. It walks rows in the opposite order, to meet layer inputs that are still in the L2
-cache.
+are two kernels, both over the pieces of a work list (`triton_work_list.py`). A program of `absorbed_scores` takes tiles
+of positions and all heads, and computes P = exp(S - m) in the pool's dtype, with m and l of every tile. A program of
+`absorbed_output` takes 128 lanes of a piece, and computes the sum of exp(m_tile - m) P x. It takes rows in the opposite
+order, to find layer inputs that are still in the L2 cache.
 
-P lies in memory tile after tile of all rows, so that it takes what the rows have and not what they could have. Rows
-whose tiles do not fit `_SCORE_BYTES` together are done in waves, each of which reuses the memory of the one before.
+P is stored tile after tile for all rows, so its memory depends on the rows' actual lengths and not on their maximum
+lengths. Rows whose tiles do not fit `_SCORE_BYTES` together are processed in waves, which reuse the same memory.
 """
 
 import functools
@@ -46,41 +46,43 @@ from apt_jax.pallas.triton_work_list import (
 )
 
 SCORES_PER_PROCESSOR = 8
-"""Programs of `absorbed_scores`: twice what a processor runs at once."""
+"""Number of programs of `absorbed_scores` per processor: twice the number that it runs at once."""
 OUTPUTS_PER_PROCESSOR = 4
-"""Programs of `absorbed_output`: two to four times what a processor runs at once."""
+"""Number of programs of `absorbed_output` per processor: two to four times the number that it runs at once."""
 
 _SCORE_BYTES = 128 << 20
-"""Memory of P, if a row does not need more."""
+"""Maximum memory of P in bytes, unless a single row needs more."""
 
 Scores = tuple[Float[Array, "TILES N T"], Float[Array, "TILES N"], Float[Array, "TILES N"]]
-"""P = exp(S - m) in the pool's dtype, m and l = sum(P) in float32, of the visible tiles of all rows one after another
-(`Rows.packed`)."""
+"""P = exp(S - m) in the pool's dtype, m and l = sum(P) in float32, of the visible tiles of all rows, in the order of
+`Rows.packed`."""
 
 Output = tuple[Float[Array, "B N D"], Float[Array, "B N"], Float[Array, "B N"]]
-"""z, m and l of rows."""
+"""z, m and l of each row; see `absorbed_attention`."""
 
 
 class Wave(NamedTuple):
-    """Rows whose tiles lie in memory together."""
+    """Rows whose tiles are in memory together."""
 
     rows: Rows
     active: Bool[Array, " B"] | None
-    """Which of them are of this wave; None: all."""
+    """Mask of the rows in this wave; None: all rows."""
     num_tiles: int
-    """Tiles that fit in memory."""
+    """Number of tiles for which there is memory."""
     most_tiles: int
-    """Most that a row has."""
+    """Maximum number of tiles per row."""
 
 
 def waves_of(rows: Rows, most_tiles: int, tile_bytes: int, every: int | None = None) -> Iterator[Wave]:
-    """Waves that together have all rows: one where all tiles that rows can have fit `_SCORE_BYTES`.
+    """Split the rows into waves; there is a single wave if the maximum number of tiles fits `_SCORE_BYTES`.
 
-    A row is of the wave that its first tile lies in, so that the tiles of a wave reach at most `most_tiles` further.
+    A row belongs to the wave that its first tile lies in, so the tiles of a wave extend at most `most_tiles` further.
 
     Args:
-        tile_bytes: of P of one tile.
-        every: tiles that all rows together can have, at most; None: `most_tiles` each.
+        rows: visible tiles of each row.
+        most_tiles: maximum number of tiles per row.
+        tile_bytes: bytes of P per tile.
+        every: maximum number of tiles of all rows together; None: `most_tiles` per row.
     """
     every = rows.length.shape[0] * most_tiles if every is None else every
     fit = _SCORE_BYTES // tile_bytes
@@ -96,13 +98,13 @@ def waves_of(rows: Rows, most_tiles: int, tile_bytes: int, every: int | None = N
 
 
 def scores_shape(wave: Wave, heads: int, tokens: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of `Scores`."""
+    """Return the shapes and dtypes of `Scores` for a wave."""
     state = jax.ShapeDtypeStruct((wave.num_tiles, heads), jnp.float32)
     return [jax.ShapeDtypeStruct((wave.num_tiles, heads, tokens), dtype), state, state]
 
 
 def store_scores(outs: tuple[Any, ...], s: Any, own: Any, tile: Any, heads: Any, head_ok: Any) -> None:
-    """Write P, m and l of scores (heads, tokens) of a packed tile."""
+    """Store P, m and l of the scores (heads, tokens) of the tile with packed index `tile`."""
     p_out, m_out, l_out = outs
     zeros = jnp.zeros(heads.shape, jnp.float32)
     m, l, p, _ = softmax_step((zeros + MASKED, zeros), s, own)
@@ -170,7 +172,7 @@ def _scores_kernel(
 
 
 def _pieces_of(wave: Wave, chip: str | None, heads: int, width: int, itemsize: int) -> WorkList:
-    """The pieces of a wave that both kernels take: one list, so that it is made once."""
+    """Return the work list of a wave, which both kernels share so that it is made once."""
     programs = -(-width // tile_for("output", chip, heads, width, itemsize).lanes)
     return work_list(wave.rows, pieces_for(chip, programs, OUTPUTS_PER_PROCESSOR), wave.most_tiles, wave.active)
 
@@ -184,7 +186,7 @@ def _absorbed_scores(
     chip: str | None,
     sums_only: bool,
 ) -> tuple[Array, ...]:
-    """`absorbed_scores`, or with `sums_only` `score_sums`."""
+    """Compute `absorbed_scores`, or with `sums_only` the single result of `score_sums`."""
     pool, slopes = call.pool, None if sums_only else slopes_of(call.rules)
     heads, width = q_absorbed.shape[1:]
     tile = tile_for("scores", chip, heads, width, pool.dtype.itemsize)
@@ -224,8 +226,10 @@ def absorbed_scores(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Scores:
-    """P, m, l of q~ x^T of the rows of a wave: the first half of absorbed attention. Arguments as in
-    `absorbed_attention`."""
+    """Return P, m and l of S = q~ x^T for the rows of a wave, which is the first half of absorbed attention.
+
+    For the other arguments see `absorbed_attention`.
+    """
     p, m, l = _absorbed_scores(q_absorbed, call, wave, interpret=interpret, chip=chip, sums_only=False)
     return p, m, l
 
@@ -238,9 +242,11 @@ def score_sums(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "TILES N T"]:
-    """q~ x^T over the D features of this device, float32, tile after tile of all rows as P of `Scores`; not defined
-    beyond the tiles of the wave's rows, 0 where a slot is not the row's own. Of the rules only the window matters.
-    Arguments as in `absorbed_attention`."""
+    """Return q~ x^T over the D features of this device in float32, tile after tile like P of `Scores`.
+
+    Values are undefined beyond the tiles of the wave's rows, and 0 for slots outside the row. Of the score rules only
+    the window is applied. For the other arguments see `absorbed_attention`.
+    """
     (sums,) = _absorbed_scores(q_absorbed, call, wave, interpret=interpret, chip=chip, sums_only=True)
     return sums
 
@@ -266,7 +272,7 @@ def _output_kernel(
     @pl.when(item.row >= 0)
     def _() -> None:
         def state_of(i: Any) -> list[tuple[Any, Any]]:
-            """m and l of the tile of scores that step i is in; l at its first step alone."""
+            """Load m and l of the tile of scores that step i is in; l is 0 except at the first step of the tile."""
             scores_tile = item.packed + (lax.div(i, jnp.int32(ratio)) - item.first)
             found = []
             for heads in parts:
@@ -322,13 +328,22 @@ def absorbed_output(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Output:
-    """(z, m, l) from the results of `absorbed_scores`: the second half of absorbed attention.
+    """Return (z, m, l) of the rows of a wave, which is the second half of absorbed attention.
 
-    Other arguments as in `absorbed_attention`; the rules of the call have been applied to scores.
+    The score rules of the call have already been applied. For the other arguments see `absorbed_attention`.
 
     Args:
-        before: results of the waves before, which those of this wave are written into.
+        scores: results of `absorbed_scores`.
+        call: see `absorbed_attention`.
+        wave: the rows.
+        before: results of earlier waves, into whose memory the results of this wave are written.
         width: D.
+        out_dtype: see `absorbed_attention`.
+        interpret: see `absorbed_attention`.
+        chip: see `absorbed_attention`.
+
+    Raises:
+        ValueError: the tiles of both kernels do not fit each other, or the chip is unknown.
     """
     pool = call.pool
     p, m, l = scores
@@ -375,20 +390,22 @@ def absorbed_attention(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Output:
-    """z = softmax(S) x with S = q~ x^T over positions [0, lens), m = max(S), l = sum(exp(S - m)).
+    """Return z = softmax(S) x with S = q~ x^T over positions [0, lens), m = max(S) and l = sum(exp(S - m)).
 
-    Two parts of one attention join as (l_1 e^(m_1 - m) z_1 + l_2 e^(m_2 - m) z_2) / (l_1 e^(m_1 - m) + l_2 e^(m_2 - m))
-    with m = max(m_1, m_2). A row of length 0 gives z = 0, m = -1e30, l = 0. m and l are float32. Rules of the call are
-    for queries at the last of their positions.
+    Two parts of one attention are joined as (l_1 e^(m_1 - m) z_1 + l_2 e^(m_2 - m) z_2) / (l_1 e^(m_1 - m) +
+    l_2 e^(m_2 - m)) with m = max(m_1, m_2). A row of length 0 gives z = 0, m = -1e30, l = 0. m and l are float32. The
+    score rules of the call apply to queries at the last position of their rows.
 
     Args:
-        most_positions: of a row; None: as many as `tables` hold.
-        out_dtype: of z, which is N times as wide as a layer input: 16 bits save a good part of the traffic.
+        q_absorbed: queries q~.
+        call: pool, tables, lengths and score rules.
+        most_positions: maximum number of positions per row; None: the capacity of a row of `tables`.
+        out_dtype: dtype of z, which is N times as wide as a layer input; 16-bit dtypes save memory traffic.
         interpret: run in Pallas' interpreter, on any platform.
-        chip: what tiles are chosen for (`triton_tiles.CHIPS`).
+        chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
 
     Raises:
-        ValueError: block size, dtype or chip that the kernels do not take.
+        ValueError: the kernels do not support the block size, dtype or chip.
     """
     heads, width = q_absorbed.shape[1:]
     itemsize = call.pool.dtype.itemsize
@@ -413,5 +430,5 @@ def decode_absorbed(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens); see `reference.decode_absorbed` and `absorbed_attention`."""
+    """Return `softmax(q~ x^T) x` over positions [0, lens); see `reference.decode_absorbed` and `absorbed_attention`."""
     return absorbed_attention(q_absorbed, call, out_dtype=out_dtype, interpret=interpret, chip=chip)[0]

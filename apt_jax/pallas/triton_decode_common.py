@@ -1,4 +1,4 @@
-"""Helpers inside the decode kernels: where positions lie, score rules, a step of the softmax, norms of keys."""
+"""Helpers inside the decode kernels: slots of positions, score rules, a step of the softmax, norms of keys."""
 
 import dataclasses
 from typing import Any
@@ -12,10 +12,10 @@ from apt_jax.pallas.triton_common import MASKED, check_pool, load, slot_of
 
 
 def check_inputs(pool: Array, block_size: int, width: int) -> None:
-    """Check a pool whose blocks hold `block_size` layer inputs of `width` at their start.
+    """Check that the blocks of a pool can hold `block_size` layer inputs of `width`.
 
     Raises:
-        ValueError: they do not, or the kernels do not take them.
+        ValueError: the blocks are too small, or the kernels do not support their size or dtype.
     """
     check_pool(pool, pool.shape[1])
     if block_size < 1 or block_size * width > pool.shape[1] * pool.shape[2]:
@@ -23,18 +23,25 @@ def check_inputs(pool: Array, block_size: int, width: int) -> None:
 
 
 def by_block(pool: Array) -> Array:
-    """The pool (P, C * E): addresses are (block, slot * width + lane)."""
+    """Return the pool as (P, C * E), with the index (block, slot * width + lane)."""
     return pool.reshape(pool.shape[0], -1)
 
 
 def find_slots(
     tables: Any, slot_ranges: Any, table: Any, half: int, position: Any, own: Any, block_size: int
 ) -> tuple[Any, Any, Any]:
-    """Block, slot within it, and "is the row's own" of positions; block and slot mean nothing where it is not.
+    """Return the blocks and slots of positions, and the mask of positions that the row owns.
+
+    Blocks and slots are valid only for owned positions.
 
     Args:
+        tables: block tables.
+        slot_ranges: slot ranges or None.
         table: row of the tables.
-        own: positions to look up; those that a range leaves out are not the row's own either.
+        half: 0 for keys or layer inputs, 1 for values.
+        position: positions to look up.
+        own: mask of positions to look up; positions outside the slot ranges are removed from it.
+        block_size: number of slots per block.
     """
     block, slot = slot_of(tables, slot_ranges, table, half, position, own, block_size)
     if slot_ranges is None:
@@ -56,14 +63,19 @@ class ScoreModifiers:
         return cls() if rules is None else cls(softcap=rules.softcap, window=rules.window)
 
     def sees(self, position: Any, length: Any) -> Any:
-        """Which positions the query may see."""
+        """Return the mask of positions that the query may see."""
         return position < length if self.window is None else (position < length) & (position >= length - self.window)
 
     def __call__(self, s: Any, position: Any, length: Any, slopes: Any, heads: Any, head_ok: Any) -> Any:
-        """Scores (heads, positions) by the rules.
+        """Apply the rules to scores.
 
         Args:
-            slopes: ref (N,) or None.
+            s: (heads, positions) scores.
+            position: (positions,) positions.
+            length: length of the row.
+            slopes: ref of (N,) ALiBi slopes, or None.
+            heads: (heads,) head numbers.
+            head_ok: (heads,) mask of existing heads.
         """
         if self.softcap is not None:
             s = self.softcap * jnp.tanh(s * (1 / self.softcap))
@@ -74,12 +86,16 @@ class ScoreModifiers:
 
 
 def slopes_of(rules: LogitModifiers | None) -> Array | None:
-    """ALiBi's slopes, which kernels read from memory."""
+    """Return ALiBi's slopes in float32, which kernels read from memory; None without slopes."""
     return None if rules is None or rules.slopes is None else rules.slopes.astype(jnp.float32)
 
 
 def softmax_step(state: tuple[Any, Any], s: Any, own: Any) -> tuple[Any, Any, Any, Any]:
-    """Fold scores (heads, tokens) into m and l; also returns the weights p and the factor of what came before."""
+    """Fold scores (heads, tokens) into the running maximum m and denominator l.
+
+    Returns:
+        The new m and l, the weights p, and the factor that rescales earlier sums.
+    """
     m, l = state
     s = jnp.where(own[None, :], s, MASKED)
     m_new = jnp.maximum(m, jnp.max(s, axis=1))
@@ -89,18 +105,20 @@ def softmax_step(state: tuple[Any, Any], s: Any, own: Any) -> tuple[Any, Any, An
 
 
 def check_key_norm(norm: KeyNorm | None, head_dim: int) -> None:
-    """Raises:
-    ValueError: the norm is one over all heads together, whose keys no program has.
+    """Check that a norm of keys is per head.
+
+    Raises:
+        ValueError: the norm is over all heads together, and no program has the keys of all heads.
     """
     if norm is not None and norm.scale.shape[0] != head_dim:
         raise ValueError(f"norms over all heads together ({norm.scale.shape=}) are not the kernels'")
 
 
 def scale_of(norm: KeyNorm | None) -> Array | None:
-    """The factors of a norm, which kernels read from memory."""
+    """Return the factors of a norm in float32, which kernels read from memory; None without a norm."""
     return None if norm is None else norm.scale.astype(jnp.float32)
 
 
 def lane_scale(scale: Any, lane: Any, ok: Any) -> Any:
-    """Factors of a norm for some lanes (of a head)."""
+    """Load the factors of a norm for some lanes of a head."""
     return load(scale, (lane,), lane.shape, ok)

@@ -1,8 +1,8 @@
 """Decode attention over keys and values of the block pool as a Pallas kernel on the Triton backend (contract:
 `lab/reference.py`).
 
-A program takes one key/value head of one piece of a row (`triton_work_list.py`), with running maximum m, denominator l
-and accumulator (flash attention). What a window hides is neither read nor computed.
+A program computes one key/value head of one piece of a row (`triton_work_list.py`), with running maximum m, denominator
+l and accumulator (flash attention). Tiles that a sliding window hides are neither read nor computed.
 """
 
 import functools
@@ -29,7 +29,7 @@ from apt_jax.pallas.triton_work_list import (
 )
 
 PROGRAMS_PER_PROCESSOR = 8
-"""Twice the number that a processor runs at once."""
+"""Number of programs per processor: twice the number that it runs at once."""
 
 
 class _Operands(NamedTuple):
@@ -102,14 +102,16 @@ def _kv_kernel(
 def decode_kv(
     q: Float[Array, "B N H"], call: DecodeCall, *, interpret: bool = False, chip: str | None = None
 ) -> Float[Array, "B N H"]:
-    """`softmax(q k^T / sqrt(H)) v` over positions [0, lens) in float32; see `reference.decode_kv`.
+    """Return `softmax(q k^T / sqrt(H)) v` over positions [0, lens) in float32; see `reference.decode_kv`.
 
     Args:
+        q: queries.
+        call: pool, tables, lengths and score rules.
         interpret: run in Pallas' interpreter, on any platform.
-        chip: what tiles are chosen for (`triton_tiles.CHIPS`).
+        chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
 
     Raises:
-        ValueError: block size, dtype, heads or chip that the kernel does not take.
+        ValueError: the kernel does not support the block size, dtype, heads or chip.
     """
     pool, block_size = call.pool, call.block_size
     check_pool(pool, block_size)

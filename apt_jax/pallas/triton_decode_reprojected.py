@@ -1,7 +1,7 @@
 """Decode attention over keys and values computed from cached layer inputs, as a Pallas kernel on the Triton backend.
 
-The same as `triton_decode_kv` over tiles of 128 positions whose keys and values of one head are computed on the spot
-from layer inputs; neither reaches memory. Programs of eight heads run side by side: they share layer inputs, and
+The kernel works like `triton_decode_kv`, but computes the keys and values of one head from layer inputs, one tile of
+positions at a time, without writing them to memory. Programs of eight heads are neighbours and share layer inputs, and
 programs of the next rows share their weights, so both mostly come from the L2 cache. Contract:
 `reference.decode_reprojected`.
 """
@@ -52,7 +52,7 @@ from apt_jax.pallas.triton_work_list import (
 )
 
 PROGRAMS_PER_PROCESSOR = 2
-"""A processor runs one at once."""
+"""Number of programs per processor, which runs one at a time."""
 
 
 class _Operands(NamedTuple):
@@ -133,7 +133,7 @@ def _reprojected_kernel(
             block, slot, own = find_slots(tables, slot_ranges, item.table, 0, position, sees, block_size)
 
             def project(targets: list[tuple[Any, Any, Any]]) -> Any:
-                """W x of tiles (lanes, tokens): the warps share layer inputs and split the weights."""
+                """Return W x for each target, as (lanes, tokens); warps share layer inputs and split the weights."""
 
                 def one_slice(j: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
                     feature, feature_ok = lanes_of_step(j, tile.lanes, width)
@@ -190,13 +190,20 @@ def _reprojected_kernel(
 def decode_reprojected(
     q: Float[Array, "B N H"], call: DecodeCall, *, interpret: bool = False, chip: str | None = None
 ) -> Float[Array, "B N H"]:
-    """Attention over keys and values computed from cached layer inputs, float32; see `reference.decode_reprojected`.
+    """Return attention over keys and values computed from cached layer inputs, in float32; see
+    `reference.decode_reprojected`.
 
-    Projections are accumulated in float32, normed and turned if so asked, and rounded to the pool's dtype like a cache's
-    keys and values. Norms of keys are of each head by itself. Other arguments as in `decode_kv`.
+    Projections are accumulated in float32, normed per head and rotated if the call says so, and rounded to the pool's
+    dtype like cached keys and values.
+
+    Args:
+        q: queries.
+        call: pool, tables, lengths, projections and score rules.
+        interpret: see `triton_decode_kv.decode_kv`.
+        chip: see `triton_decode_kv.decode_kv`.
 
     Raises:
-        ValueError: block size, dtype, heads, norm or chip that the kernel does not take.
+        ValueError: the kernel does not support the block size, dtype, heads, norm or chip.
     """
     pool, p = call.pool, call.projected
     heads, head_dim = q.shape[1:]

@@ -1,16 +1,16 @@
-"""Absorbed decode attention where layer inputs are spread over devices by feature, as Pallas kernels on the Triton
-backend (contract: `reference.decode_absorbed`).
+"""Absorbed decode attention with layer inputs split over devices by feature, as Pallas kernels on the Triton backend
+(contract: `reference.decode_absorbed`).
 
-Each device has some features of x and of q~, so that its products are a part of the scores of all heads:
+Each device has some features of x and of q~, so its products are partial sums of the scores of all heads:
 
-1. `triton_decode_absorbed.score_sums` writes the parts of all visible tiles of all rows, packed.
-2. One all-reduce sums them over devices. Its size is fixed, like all of a CUDA graph: it has room for what the rows can
-   have, or for less where the host knows that they have less (`room`).
-3. `softmax_tiles` applies the score rules to a tile and turns it into P, m and l, as `absorbed_scores` writes them.
-4. `triton_decode_absorbed.absorbed_output` sums P x over this device's features.
+1. `triton_decode_absorbed.score_sums` writes the partial sums of all visible tiles of all rows, packed.
+2. An all-reduce adds them over the devices. Its size is fixed, as required by a CUDA graph: it has room for the maximum
+   lengths of the rows, or for fewer positions if the host knows that the rows are shorter (`room`).
+3. `softmax_tiles` applies the score rules and computes P, m and l, in the form of `absorbed_scores`.
+4. `triton_decode_absorbed.absorbed_output` computes the sum of P x for this device's features.
 
-Parts are summed in float32. Rounded to bfloat16 a score of 20 would be off by up to 0.06 and its weight by 6 %, and
-parts can be much larger than their sum.
+Partial sums are added in float32. In bfloat16 a score of 20 would have an error of up to 0.06, and its weight of 6 %;
+partial sums can be much larger than their total.
 """
 
 import functools
@@ -40,7 +40,7 @@ from apt_jax.pallas.triton_tiles import head_splits, tile_for
 from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of_call, work_list
 
 _SUM_BYTES = 4
-"""Bytes of a part of a score."""
+"""Bytes of a partial sum of a score (float32)."""
 
 
 def _softmax_kernel(
@@ -79,12 +79,15 @@ def _softmax_kernel(
 def softmax_tiles(
     sums: Float[Array, "TILES N T"], call: DecodeCall, wave: Wave, *, warps: int, interpret: bool, chip: str | None
 ) -> Scores:
-    """P, in the pool's dtype, m and l of scores that have been summed over devices.
-
-    Arguments as in `triton_decode_absorbed.absorbed_attention`.
+    """Return P (in the pool's dtype), m and l of scores that have been summed over devices.
 
     Args:
-        warps: of a program.
+        sums: scores of the packed tiles of the wave.
+        call: see `triton_decode_absorbed.absorbed_attention`.
+        wave: the rows.
+        warps: number of warps per program.
+        interpret: see `triton_decode_absorbed.absorbed_attention`.
+        chip: see `triton_decode_absorbed.absorbed_attention`.
     """
     _, heads, tokens = sums.shape
     work = work_list(wave.rows, pieces_for(chip, 1, SCORES_PER_PROCESSOR), wave.most_tiles, wave.active)
@@ -111,14 +114,14 @@ def decode_absorbed(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens), with the scores summed over the devices `tensor` of the call; see
-    `reference.decode_absorbed`.
+    """Return `softmax(q~ x^T) x` over positions [0, lens), with scores summed over the devices of `call.tensor`.
 
-    Queries have all N heads, queries and pool the D features that this device has; all else is the same on all devices.
-    Other arguments as in `triton_decode_absorbed.absorbed_attention`.
+    The contract is `reference.decode_absorbed`. Queries have all N heads; queries and pool have the D features of this
+    device; all other inputs are the same on all devices. For the arguments see
+    `triton_decode_absorbed.absorbed_attention`.
 
     Raises:
-        ValueError: block size, dtype or chip that the kernels do not take.
+        ValueError: the kernels do not support the block size, dtype or chip.
     """
     assert call.tensor is not None
     heads, width = q_absorbed.shape[1:]

@@ -1,8 +1,8 @@
 """Decode attention with absorbed values and reprojected rotary keys, as Pallas kernels on the Triton backend (contract:
 `reference.decode_v_absorbed`).
 
-`rotary_scores` computes and turns the rotary lanes of the keys of a tile, and adds what is absorbed; the weighted sum of
-layer inputs is `triton_decode_absorbed.absorbed_output`, as for keys that are absorbed whole.
+`rotary_scores` computes and rotates the rotary lanes of a tile's keys and adds the absorbed part of the scores.
+`triton_decode_absorbed.absorbed_output` computes the weighted sum of layer inputs, as for fully absorbed keys.
 """
 
 import functools
@@ -47,7 +47,7 @@ from apt_jax.pallas.triton_tiles import MIN_SIDE, Tile, padded, tile_for
 from apt_jax.pallas.triton_work_list import pieces_for, read_item, rows_of_call, work_list
 
 PROGRAMS_PER_PROCESSOR = 4
-"""A processor runs one at once."""
+"""Number of programs per processor, which runs one at a time."""
 
 
 class _Operands(NamedTuple):
@@ -82,7 +82,7 @@ def _rotary_scores_kernel(
     turned: int,
     width: int,
 ) -> None:
-    """Scores of a piece and the key heads whose halves fill `tile.columns` lanes side by side."""
+    """Compute the scores of a piece for the key heads whose halves fill `tile.columns` adjacent lanes."""
     items, tables, slot_ranges, slopes, q_rotary, q_absorbed, pool, wk, bk, scale, cos, sin = refs
     program, index = swizzle(pl.program_id(0), neighbours, num_items)
     item = read_item(items, index)
@@ -158,7 +158,8 @@ def _rotary_scores_kernel(
 
 
 def _heads_together(tile: Tile, half: int, num_kv_heads: int, normed: bool) -> int:
-    """Key heads of one program of `_rotary_scores_kernel`, a power of two; a norm is of one head by itself."""
+    """Return the number of key heads per program of `_rotary_scores_kernel`: a power of two, and 1 with a norm of
+    keys."""
     return 1 if normed else max(1, min(tile.columns // padded(half), MIN_SIDE, padded(num_kv_heads)))
 
 
@@ -171,9 +172,9 @@ def rotary_scores(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Scores:
-    """P, m, l of q_r k_r^T + q~ x^T of the rows of a wave: what `absorbed_output` takes.
+    """Return P, m and l of q_r k_r^T + q~ x^T for the rows of a wave, as input of `absorbed_output`.
 
-    Arguments as in `decode_v_absorbed`.
+    For the other arguments see `decode_v_absorbed`.
     """
     pool, p = call.pool, call.projected
     assert p.angles is not None
@@ -235,13 +236,21 @@ def decode_v_absorbed(
     interpret: bool = False,
     chip: str | None = None,
 ) -> Float[Array, "B N D"]:
-    """`softmax(q_r k_r^T + q~ x^T) x`, k_r computed and turned tile by tile; see `reference.decode_v_absorbed`.
+    """Return `softmax(q_r k_r^T + q~ x^T) x`, with k_r computed and rotated tile by tile; see
+    `reference.decode_v_absorbed`.
 
-    Keys are accumulated in float32, normed (each head by itself) and turned, and rounded to the pool's dtype. Other
-    arguments as in `triton_decode_absorbed.absorbed_attention`.
+    Keys are accumulated in float32, normed per head, rotated, and rounded to the pool's dtype.
+
+    Args:
+        q_rotary: queries q_r for the rotary lanes.
+        q_absorbed: absorbed queries q~ for the other lanes; None: all lanes are rotary.
+        call: pool, tables, lengths, projections and score rules.
+        out_dtype: see `triton_decode_absorbed.absorbed_attention`.
+        interpret: see `triton_decode_absorbed.absorbed_attention`.
+        chip: see `triton_decode_absorbed.absorbed_attention`.
 
     Raises:
-        ValueError: block size, dtype, heads, norm, angles or chip that the kernels do not take.
+        ValueError: the kernels do not support the block size, dtype, heads, norm, angles or chip.
     """
     heads, rotary_dim = q_rotary.shape[1:]
     p, itemsize = call.projected, call.pool.dtype.itemsize

@@ -1,22 +1,23 @@
 """Hidden prefixes of prompt chunks on NVIDIA GPUs: keys and values from cached layer inputs, then flash attention.
 
-The prefixes of all rows lie one after another, each from a whole tile of positions on, and are taken in pieces:
+The prefixes of all rows are laid out one after another, each starting at a whole tile of positions, and processed in
+pieces:
 
-  * `prefix_project` gathers the layer inputs of a piece and multiplies them by W_k and W_v, once however many query
-    tokens there are. As many programs as the chip has processors take tiles of positions times heads in turn, up to
-    where the prefixes end: a piece that none reaches costs a launch.
+  * `prefix_project` gathers the layer inputs of a piece and multiplies them by W_k and W_v, once for any number of
+    query tokens. One program per processor of the chip takes (tile of positions, head) items in turn, up to the end of
+    the prefixes; a piece without positions costs only a launch.
   * `prefix_attend` folds the keys and values of the piece into the flash states (m, l, acc) of the query tiles. A
-    program reads and writes those of its own tile.
+    program reads and writes the states of its own tiles.
 
-Kernels are launched as the host says, which knows the prefixes (`room`): not at all, for one piece, or for a few. That
-is one CUDA graph, and what is launched in vain costs little beside the products of a piece, some milliseconds a layer.
-Where there may be more pieces than `_MOST_LAUNCHED` the device counts them and a loop takes as many as there are: the
-host drives it, between two graphs a layer. Either way memory is that of one piece, however many rows and however long
-their contexts may be. A kernel that does all in one launch would need a barrier over the whole chip between the
-projection of a piece and its use, which nothing here can check without a chip.
+The host, which knows the prefixes, sets the number of launched pieces (`room`): 0, 1 or a few. All launches are in one
+CUDA graph, and an unneeded launch is cheap compared with the products of a piece, which take some milliseconds per
+layer. If there may be more pieces than `_MOST_LAUNCHED`, the device counts them, and a loop runs only the existing
+ones; the host drives the loop, with two graphs per layer. In both cases the memory is that of one piece, for any number
+and length of prefixes. A single launch for all pieces would need a barrier over the whole chip between the projection
+of a piece and its use, which cannot be tested without a chip.
 
-For few query tokens `absorbed_prefix` is cheaper: absorbed attention, each token a row of its own. Up to H tokens it
-multiplies less than the projection of the prefix.
+For few query tokens `absorbed_prefix` is cheaper: absorbed attention with each token as a row of its own. With up to H
+tokens it takes fewer multiplications than the projection of the prefix.
 """
 
 import dataclasses
@@ -50,26 +51,26 @@ from apt_jax.pallas.triton_tiles import NUM_PROCESSORS, PrefillTile, Tile, check
 
 _PIECE_POSITIONS = 8192
 _MOST_LAUNCHED = 4
-"""Pieces that kernels are launched for whether they exist or not."""
+"""Maximum number of pieces for which kernels are launched even if the pieces are empty."""
 
 _SIDE_BY_SIDE = 8
-"""Tiles of positions that programs take at the same time, for all heads: what they read fits the L2 cache."""
+"""Number of tiles of positions that programs take at the same time, for all heads; their inputs fit the L2 cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixPlan:
-    """Where the prefixes lie, the same in every layer: the compiler computes it once a step."""
+    """The layout of the prefixes; it is the same in all layers and computed once per step."""
 
     begins: Int32[Array, " B"]
-    """The first position of a row that any of its queries sees, rounded down to a whole tile."""
+    """First position of each row that any of its queries sees, rounded down to a whole tile."""
     starts: Int32[Array, " B"]
-    """Offset of that position among the positions of all rows."""
+    """Offset of that position among the laid-out positions of all rows."""
     tiles: Int32[Array, "TILES 3"]
-    """Row, first position and length of the prefix (0: nothing to do) of every tile of positions."""
+    """Row, first position, and length of the row's prefix for each tile of positions; length 0: no tile."""
     count: Int32[Array, " 1"]
-    """Number of tiles with something to do."""
+    """Number of existing tiles."""
     per_piece: int
-    """Tiles of a piece."""
+    """Number of tiles per piece."""
 
 
 def plan_prefixes(
@@ -83,10 +84,13 @@ def plan_prefixes(
     """Lay out prefixes of layer inputs.
 
     Args:
-        capacity: the longest prefix that there can be.
-        positions: of a tile.
-        piece_positions: of a piece, rounded up to whole tiles.
-        room: positions of all rows together, each row's rounded up to whole tiles; None: `capacity` each.
+        hidden_lens: length of each prefix.
+        scores: score rules, whose window hides the start of a prefix.
+        capacity: maximum length of a prefix.
+        positions: number of positions per tile.
+        piece_positions: number of positions per piece, rounded up to whole tiles.
+        room: maximum number of positions of all rows together, each row rounded up to whole tiles; None: `capacity` per
+            row.
     """
     batch = hidden_lens.shape[0]
     begins = scores.first_seen(hidden_lens) // positions * positions + jnp.zeros_like(hidden_lens)
@@ -317,8 +321,22 @@ def attend_to_piece(
     scores: Scores,
     interpret: bool,
 ) -> FlashState:
-    """The states of all query tokens with the keys and values of a piece folded in; those of a row that has none there
-    stay, in memory that becomes that of the result. A state of None has seen nothing."""
+    """Fold the keys and values of a piece into the flash states of all query tokens, and return the states.
+
+    The states of rows without positions in the piece stay unchanged. The result reuses the memory of `state`.
+
+    Args:
+        piece: number of the piece.
+        q: queries.
+        kv: keys and values of the piece.
+        plan: layout of the prefixes.
+        query_tiles: tiles of the query tokens.
+        slopes: ALiBi slopes, or None.
+        state: m, l and acc of all query tokens; (None, None, None): the queries have seen no key.
+        tile: tile of the prefill kernels.
+        scores: score rules.
+        interpret: run in Pallas' interpreter.
+    """
     num_heads, (_, positions, num_kv_heads, head_dim) = q.shape[1], kv.shape
     of_head = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     kernel = functools.partial(
@@ -346,14 +364,14 @@ def attend_to_piece(
 
 
 def weights_of(call: PrefillCall) -> tuple[Array | None, ...]:
-    """W_k, b_k, W_v, b_v of hidden prefixes in the dtype of the pool."""
+    """Return W_k, b_k, W_v and b_v of hidden prefixes in the dtype of the pool; a missing bias is None."""
     assert call.hidden_prefixes is not None
     p = call.hidden_prefixes.projection
     return tuple(None if a is None else a.astype(call.pool.dtype) for a in (p.wk, p.bk, p.value_weights, p.bv))
 
 
 def slopes_of(call: PrefillCall) -> Float[Array, " N"] | None:
-    """ALiBi's slopes."""
+    """Return ALiBi's slopes; None without slopes."""
     return None if call.rules is None else call.rules.slopes
 
 
@@ -369,10 +387,18 @@ def projected_prefix(
     chip: str | None,
     piece_positions: int = _PIECE_POSITIONS,
 ) -> FlashState:
-    """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
+    """Return m, l (T, N) and acc (T, N, H) of the hidden prefixes; undefined for tokens of rows without a prefix.
 
     Args:
-        piece_positions: fewer in tests.
+        q: queries.
+        call: pool, tables, hidden prefixes and score rules.
+        hidden_lens: (B,) length of each hidden prefix; 0: no prefix.
+        query_tiles: tiles of the query tokens.
+        tile: tile of the prefill kernels.
+        scores: score rules.
+        interpret: run in Pallas' interpreter.
+        chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
+        piece_positions: number of positions per piece; smaller in tests.
     """
     of_inputs, pool = call.hidden_prefixes, call.pool
     assert of_inputs is not None
@@ -432,7 +458,15 @@ def projected_prefix(
 def absorbed_prefix(
     q: Float[Array, "T N H"], call: DecodeCall, *, most_positions: int | None, interpret: bool, chip: str | None
 ) -> FlashState:
-    """The states of `projected_prefix`, with the projections absorbed; the call has a row for every token."""
+    """Return the same states as `projected_prefix`, computed with absorbed projections.
+
+    Args:
+        q: queries.
+        call: call with a row for each token.
+        most_positions: maximum number of positions per row; None: the capacity of a row of the tables.
+        interpret: run in Pallas' interpreter.
+        chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
+    """
     p = call.projected
     wk, wv = (w.astype(call.pool.dtype) for w in (p.wk, p.value_weights))
     num_tokens, num_heads, head_dim = q.shape

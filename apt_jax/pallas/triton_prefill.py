@@ -1,11 +1,11 @@
 """Prefill attention over the block pool as Pallas kernels on the Triton backend, for NVIDIA GPUs (`reference.prefill`).
 
 `prefill_chunk` is flash attention over the cached keys and values of the chunk's request, then over the chunk itself.
-Where the request has a hidden prefix it starts from the flash state that `triton_hidden_prefix` left. What no query of a
-tile sees for its window is neither read nor computed.
+For a request with a hidden prefix it starts from the flash state that `triton_hidden_prefix` has computed. Keys that a
+sliding window hides from all queries of a tile are neither read nor computed.
 
 Loads outside a request's own slots and outside a chunk's tokens are masked and give 0. Shapes inside a kernel are
-powers of two. Nothing is summed by atomics, so equal inputs give equal bits.
+powers of two. Sums use no atomics, so equal inputs give equal bits.
 """
 
 import dataclasses
@@ -142,20 +142,24 @@ def prefill(
     chip: str | None = None,
     **more: Any,
 ) -> Float[Array, "T N H"]:
-    """Causal attention of prompt chunks over cached prefixes and themselves, in the dtype of `q`; see `reference.prefill`.
+    """Return causal attention of prompt chunks over cached prefixes and themselves, in the dtype of `q`.
 
-    Keys and values of a hidden prefix are accumulated in float32, normed (each head by itself) and turned if so asked,
-    and rounded to the pool's dtype. Batches of at most H tokens absorb the projections instead, where nothing stands
-    between queries and W_k and scores are plain. Kernels for hidden prefixes are launched for `room` positions of the
-    call, or for none; on several devices a loop takes what there is (`sharded_prefix`).
+    The contract is `reference.prefill`. Keys and values of a hidden prefix are accumulated in float32, normed per head
+    and rotated if the call says so, and rounded to the pool's dtype. Batches of at most H tokens absorb the projections
+    instead, if keys are neither normed nor rotated and there are no score rules. Kernels for hidden prefixes are
+    launched for the `room` of the call; on several devices a loop takes only the existing positions (`sharded_prefix`).
 
     Args:
+        q: queries.
+        k: keys of the chunks.
+        v: values of the chunks.
+        call: pool, tables, chunks, hidden prefixes and score rules.
         interpret: run in Pallas' interpreter, on any platform.
-        chip: what tiles are chosen for (`triton_tiles.CHIPS`).
-        more: of `projected_prefix` or `sharded_prefix`.
+        chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
+        more: further arguments of `projected_prefix` or `sharded_prefix`.
 
     Raises:
-        ValueError: block size, dtype, heads, norm or chip that the kernels do not take.
+        ValueError: the kernels do not support the block size, dtype, heads, norm or chip.
     """
     pool, block_size, tables, of_inputs = call.pool, call.block_size, call.tables, call.hidden_prefixes
     check_pool(pool, block_size)
@@ -218,8 +222,10 @@ def prefill(
 
 
 def _check_prefixes(of_inputs: HiddenPrefixes, pool: Array, num_kv_heads: int, head_dim: int) -> None:
-    """Raises:
-    ValueError: blocks that do not hold the layer inputs, or a norm that the kernels do not take.
+    """Check the pool and the norm of hidden prefixes.
+
+    Raises:
+        ValueError: the blocks are too small for the layer inputs, or the kernels do not support the norm.
     """
     wk, tensor = of_inputs.projection.wk, of_inputs.tensor
     shards = 1 if tensor is None or wk.shape[0] > num_kv_heads else tensor.size
@@ -229,7 +235,10 @@ def _check_prefixes(of_inputs: HiddenPrefixes, pool: Array, num_kv_heads: int, h
 
 
 def _absorbs(call: PrefillCall, lane_width: int) -> bool:
-    """True if projections of the hidden prefixes can be absorbed: plain scores, and layer inputs as wide as keys."""
+    """Return True if projections of the hidden prefixes can be absorbed.
+
+    There must be no score rules, the keys neither normed nor rotated, and the layer inputs as wide as the keys.
+    """
     of_inputs = call.hidden_prefixes
     if of_inputs is None or of_inputs.tensor is not None or call.rules is not None:
         return False
@@ -241,7 +250,7 @@ def _absorbs(call: PrefillCall, lane_width: int) -> bool:
 def _token_rows(
     call: PrefillCall, offsets: Array, chunk_lens: Array, hidden_lens: Array, num_tokens: int
 ) -> DecodeCall:
-    """The hidden prefixes of a call, with every token of a chunk as a row."""
+    """Return a decode call over the hidden prefixes, with a row for each token of a chunk."""
     assert call.hidden_prefixes is not None
     token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     inside = (token >= offsets[None, :]) & (token < (offsets + chunk_lens)[None, :])

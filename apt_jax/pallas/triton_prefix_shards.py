@@ -1,11 +1,11 @@
-"""Hidden prefixes of prompt chunks on several GPUs that have some features of the layer inputs each.
+"""Hidden prefixes of prompt chunks on several GPUs, each of which has some features of the layer inputs.
 
-As in `triton_hidden_prefix` prefixes lie one after another and are taken in pieces: keys and values of a piece are
-computed once, for this device's heads, then `prefix_attend` folds them into the states of all query tokens.
+As in `triton_hidden_prefix`, the prefixes are laid out one after another and processed in pieces: keys and values of a
+piece are computed once, for this device's heads, then `prefix_attend` folds them into the states of all query tokens.
 
-What a device needs from the others is a part of the products with W_k and W_v where those are cut by feature, or the
-others' features where they are cut by head (`apt_jax.models.sharding`). Both cross for every position of a piece, used
-or not, so pieces are taken in a loop as far as prefixes reach: the host drives it, between two CUDA graphs a layer.
+If W_k and W_v are split by feature, the devices exchange partial sums of the products with them; if they are split by
+head, the devices exchange features (`apt_jax.models.sharding`). Either is sent for every position of a piece, used or
+not. So a loop takes only as many pieces as the prefixes have; the host drives it, with two CUDA graphs per layer.
 """
 
 from typing import Any
@@ -22,15 +22,15 @@ from apt_jax.pallas.triton_queries import FlashState, QueryTiles, Scores
 from apt_jax.pallas.triton_tiles import PrefillTile
 
 _PIECE_POSITIONS = 2048
-"""Positions of a piece. Of the last one all are computed."""
+"""Number of positions per piece; the last piece is computed as a whole too."""
 _TILE_POSITIONS = 128
-"""Prefixes begin at multiples of it: a multiple of the keys of every `PrefillTile`."""
+"""Number of positions per tile: a multiple of the keys of every `PrefillTile`. Each prefix starts at a tile."""
 
 
 def _read_positions(
     plan: PrefixPlan, piece: Array, tables: Array, slot_ranges: Array | None, block_size: int
 ) -> tuple[Int32[Array, " S"], Bool[Array, " S"], Int32[Array, " S"], Int32[Array, " S"]]:
-    """Positions of a piece in their rows, which of them there are, and their blocks and slots."""
+    """Return the positions of a piece within their rows, the mask of existing ones, and their blocks and slots."""
     index = piece * plan.per_piece + jnp.arange(plan.per_piece, dtype=jnp.int32)
     fields = plan.tiles.at[index].get(mode="fill", fill_value=0)
     row, first, length = (jnp.repeat(fields[:, i], _TILE_POSITIONS) for i in range(3))
@@ -56,13 +56,20 @@ def sharded_prefix(
     interpret: bool,
     piece_positions: int = _PIECE_POSITIONS,
 ) -> FlashState:
-    """m, l (T, N) and acc (T, N, H) of the hidden prefixes; not defined for tokens of rows that have none.
+    """Return m, l (T, N) and acc (T, N, H) of the hidden prefixes; undefined for tokens of rows without a prefix.
 
     W_k and W_v of the call have this device's heads and all features, or all heads and this device's features.
 
     Args:
-        num_kv_heads: of this device.
-        piece_positions: fewer in tests.
+        q: queries.
+        call: pool, tables, hidden prefixes and score rules.
+        hidden_lens: (B,) length of each hidden prefix; 0: no prefix.
+        query_tiles: tiles of the query tokens.
+        num_kv_heads: number of key/value heads of this device.
+        tile: tile of the prefill kernels.
+        scores: score rules.
+        interpret: run in Pallas' interpreter.
+        piece_positions: number of positions per piece; smaller in tests.
     """
     of_inputs, pool, slopes = call.hidden_prefixes, call.pool, slopes_of(call)
     assert of_inputs is not None

@@ -1,8 +1,8 @@
 """Tiles of query tokens, and flash attention of a tile over keys and values, for the prefill kernels.
 
-A program takes tiles of query tokens of one chunk and the query heads of one key/value head, side by side as the rows
-of its products. Which chunk a tile belongs to is computed on the device, from the chunks' lengths. There are programs
-for the tiles of few chunks; where chunks are many and short they take several tiles in turn.
+A program takes tiles of query tokens of a chunk with the query heads of one key/value head, which together are the rows
+of its matrix products. The device computes the chunk of each tile from the chunks' lengths. There are enough programs
+for the tiles of a few chunks; with many short chunks each program takes several tiles in turn.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from apt_jax.ops.calls import LogitModifiers
 from apt_jax.pallas.triton_common import MASKED, dot, load
 
 LOG2_E = math.log2(math.e)
-"""Scores are in units of log 2: the chip has an exponential of base 2."""
+"""Factor that converts scores to base 2, as the chip has an exponential of base 2."""
 
 TILE_FIELDS = 6
-"""Fields of a query tile: row of the tables, first token of its chunk, its first query within the chunk, the chunk's
-length, cached keys and values, cached layer inputs."""
+"""Number of fields of a query tile: row of the tables, first token of its chunk, first query of the tile within the
+chunk, length of the chunk, number of cached keys and values, number of cached layer inputs."""
 
 _MORE_TILES = 8
-"""Programs for tiles that are not full, as the last one of each chunk."""
+"""Number of additional programs, for tiles that are not full, such as the last one of each chunk."""
 
 FlashState = tuple[Any, Any, Any]
 """m and l (queries,) and acc (queries, lanes)."""
@@ -38,14 +38,14 @@ FlashState = tuple[Any, Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
-    """The tiles of query tokens of a step, the same in every layer: the compiler computes them once a step."""
+    """The tiles of query tokens of a step; they are the same in all layers and computed once per step."""
 
     fields: Int32[Array, "TILES 12"]
-    """`TILE_FIELDS` of every tile, twice; zeros beyond the last tile."""
+    """The `TILE_FIELDS` fields of each tile, twice; zeros after the last tile."""
     count: Int32[Array, " 1"]
     """Number of tiles."""
     programs: int
-    """Programs of a kernel that take them in turn, for each key/value head."""
+    """Number of programs per key/value head that take the tiles in turn."""
 
 
 def query_tiles(
@@ -56,7 +56,7 @@ def query_tiles(
     num_tokens: int,
     per_tile: int,
 ) -> QueryTiles:
-    """The tiles of `per_tile` tokens of chunks of at most `num_tokens` tokens together."""
+    """Return the tiles of `per_tile` tokens of all chunks, which have at most `num_tokens` tokens together."""
     batch = offsets.shape[0]
     counts = (chunk_lens + per_tile - 1) // per_tile
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -73,8 +73,15 @@ def query_tiles(
 
 
 def each_tile(count: Any, programs: int, do: Callable[[Any], None], *, axis: int = 0) -> None:
-    """Call `do` with the index of every tile of this program, the last ones first: later tiles of a chunk have more keys
-    before them. `axis` of the grid counts the programs."""
+    """Call `do` with the index of each tile of this program, the last tile first, as later tiles of a chunk see more
+    keys.
+
+    Args:
+        count: ref of the number of tiles.
+        programs: number of programs along `axis`.
+        do: function of the index of a tile.
+        axis: axis of the grid that counts the programs.
+    """
     last = plt.load(count.at[jnp.int32(0)]) - 1
 
     def step(i: Any) -> Any:
@@ -86,20 +93,22 @@ def each_tile(count: Any, programs: int, do: Callable[[Any], None], *, axis: int
 
 
 def read_tile(tiles: Any, index: Any, copy: int = 0) -> tuple[Any, ...]:
-    """The fields of a query tile. The second copy is for indices of the output, which would else lie in registers all
-    along."""
+    """Load the fields of a query tile.
+
+    The second copy is for the indices of the output: reusing the first copy would keep its fields in registers.
+    """
     start = copy * TILE_FIELDS
     return tuple(plt.load(tiles.at[index, jnp.int32(start + i)]) for i in range(TILE_FIELDS))
 
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """Index arrays of a tile's rows: tokens outer, the query heads of one key/value head inner."""
+    """Index arrays of a tile's rows, ordered by token and then by query head of one key/value head."""
 
     position: Any
-    """Within the chunk."""
+    """Position within the chunk."""
     token: Any
-    """In the batch's tokens."""
+    """Index among the tokens of the batch."""
     head: Any
     ok: Any
 
@@ -116,7 +125,8 @@ class Queries:
 
 
 def queries_of(rows: int, group: int, kv_head: Any, offset: Any, first: Any, length: Any) -> Queries:
-    """Row i is token i // G' of the tile and head i % G' of the group, G' the power of two that holds G."""
+    """Return the index arrays of a tile: row i is token i // G' of the tile and head i % G' of the group, where G' is G
+    rounded up to a power of two."""
     bits = (group - 1).bit_length()
     index = jnp.arange(rows)
     position, member = first + (index >> bits), index & ((1 << bits) - 1)
@@ -127,7 +137,7 @@ def queries_of(rows: int, group: int, kv_head: Any, offset: Any, first: Any, len
 
 
 def no_state(queries: int, lanes: int) -> FlashState:
-    """The state of queries that have seen no key."""
+    """Return the flash state of queries that have seen no key."""
     return (
         jnp.full((queries,), MASKED, jnp.float32),
         jnp.zeros((queries,), jnp.float32),
@@ -136,7 +146,7 @@ def no_state(queries: int, lanes: int) -> FlashState:
 
 
 def read_state(refs: tuple[Any, Any, Any], queries: Queries, lane: Any, lane_ok: Any, seen: Any) -> FlashState:
-    """The state that an earlier kernel left, where `seen`; else that of no key."""
+    """Load the flash state that an earlier kernel wrote if `seen`, else the state of queries that have seen no key."""
     m_ref, l_ref, acc_ref = refs
     seen = queries.ok & seen
     at = (queries.token, queries.head)
@@ -155,7 +165,7 @@ class Scores:
     softcap: float | None
     window: int | None
     on_chip: bool = False
-    """Exponentials are the chip's own instruction, which the interpreter does not have."""
+    """Exponentials use the chip's own instruction, which the interpreter does not support."""
 
     @classmethod
     def of(cls, rules: LogitModifiers | None, head_dim: int, *, on_chip: bool = False) -> "Scores":
@@ -167,17 +177,19 @@ class Scores:
         )
 
     def first_seen(self, query: Any) -> Any:
-        """The first position that the query at a position may see."""
+        """Return the first position that the query at position `query` may see."""
         return jnp.int32(0) if self.window is None else jnp.maximum(query + 1 - self.window, 0)
 
     def __call__(self, s: Any, distance: Any, slope: Any) -> tuple[Any, float]:
-        """Scores (queries, keys) and the factor, more than 0, that makes their unit log 2.
+        """Return scores (queries, keys), and the positive factor that converts them to base 2.
 
-        A product as it comes keeps its factor: maxima are turned row by row, and the exponential multiplies for nothing.
+        Scores without soft cap and slopes are returned unscaled: the factor is then applied to the maxima per row and,
+        at no cost, in the exponential.
 
         Args:
-            distance: position of the key less that of the query.
-            slope: of the head of each query, or None.
+            s: (queries, keys) products of queries and keys.
+            distance: position of the key minus position of the query.
+            slope: (queries,) ALiBi slope of each query's head, or None.
         """
         if self.softcap is not None:
             # tanh x = 1 - 2 / (1 + exp 2x): exact at both ends, as exp2 goes to 0 or infinity.
@@ -192,14 +204,14 @@ class Scores:
         return s, 1.0
 
     def hides(self, distance: Any) -> Any:
-        """Where the window hides a key, or None without one."""
+        """Return the mask of keys that the window hides; None without a window."""
         return None if self.window is None else distance <= -self.window
 
     def exp2(self, x: Any, factor: float = 1.0, less: Any = None) -> Any:
-        """2 ** (x * factor - less).
+        """Return 2 ** (x * factor - less).
 
-        XLA forbids its compiler to fuse products and sums, and to take results below 2 ** -126 for 0, which makes five
-        instructions of what are two here.
+        On the chip this takes two instructions in assembly; XLA would need five, because it neither fuses products with
+        sums nor rounds results below 2 ** -126 to 0.
         """
         if not self.on_chip:
             x = x if factor == 1.0 else x * factor
@@ -232,16 +244,25 @@ def attend(
     open_from: Any,
     open_to: Any,
 ) -> FlashState:
-    """Fold positions [first, last) into the state of a tile of queries, from the tile of `keys` that holds `first` on.
+    """Fold positions [first, last) into the flash state of a tile of queries, and return the new state.
 
-    Tiles of keys within [open_from, open_to) come first, without a mask; then those before and after them, with one.
+    Whole tiles of keys within [open_from, open_to) are folded first, without a mask; then the tiles before and after
+    them, with a mask. The first tile is the tile of `keys` positions that holds `first`.
 
     Args:
-        fetch: from positions (keys,) to their keys (keys, lanes), a function for their values, and a mask that broadcasts
-            to (queries, keys). Where its second argument is True all positions are open: there is no mask. Else they may
-            reach beyond `last`.
-        query_position: (queries,), counted as the positions of the keys are.
-        open_from, open_to: every query sees the positions between.
+        state: flash state of the queries.
+        q: (queries, lanes) queries.
+        fetch: function of positions (keys,) and a flag that returns their keys (keys, lanes), a function that returns
+            their values, and a mask that broadcasts to (queries, keys). If the flag is True, all queries see all
+            positions, and the mask is None; else positions may be beyond `last`.
+        scores: score rules.
+        query_position: (queries,) positions of the queries, counted like those of the keys.
+        slope: (queries,) ALiBi slopes, or None.
+        keys: number of positions per tile.
+        first: first position.
+        last: end of the positions.
+        open_from: start of the positions that every query sees.
+        open_to: end of the positions that every query sees.
     """
     begin, end = first // keys, (last + keys - 1) // keys
     low = jnp.clip((open_from + keys - 1) // keys, begin, end)

@@ -1,40 +1,42 @@
-"""Tiles of the Triton kernels: how much of a problem one program takes, by kernel, chip and shape.
+"""Tiles of the Triton kernels: the problem size that one program takes, by kernel, chip and shape.
 
-Chosen so that no kernel spills registers or asks for more shared memory than a block may have, by registers read from
-cubins that were compiled without a GPU; no other tiles have been tried on one. Three facts shape the table:
+They are chosen so that no kernel spills registers or needs more shared memory than a block may have. The register
+counts come from cubins that were compiled without a GPU; other tiles have not been measured on one. These facts
+determine the table:
 
-  * A product's sums stay in registers: 128 lanes x 128 tokens take 64 of a thread's 255 at 8 warps. A kernel that makes
-    keys and values together holds two of those, which Hopper affords (its operands come from shared memory) and an
-    A100 does not.
-  * Where a load's address comes from another load, as where the slot of a position is looked up first, the pipeline
-    spends two of its stages on that, and more stages give no more buffers. `output` looks the slots of a step up in the
-    step before: all stages but one are buffers.
-  * Bytes on their way to a processor, over the latency of memory (about 1 us under load), are what it can read a second:
-    an H100 needs 22 KB a processor. What is on its way is all buffers but one of every program there.
-  * The buffers share the shared memory of a processor, 164 KiB on an A100, with those of the other programs there.
+  * The sums of a product stay in registers: 128 lanes x 128 tokens take 64 of a thread's 255 registers with 8 warps. A
+    kernel that computes keys and values together holds two such sums. They fit on Hopper, whose operands come from
+    shared memory, but not on an A100.
+  * If the address of a load comes from another load, such as the lookup of a position's slot, the pipeline spends two
+    of its stages on that, and more stages give no more buffers. `output` looks up the slots of a step in the previous
+    step, so all of its stages but one are buffers.
+  * The read rate of a processor is the number of bytes in flight divided by the latency of memory (about 1 us under
+    load): an H100 needs 22 KB in flight per processor. All buffers but one of each running program are in flight.
+  * The buffers of all programs on a processor share its shared memory, 164 KiB on an A100.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 CHIPS = ("sm_80", "sm_89", "sm_90")
-"""Classes of chips that tiles are chosen for: A100; consumer and inference cards of 99 KiB a block (A10, L4, L40, RTX 30
-to 50); H100, H200 and later data center chips."""
+"""Classes of chips that have tiles: A100; consumer and inference cards with 99 KiB of shared memory per block (A10, L4,
+L40, RTX 30 to 50); H100, H200 and later data center chips."""
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10}
-"""Shared memory that one block may have."""
+"""Maximum shared memory per block in bytes, by class of chips."""
 
 NUM_PROCESSORS = {"sm_80": 108, "sm_89": 58, "sm_90": 132}
-"""Streaming multiprocessors of a chip, which a small batch is split over; of sm_89 those of an L4."""
+"""Number of streaming multiprocessors over which a small batch is split, by class of chips; for sm_89 that of an L4."""
 
 MAX_HEAD_DIM = 256
-"""The widest head that has tiles."""
+"""Maximum number of lanes per head."""
 
 _SHARED_BYTES_OF = {
     80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
     110: 227 << 10, 120: 99 << 10, 121: 99 << 10,
 }  # fmt: skip
-"""By compute capability (80 for 8.0), from the CUDA programming guide: JAX does not say."""
+"""Maximum shared memory per block in bytes, by compute capability (80 for 8.0), from the CUDA programming guide, as JAX
+does not report it."""
 
 MIN_SIDE = 16
 """Smallest side of a matrix product on the tensor cores."""
@@ -45,18 +47,19 @@ class Tile:
     """Problem size that one program of a kernel takes at a time; sizes are powers of two."""
 
     tokens: int
-    """Cached positions."""
+    """Number of cached positions."""
     lanes: int
-    """Elements of a slot: the step of the loop over D, or the output lanes of `output`."""
+    """Number of elements of a slot: the step of the loop over D, or the output lanes of `output`."""
     warps: int
-    """Warps a program."""
+    """Number of warps per program."""
     stages: int
     """Depth of the pipeline that copies from device memory."""
     passes: int = 1
-    """`reprojected` only: loops over D. 1 makes keys and values together; 2 reads layer inputs twice, mostly from the
-    L2 cache, and needs half the accumulators. With a turn there are always two."""
+    """Number of loops over D, only for `reprojected`. With 1, keys and values are computed together; 2 reads layer
+    inputs twice, mostly from the L2 cache, and needs half the accumulators. Rotary keys always take 2."""
     columns: int = 0
-    """`rotary_scores` only: projected lanes of one half of a turn, over all heads of a program."""
+    """Number of projected lanes in one half of the rotary lanes, over all heads of a program; only for
+    `rotary_scores`."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "lanes", "warps"):
@@ -70,9 +73,9 @@ class PrefillTile:
     """Problem size that one program of a prefill kernel takes at a time; sizes are powers of two."""
 
     queries: int
-    """Rows of a product: query tokens times query heads of a key/value head."""
+    """Number of rows of a product: query tokens times query heads per key/value head."""
     keys: int
-    """Positions, cached or of the chunk."""
+    """Number of positions, cached or of the chunk."""
     warps: int
     stages: int
 
@@ -100,15 +103,15 @@ _DEFAULTS = {
     ("project_turned", "sm_89"): Tile(tokens=128, lanes=32, warps=8, stages=4),
     ("project_turned", "sm_90"): Tile(tokens=128, lanes=64, warps=8, stages=3),
 }
-"""By kernel and chip: every shape that `_TUNED` does not list. `project_turned` is `project` where keys are rotary or
-normed: both halves of a turn and its cosines and sines are in registers."""
+"""Default tiles by kernel and chip, for shapes that the other tables do not list. `project_turned` is `project` with
+rotary or normed keys: both halves of the rotary lanes and the cosines and sines are in registers."""
 
 _MANY_HEADS: dict[tuple[str, str], Tile] = {
     ("output", "sm_80"): Tile(tokens=64, lanes=128, warps=8, stages=6),
     ("output", "sm_89"): Tile(tokens=64, lanes=128, warps=8, stages=4),
     ("output", "sm_90"): Tile(tokens=64, lanes=128, warps=8, stages=6),
 }
-"""By kernel and chip: where products have more rows than `_FEW_HEADS`, whose sums take the registers of 8 warps."""
+"""Tiles by kernel and chip for more than `_FEW_HEADS` padded heads, whose sums need the registers of 8 warps."""
 _FEW_HEADS = 48
 
 _WIDE_HEADS: dict[tuple[str, str, int], Tile] = {
@@ -122,13 +125,13 @@ _WIDE_HEADS: dict[tuple[str, str, int], Tile] = {
     ("rotary_scores", "sm_89", 256): Tile(tokens=64, lanes=32, warps=8, stages=4, columns=64),
     ("rotary_scores", "sm_90", 256): Tile(tokens=64, lanes=32, warps=8, stages=4, columns=64),
 }
-"""By kernel, chip and lanes of a head, padded: where the defaults are for narrower heads."""
+"""Tiles by kernel, chip and padded lanes per head, for heads that are wider than the defaults allow."""
 
 _OF_HEADS: dict[tuple[str, str, int], Tile] = {
     # Phi-3 and Llama-2-7B within a step: 4 warps spill 8 bytes, at 168 registers.
     ("output", "sm_90", 32): Tile(tokens=64, lanes=128, warps=8, stages=6),
 }
-"""By kernel, chip and heads, whatever the width."""
+"""Tiles by kernel, chip and number of heads, for any width."""
 
 _TUNED: dict[tuple[str, str, int, int], Tile] = {
     # GPT-NeoX-20B: three sets of key lanes (24 turned in two halves, 72 not) need more registers at 128 tokens.
@@ -137,7 +140,7 @@ _TUNED: dict[tuple[str, str, int, int], Tile] = {
     # Phi-3 with its window: 4 warps spill 8 bytes, at 168 registers.
     ("output", "sm_80", 32, 3072): Tile(tokens=64, lanes=128, warps=8, stages=6),
 }
-"""By kernel, chip, heads and width, where the default does not fit or something else is faster."""
+"""Tiles by kernel, chip, number of heads and width, if the default does not fit or another tile is faster."""
 
 _PREFILL: dict[tuple[str, int], PrefillTile] = {
     ("sm_80", 128): PrefillTile(queries=128, keys=64, warps=8, stages=3),
@@ -147,17 +150,17 @@ _PREFILL: dict[tuple[str, int], PrefillTile] = {
     ("sm_89", 256): PrefillTile(queries=64, keys=16, warps=8, stages=3),
     ("sm_90", 256): PrefillTile(queries=64, keys=32, warps=8, stages=3),
 }
-"""By chip and lanes of a head, padded to 128 at least."""
+"""Tiles of the prefill kernels by chip and lanes per head, padded to at least 128."""
 
 
 def chip_for(capability: float) -> str:
-    """The class of a GPU, one of `CHIPS`.
+    """Return the class of a GPU, one of `CHIPS`.
 
     Args:
-        capability: its compute capability, 8.0 for an A100.
+        capability: compute capability, 8.0 for an A100.
 
     Raises:
-        ValueError: older than 8.0, which the kernels need.
+        ValueError: the compute capability is below 8.0, the minimum for the kernels.
     """
     if capability < 8.0:
         raise ValueError(f"compute capability {capability:.1f} is too old for the kernels, which need 8.0 or newer")
@@ -167,10 +170,10 @@ def chip_for(capability: float) -> str:
 
 
 def check_chip(chip: str | None, head_dim: int) -> str:
-    """The class of chips to take tiles for; None takes those of sm_80.
+    """Return the class of chips to choose tiles for; for None it is sm_80.
 
     Raises:
-        ValueError: the chip is unknown, or heads are wider than any tile.
+        ValueError: the chip is unknown, or heads are wider than `MAX_HEAD_DIM`.
     """
     chip = chip or CHIPS[0]
     if chip not in CHIPS:
@@ -184,19 +187,21 @@ def check_chip(chip: str | None, head_dim: int) -> str:
 
 
 def tile_for(kernel: str, chip: str | None, heads: int, width: int, itemsize: int, head_dim: int = 128) -> Tile:
-    """The tile of a kernel: the shape's own, else the default of kernel and chip.
+    """Return the tile of a kernel: a special one for the shape if there is one, else the default of kernel and chip.
 
     4-byte elements are for comparisons, not for speed: they get half the tokens and lanes, and two stages, which fits
-    where the 2-byte tile does. Loops never step over more lanes than there are.
+    wherever the 2-byte tile does. A tile has at most as many lanes as the padded width.
 
     Args:
-        chip: one of `CHIPS`; None takes the tiles of sm_80, which run on every later chip with 164 KiB a processor.
-        heads: query heads.
+        kernel: name of the kernel in the tables.
+        chip: one of `CHIPS`; None: as for sm_80, which runs on all later chips with 164 KiB per processor.
+        heads: number of query heads.
         width: D for kernels over layer inputs, H for `kv`.
+        itemsize: bytes per element of the pool.
         head_dim: H.
 
     Raises:
-        ValueError: the chip is unknown, or heads are wider than any tile.
+        ValueError: the chip is unknown, or heads are wider than `MAX_HEAD_DIM`.
     """
     chip = check_chip(chip, head_dim)
     tile = _TUNED.get((kernel, chip, heads, width)) or _OF_HEADS.get((kernel, chip, heads))
@@ -216,12 +221,18 @@ def tile_for(kernel: str, chip: str | None, heads: int, width: int, itemsize: in
 
 
 def prefill_tile(chip: str | None, head_dim: int, itemsize: int, num_rows: int, group: int) -> PrefillTile:
-    """The tile of the prefill kernels: like `tile_for`, and a smaller one for a short batch.
+    """Return the tile of the prefill kernels, like `tile_for`, but with fewer queries for a short batch.
 
     Args:
+        chip: see `tile_for`.
         head_dim: H.
-        num_rows: query tokens times `group`.
-        group: query heads of a key/value head, a power of two; a tile holds all of them for at least one token.
+        itemsize: bytes per element of the pool.
+        num_rows: number of query tokens times `group`.
+        group: number of query heads per key/value head, rounded up to a power of two; a tile holds all of them for at
+            least one token.
+
+    Raises:
+        ValueError: the chip is unknown, or heads are wider than `MAX_HEAD_DIM`.
     """
     tile = _PREFILL[check_chip(chip, head_dim), max(128, padded(head_dim))]
     if itemsize > 2:
@@ -230,14 +241,14 @@ def prefill_tile(chip: str | None, head_dim: int, itemsize: int, num_rows: int, 
 
 
 def padded(size: int) -> int:
-    """The power of two, at least `MIN_SIDE`, that holds `size`."""
+    """Return `size` rounded up to a power of two, at least `MIN_SIDE`."""
     return max(MIN_SIDE, 1 << (size - 1).bit_length())
 
 
 def head_splits(size: int) -> Sequence[tuple[int, int]]:
-    """`size` heads as one or two powers of two (start, length): 40 as 32 + 16, 72 as 64 + 16, 12 as 16.
+    """Split `size` heads into one or two padded parts (start, length): 40 into 32 + 16, 72 into 64 + 16, 12 into 16.
 
-    Two where that leaves fewer heads over than one.
+    There are two parts if this needs less padding.
     """
     whole = padded(size)
     half = whole // 2

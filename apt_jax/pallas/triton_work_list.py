@@ -1,15 +1,15 @@
-"""Work lists of the decode kernels: which tiles of which row a program takes, and how the pieces of a row are joined.
+"""Work lists of the decode kernels: the tiles that each program takes, and joining the pieces of a row.
 
-Rows of a step differ in length by up to the longest context, so programs are not given out by row. All visible tiles of
-all rows are cut into pieces of equal length, as many as fill the chip a few times; a row that is no longer than a piece
-is one piece. A long row among many is so spread over the whole chip, and a short one costs one short program.
+Rows of a step can differ in length by up to the longest context, so a program does not simply take a row. The visible
+tiles of all rows are cut into pieces of equal length, enough to fill the chip a few times; a row that is not longer
+than a piece is a single piece. So a long row among many is spread over the whole chip, and a short row costs one short
+program.
 
-The list is made from the lengths on the device. It is the same in every layer with the same window, so that the
-compiler makes it once a step, and its size is static: rows plus the number of pieces. Items that are not needed are at
-the end and do nothing.
+The device makes the list from the lengths. It is the same in all layers with the same window, so it is made once per
+step. Its size is static: the number of rows plus the number of pieces. Unused items are at the end and do nothing.
 
-The only piece of a row writes the row's result. Pieces of others write the state of flash attention (m, l and
-accumulator) to a place of their own, and `join_pieces` sums them in the order of the row: equal inputs give equal bits.
+If a row is a single piece, the piece writes the row's result. Other pieces write their flash state (m, l and
+accumulator) to separate places, and `join_pieces` sums these in the order of the row, so equal inputs give equal bits.
 """
 
 import dataclasses
@@ -28,37 +28,38 @@ from apt_jax.pallas.triton_common import MASKED, below, launch, load
 from apt_jax.pallas.triton_tiles import CHIPS, NUM_PROCESSORS, padded
 
 _JOINED_LANES, _JOINED_HEADS = 128, 8
-"""Lanes and heads of a program of `join_pieces`. A step without rows of several pieces launches it all the same: with a
-head a program OPT-13B had 22,400 programs that ended at once."""
+"""Number of lanes and heads per program of `join_pieces`. The kernel is launched even if all rows are single pieces;
+with one head per program OPT-13B had 22,400 programs without work."""
 _PIECES_AT_ONCE = 4
-"""Pieces of a row that it joins at a time."""
+"""Number of pieces of a row that a program of `join_pieces` reads at a time."""
 
 
 class Rows(NamedTuple):
-    """Visible tiles of positions of each query row; int32."""
+    """Visible tiles of positions of each query row."""
 
     table: Int32[Array, " B"]
-    """Row of the tables."""
+    """Row of the tables for each query row."""
     length: Int32[Array, " B"]
-    """Positions; its query is at the last of them."""
+    """Number of positions of each row; its query is at the last of them."""
     first: Int32[Array, " B"]
-    """The first tile that it sees."""
+    """First tile that each row's query sees."""
     last: Int32[Array, " B"]
-    """The end of its tiles."""
+    """End of each row's tiles."""
     packed: Int32[Array, " B"]
-    """Visible tiles of all rows before: where its own begin in an array that has the tiles of all rows, packed."""
+    """Index of each row's first visible tile among the visible tiles of all rows, in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkList:
-    """Pieces of a step, one program (or one a head) each."""
+    """The pieces of a step, each for one program (or one per head)."""
 
     items: Int32[Array, "M 8"]
-    """The fields of `Item`, row by row, then its row and place again; row -1: nothing to do."""
+    """Fields of `Item`, then the row again and the place of the piece's result (-1: the piece is the whole row), row by
+    row; an `Item.row` of -1 marks an unused item."""
     joins: Int32[Array, "S 3"]
-    """Rows of several pieces: row, first place, number of pieces; 0 pieces: none."""
+    """Row, first place and number of pieces of each row with several pieces; 0 pieces: unused entry."""
     num_places: int
-    """Places for results of pieces."""
+    """Number of places for results of pieces."""
 
 
 class Item(NamedTuple):
@@ -68,15 +69,15 @@ class Item(NamedTuple):
     table: Any
     length: Any
     first: Any
-    """First tile, counted from the start of the row."""
+    """First tile of the piece, counted from the start of the row."""
     last: Any
-    """End of the tiles."""
+    """End of the piece's tiles."""
     packed: Any
-    """Where the first tile of the piece is among the packed tiles of all rows."""
+    """Index of the piece's first tile among the packed tiles of all rows."""
 
 
 def _running_sum(x: Int32[Array, " B"]) -> Int32[Array, " B"]:
-    """Inclusive; one small kernel, which a scan would not be."""
+    """Return the inclusive running sum, computed as a single small kernel, unlike a scan."""
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
     return jnp.sum(jnp.where(index[:, None] >= index[None, :], x[None, :], 0), axis=1, dtype=jnp.int32)
 
@@ -88,11 +89,13 @@ def rows_of(
     tokens: int,
     window: int | None = None,
 ) -> Rows:
-    """The visible tiles of `tokens` positions of rows with these lengths.
+    """Return the visible tiles of `tokens` positions of rows with these lengths.
 
     Args:
-        table_of_row: None: each row has its own.
-        window: positions that a query sees, its own among them; None: all.
+        lens: length of each row.
+        table_of_row: row of the tables for each row; None: each row has its own.
+        tokens: number of positions per tile.
+        window: number of positions that a query sees, including its own; None: all.
     """
     lens = lens.astype(jnp.int32)
     seen_from = jnp.zeros_like(lens) if window is None else jnp.maximum(lens - window, 0)
@@ -102,7 +105,10 @@ def rows_of(
 
 
 def rows_of_call(call: DecodeCall, tokens: int) -> Rows:
-    """`rows_of` the rows of a call, others empty. The same in every layer, so the compiler computes it once a step."""
+    """Return `rows_of` for a call, with rows outside its row range empty.
+
+    The result is the same in all layers and computed once per step.
+    """
     (first, last), index = call.row_range(), jnp.arange(call.lens.shape[0], dtype=jnp.int32)
     lens = jnp.where((index >= first) & (index < last), jnp.minimum(call.lens, call.capacity), 0)
     window = None if call.rules is None else call.rules.window
@@ -110,21 +116,24 @@ def rows_of_call(call: DecodeCall, tokens: int) -> Rows:
 
 
 def pieces_for(chip: str | None, programs: int, per_processor: int) -> int:
-    """Pieces that all visible tiles are cut into, beside one a row.
+    """Return the number of pieces that all visible tiles are cut into, in addition to one piece per row.
 
     Args:
-        programs: of one piece.
-        per_processor: programs that each processor is to get: a few times what it runs at once.
+        chip: class of chips, one of `triton_tiles.CHIPS`; None: as for sm_80.
+        programs: number of programs per piece.
+        per_processor: wanted number of programs per processor: a few times the number that it runs at once.
     """
     return max(1, -(-per_processor * NUM_PROCESSORS[chip or CHIPS[0]] // programs))
 
 
 def work_list(rows: Rows, pieces: int, most_tiles: int, active: Bool[Array, " B"] | None = None) -> WorkList:
-    """Cut the tiles of rows into at most `pieces` pieces of equal length, and one shorter piece a row.
+    """Cut the tiles of rows into at most `pieces` pieces of equal length, plus one shorter piece per row.
 
     Args:
-        most_tiles: of a row; static.
-        active: rows to list; None: all. An active row without tiles has an item, which writes zeros.
+        rows: visible tiles of each row.
+        pieces: maximum number of pieces of full length.
+        most_tiles: maximum number of tiles per row; static.
+        active: mask of the rows to list; None: all rows. An active row without tiles has an item, which writes zeros.
     """
     batch = rows.length.shape[0]
     num_items = min(batch + pieces, batch * most_tiles)
@@ -169,19 +178,21 @@ def work_list(rows: Rows, pieces: int, most_tiles: int, active: Bool[Array, " B"
 
 
 def read_item(items: Any, index: Any) -> Item:
-    """The item of a program."""
+    """Load the item of a program."""
     return Item(*(plt.load(items.at[index, jnp.int32(i)]) for i in range(len(Item._fields))))
 
 
 def _read_goal(items: Any, index: Any) -> tuple[Any, Any]:
-    """Row and place of an item, where its result goes; -1: the piece is the whole row. From fields of their own, as what
-    is read before the loop would lie in registers all along."""
+    """Load the row and the place for an item's result; place -1: the piece is the whole row.
+
+    They have separate fields, because reusing the values read before the loop would keep them in registers.
+    """
     row, place = (plt.load(items.at[index, jnp.int32(len(Item._fields) + i)]) for i in range(2))
     return row, place
 
 
 def partial_shapes(work: WorkList, heads: int, width: int) -> list[jax.ShapeDtypeStruct]:
-    """Accumulators, m and l of pieces."""
+    """Return the shapes of the pieces' accumulators, m and l, all float32."""
     places = (work.num_places, heads)
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*places, width), places, places)]
 
@@ -196,14 +207,17 @@ def store_piece(
     mask: tuple[Any, Any],
     once: Any = None,
 ) -> None:
-    """Store (m, l, accumulator) of a piece: normalised as the result of its row, or at its place.
+    """Store the state of a piece: normalised as the result of its row, or unchanged at the place of the piece.
 
     Args:
-        results: refs (B, N, W), and (B, N) of m and l where they are wanted.
-        partial: refs of `partial_shapes`.
-        goal: the work list's items and the number of this one.
-        mask: heads that there are, and lanes or None.
-        once: True in one of the programs that share m and l; None: there is one.
+        state: m, l and accumulator.
+        results: ref of the results (B, N, W), optionally followed by refs of m and l (B, N).
+        partial: refs of arrays of `partial_shapes`.
+        goal: ref of the work list's items and the index of this item.
+        heads: head numbers.
+        lane: lane numbers.
+        mask: mask of existing heads, and mask of existing lanes or None.
+        once: True in the one program that stores m and l for a piece and its heads; None: there is only one program.
     """
     m, l, acc = state
     row, place = _read_goal(*goal)
@@ -226,7 +240,14 @@ def store_piece(
 def join_pieces(
     work: WorkList, results: Sequence[Array], partial: Sequence[Array], *, interpret: bool
 ) -> tuple[Array, ...]:
-    """The results with rows of several pieces filled in, in place; a program takes some lanes of some heads."""
+    """Fill in the results of rows with several pieces, in place, and return all results.
+
+    Args:
+        work: the work list.
+        results: arrays that `store_piece` has written.
+        partial: states of the pieces, of `partial_shapes`.
+        interpret: run in Pallas' interpreter.
+    """
     if not work.joins.shape[0]:
         return tuple(results)
     _, num_heads, width = results[0].shape
@@ -288,7 +309,13 @@ def join_pieces(
 
 
 def longest_chain(lens: Sequence[int], *, tokens: int, pieces: int) -> int:
-    """Tiles of the longest piece of rows with these lengths: what one program does one after another."""
+    """Return the number of tiles of the longest piece, which one program computes in sequence.
+
+    Args:
+        lens: length of each row.
+        tokens: number of positions per tile.
+        pieces: see `work_list`.
+    """
     tiles = [-(-n // tokens) for n in lens]
     piece = max(1, -(-sum(tiles) // pieces))
     return min(piece, max(tiles, default=0))

@@ -1,17 +1,19 @@
 """Absorbed decode attention in one pass over cached layer inputs, as a CUDA kernel for chips with clusters (contract:
 `reference.decode_absorbed`; the kernel: `cuda/decode_absorbed.cu`).
 
-The kernel is compiled to PTX for sm_90 when the package is made, not where it runs (`cuda/decode_absorbed.ptx.xz`, by
-`python -m tools.cuda_kernels`). XLA takes the text in a custom call and hands it to the driver; the launch is part of a
-step's CUDA graph as those of Triton kernels are. float16 and bfloat16 differ in the names of two instructions.
+The kernel is compiled to PTX for sm_90 when the package is built, not on the machine that runs it
+(`cuda/decode_absorbed.ptx.xz`, by `python -m tools.cuda_kernels`). XLA passes the PTX from a custom call to the driver,
+and the launch is part of a step's CUDA graph like those of Triton kernels. The PTX for float16 and bfloat16 differs
+only in the names of two instructions.
 
-What is static for the compiler is a `Variant`: how many blocks, warps, feature lanes and heads. Everything else is data,
-so that a handful of variants serves all widths up to 9,216 and any number of heads, in groups of equal size that read
-layer inputs one after another from the L2 cache. The visible tiles of all rows are cut into as many ranges of equal length
-as clusters run side by side (`ranges_of`), and `triton_work_list.join_pieces` joins rows that lie in several.
+A `Variant` holds the sizes that are static for the compiler: the numbers of blocks, warps, feature lanes and heads. All
+other sizes are data, so a few variants serve all widths up to 9,216 and any number of heads, in groups of equal size
+that read the same layer inputs from the L2 cache. The visible tiles of all rows are cut into ranges of equal length,
+one per cluster that runs at a time (`ranges_of`), and `triton_work_list.join_pieces` joins rows that lie in several
+ranges.
 
-Nothing but decode attention needs to know: key and value of a group of heads are one tensor, whose first lanes are the
-value (`decode_absorbed(..., value_width=512)` for latents of 576 lanes).
+The same kernel serves latents, where the value is the first lanes of the key: `decode_absorbed(..., value_width=512)`
+for latents of 576 lanes.
 """
 
 import dataclasses
@@ -34,21 +36,21 @@ from apt_jax.pallas.triton_tiles import NUM_PROCESSORS
 from apt_jax.pallas.triton_work_list import Rows, WorkList, join_pieces, partial_shapes, rows_of_call
 
 CALL = "__gpu$xla.gpu.ptx"
-"""The custom call of XLA that launches a kernel given as PTX; JAX's CUDA plugin has it from 0.10.2 on."""
+"""Name of XLA's custom call that launches a kernel given as PTX; available in JAX's CUDA plugin from 0.10.2 on."""
 CHIP = "sm_90"
-"""The class of chips that have clusters."""
+"""Class of chips with clusters."""
 SOURCES = tuple(Path(__file__).with_name("cuda") / name for name in ("decode_absorbed.cu", "warp_ops.cuh"))
 COMPILED = Path(__file__).with_name("cuda") / "decode_absorbed.ptx.xz"
 
 _LANES = 8
-"""Heads, or feature lanes, that an instruction multiplies."""
+"""Number of heads, or of feature lanes, that one instruction multiplies."""
 _MOST_PADDING = 4 / 3
-"""A variant takes layer inputs that are narrower than its lanes by this factor at most."""
+"""Maximum ratio of a variant's lanes to the width of the layer inputs."""
 _PROCESSORS_IN_CLUSTERS = 128
-"""Processors that clusters get, of the 132 of an H100: they do not reach over the borders of its parts, of 16 or 18
-processors each."""
+"""Number of an H100's 132 processors that clusters can use, as a cluster does not span its partitions of 16 or 18
+processors."""
 _LEAST_TILES = 2
-"""Tiles of a range, at least."""
+"""Minimum number of tiles per range."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,17 +58,17 @@ class Variant:
     """Sizes that the kernel is compiled for."""
 
     cluster: int
-    """Blocks, each of which has a processor to itself."""
+    """Number of blocks per cluster; each block occupies a processor."""
     warps: int
-    """Warps of a block: 4, 8 or 12, as each quarter of a processor has registers of its own."""
+    """Number of warps per block: 4, 8 or 12, as each quarter of a processor has its own registers."""
     feature_tiles: int
-    """Times 16 feature lanes, of a warp."""
+    """Number of tiles of 16 feature lanes per warp."""
     head_tiles: int
-    """Times 8 heads."""
+    """Number of tiles of 8 heads."""
     halves: int
-    """Times 16 positions, of a tile: 1 or 2. What passes between blocks takes as long for either."""
+    """Number of groups of 16 positions per tile: 1 or 2. The exchange between blocks takes equally long for both."""
     stages: int
-    """Tiles of layer inputs in shared memory; three of them are being computed with."""
+    """Number of tiles of layer inputs in shared memory, three of which are in use by computations."""
 
     @property
     def name(self) -> str:
@@ -74,12 +76,12 @@ class Variant:
 
     @property
     def width(self) -> int:
-        """Feature lanes."""
+        """Number of feature lanes."""
         return self.cluster * self.warps * self.feature_tiles * 2 * _LANES
 
     @property
     def tile(self) -> int:
-        """Positions of a tile."""
+        """Number of positions per tile."""
         return 16 * self.halves
 
     @property
@@ -92,7 +94,7 @@ class Variant:
 
     @property
     def macros(self) -> dict[str, int]:
-        """Macros that the compiler is given."""
+        """Macros for the CUDA compiler, by name."""
         return {
             "ONE_CLUSTER": self.cluster,
             "ONE_WARPS": self.warps,
@@ -104,7 +106,7 @@ class Variant:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: `Layout::kBytes` of the source."""
+        """Shared memory per block in bytes: `Layout::kBytes` of the source."""
         inputs = self.stages * self.warps * self.tile * (32 * self.feature_tiles + 16)
         of_warps, of_blocks = self.warps * self.head_tiles * 32 * 16, 2 * self.heads * self.tile * 4
         weights = 3 * self.heads * (2 * self.tile + 16 + 8)
@@ -126,24 +128,25 @@ VARIANTS = tuple(
         (8, 8, 9, 3, 1, 5),  # 9,216, 72 heads in 3 groups: OPT-66B
     )
 )
-"""By width. No more than 255 registers a thread and 227 KiB of shared memory a block, nothing spilled: the gate checks."""
+"""Compiled variants, by width. `tools.cuda_kernels` checks that each takes at most 255 registers per thread and 227 KiB
+of shared memory per block and spills no registers."""
 
 
 class Shape(NamedTuple):
-    """Numbers that the kernel reads, the same for all items: `Field` of the source."""
+    """Numbers that the kernel reads, the same for all items; `Field` in the source has the same order."""
 
     heads: int
     width: int
     value_width: int
     entries: int
-    """Entries of a row of the tables."""
+    """Number of entries per row of the tables."""
     block_size: int
     block_stride: int
-    """Elements of a block of the pool."""
+    """Number of elements per block of the pool."""
     window: int
-    """0: none."""
+    """Number of positions that a query sees; 0: all."""
     softcap: float
-    """0: none."""
+    """Soft cap of scores; 0: no cap."""
     has_ranges: bool
     has_slopes: bool
     groups: int
@@ -151,22 +154,22 @@ class Shape(NamedTuple):
     items: int
 
     def packed(self) -> np.ndarray:
-        """As the kernel reads them, int32."""
+        """Return the fields as an int32 array for the kernel, floats by their float32 bits."""
         return np.array([np.float32(x).view(np.int32) if isinstance(x, float) else x for x in self], np.int32)
 
 
 class Plan(NamedTuple):
-    """How heads and lanes are spread."""
+    """The variant for a call, and the split of its heads into groups."""
 
     variant: Variant
     groups: int
-    """Groups of heads."""
+    """Number of groups of heads."""
     group_heads: int
 
 
 def plan_for(heads: int, width: int) -> Plan | None:
-    """The variant that multiplies the fewest numbers, padding included; None where none is wide enough, or all are much
-    too wide."""
+    """Return the plan whose variant multiplies the fewest numbers, padding included; None if no variant has a suitable
+    width."""
     found: list[tuple[int, Plan]] = []
     for variant in VARIANTS:
         if width <= variant.width <= _MOST_PADDING * width:
@@ -177,10 +180,12 @@ def plan_for(heads: int, width: int) -> Plan | None:
 
 
 def why_not(chip: str | None, q_absorbed: Array, pool: Array) -> str | None:
-    """Reason why the kernel cannot take a call; None: it can.
+    """Return the reason why the kernel does not support a call; None if it does.
 
     Args:
-        q_absorbed: (B, N, D), of the dtype that results are to have.
+        chip: class of the chip, one of `triton_tiles.CHIPS`.
+        q_absorbed: (B, N, D) queries in the dtype of the result.
+        pool: pool of layer inputs.
     """
     _, heads, width = q_absorbed.shape
     if chip != CHIP:
@@ -200,39 +205,42 @@ def _compiled() -> dict[str, Any]:
 
 
 def ptx_of(variant: Variant, dtype: Any) -> str:
-    """The program of a variant for bfloat16 or float16, PTX of `sm_90`."""
+    """Return the PTX of a variant for `sm_90`, for bfloat16 or float16."""
     text = _compiled()["ptx"][variant.name]
     return text if jnp.dtype(dtype) == jnp.bfloat16 else text.replace("bf16", "f16")
 
 
 def num_ranges(plan: Plan) -> int:
-    """Ranges that all tiles are cut into: as many clusters run side by side, those of the groups of a range together."""
+    """Return the number of ranges that all tiles are cut into, so that the clusters of all ranges and groups run at the
+    same time."""
     processors = NUM_PROCESSORS[CHIP] if plan.variant.cluster == 1 else _PROCESSORS_IN_CLUSTERS
     return max(1, processors // plan.variant.cluster // plan.groups)
 
 
 def _running_sum(x: Int32[Array, " B"]) -> Int32[Array, " B"]:
-    """Inclusive."""
+    """Return the inclusive running sum."""
     index = jnp.arange(x.shape[0], dtype=jnp.int32)
     return jnp.sum(jnp.where(index[:, None] >= index[None, :], x[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def slack_for(plan: Plan, heads: int) -> int:
-    """Tiles that a range may be longer or shorter so as not to cut a row: half of those that have as many bytes as the
-    partial result of a piece."""
+    """Return the number of tiles by which a cut may move to a row's border: half of the tiles that have as many bytes
+    as the partial result of a piece."""
     return -(-heads // plan.variant.tile)
 
 
 def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array, " RANGES_AND_1"]]:
-    """Cut the visible tiles of all rows into `count` ranges of about equal length; a cluster takes one.
-
-    Returns:
-        Pieces of rows, an item each, range by range, then rows without tiles; the first item of each range and the end of
-        the last one's.
+    """Cut the visible tiles of all rows into `count` ranges of about equal length, one per cluster.
 
     Args:
-        slack: where a row begins or ends at most so many tiles from a cut, the cut is there: a row that is not cut needs
-            no partial results.
+        rows: visible tiles of each row.
+        count: number of ranges.
+        slack: a cut is moved to the border of a row that is at most `slack` tiles away, because a row that is not cut
+            needs no partial results.
+
+    Returns:
+        The work list, with one item per piece of a row, range by range, followed by rows without tiles; and the index
+        of the first item of each range, with the end of the last range appended.
     """
     batch = rows.length.shape[0]
     begin, end = rows.packed, rows.packed + (rows.last - rows.first)
@@ -286,7 +294,7 @@ def ranges_of(rows: Rows, count: int, slack: int) -> tuple[WorkList, Int32[Array
 
 
 def launch(plan: Plan, dtype: Any, count: int, operands: tuple[Array, ...], outs: list[jax.ShapeDtypeStruct]) -> Any:
-    """The kernel over `count` ranges; results in the order of its arguments."""
+    """Launch the kernel over `count` ranges; return its results, of the shapes `outs`."""
     variant, number = plan.variant, np.int32
     return jax.ffi.ffi_call(CALL, outs)(
         *operands,
@@ -312,17 +320,18 @@ def decode_absorbed(
     count: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N V"]:
-    """`softmax(q~ x^T) x` over positions [0, lens) in the pool's dtype, of the first `value_width` lanes; see
-    `reference.decode_absorbed`.
+    """Return `softmax(q~ x^T) x` over positions [0, lens) in the pool's dtype; see `reference.decode_absorbed`.
 
     Args:
-        value_width: V, even; None: D.
-        plan: None: `plan_for`.
-        count: ranges; None: `num_ranges`.
-        interpret: run the Triton kernel that joins pieces in Pallas' interpreter.
+        q_absorbed: queries q~.
+        call: pool, tables, lengths and score rules.
+        value_width: number of leading lanes of the result to compute (V, even); None: D.
+        plan: variant and head groups; None: those of `plan_for`.
+        count: number of ranges; None: `num_ranges`.
+        interpret: whether the Triton kernel that joins pieces runs in Pallas' interpreter.
 
     Raises:
-        ValueError: shapes or a dtype that the kernel does not take (`why_not`).
+        ValueError: the kernel does not support these shapes or this dtype (`why_not`).
     """
     pool, slot_ranges = call.pool, call.slot_ranges
     batch, heads, width = q_absorbed.shape

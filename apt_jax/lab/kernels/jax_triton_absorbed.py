@@ -1,11 +1,11 @@
 """Absorbed decode attention for NVIDIA GPUs in plain Triton, launched by jax-triton: an example, never the default.
 
-An example of how a kernel of this package is written in Triton itself and called from JAX, and a hedge: JAX has
-deprecated Pallas' Triton backend in favour of jax-triton. It is one of the five attention ops, and no backend's default;
-the backend `jax-triton` takes the other four from Pallas, so it does not outlive that backend. docs/lab/kernels.md says what
-would make it the successor.
+It shows how a kernel of this package can be written in Triton and called from JAX, in case Pallas' Triton backend,
+which JAX has deprecated in favour of jax-triton, is removed. It covers one of the five attention ops and is no
+backend's default; the backend `jax-triton` takes the other four ops from Pallas and so depends on it too.
+docs/lab/kernels.md says what is missing to replace Pallas.
 
-The kernels are in `jax_triton_kernels.py`; this module imports without triton, its function does not run without.
+The kernels are in `jax_triton_kernels.py`. This module can be imported without triton; `decode_absorbed` needs it.
 """
 
 import dataclasses
@@ -20,33 +20,33 @@ from jaxtyping import Float
 from apt_jax.ops.calls import DecodeCall
 
 _BACKEND_OPTIONS = {"enable_fp_fusion": True}
-"""Multiply-adds: what Triton does by default up to 3.9, with a warning where it is not asked for."""
+"""Compiler options that allow fused multiply-adds: Triton's default up to 3.9, which warns if it is not set."""
 MAX_HEADS = 128
-"""Per row; more would not fit the registers of kernel 2."""
+"""Maximum number of heads; more would not fit the registers of kernel 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Tile sizes of the two kernels; found by compiling for sm_80 and sm_90 without spills, not by timing."""
+    """Tile sizes of the two kernels; chosen so that they compile for sm_80 and sm_90 without spills, not by timing."""
 
     tokens: int = 64
-    """T, tokens per tile of scores; a multiple of 16."""
+    """Number of tokens per tile of scores (T); a multiple of 16."""
     score_lanes: int = 64
-    """Lanes that kernel 1 reads at a time,"""
+    """Number of lanes that kernel 1 reads at a time."""
     score_warps: int = 4
     score_stages: int = 3
     output_lanes: int = 128
-    """lanes that a program of kernel 2 computes."""
+    """Number of lanes that a program of kernel 2 computes."""
     output_warps: int = 4
     output_stages: int = 3
 
 
 def head_groups(num_heads: int) -> tuple[int, int]:
-    """Heads of the first group and of the second (0: none), powers of two of at least 16: 40 -> (64, 0), 72 -> (64,
-    16).
+    """Return the sizes of the first and the second group of heads: powers of two of at least 16, or 0 for no second
+    group; 40 -> (64, 0), 72 -> (64, 16).
 
     Raises:
-        ValueError: more heads than the kernels take.
+        ValueError: there are more than `MAX_HEADS` heads.
     """
     if num_heads > MAX_HEADS:
         raise ValueError(f"{num_heads=} exceeds the {MAX_HEADS} heads that the Triton kernels take")
@@ -58,7 +58,7 @@ def head_groups(num_heads: int) -> tuple[int, int]:
 
 
 def default_tiles(num_heads: int) -> Tiles:
-    """Eight warps where two groups of heads would fill the registers of four."""
+    """Return the default tiles, with eight warps instead of four for two groups of heads, which need more registers."""
     return Tiles() if num_heads <= 64 else Tiles(output_warps=8)
 
 
@@ -70,7 +70,7 @@ def constants(
     ranged: bool,
     tiles: Tiles,
 ) -> dict[str, Any]:
-    """Static sizes that both kernels are compiled for, beside LANES (names: `jax_triton_kernels.py`)."""
+    """Return the static sizes that both kernels are compiled for, except LANES; `jax_triton_kernels` has the names."""
     h0, h1 = head_groups(num_heads)
     return {
         "N": num_heads,
@@ -86,7 +86,7 @@ def constants(
 
 
 def _import_jax_triton() -> tuple[Any, Any]:
-    """jax_triton, fit for this JAX, and the kernels."""
+    """Import jax_triton, adapted to this version of JAX, and the kernels; return both modules."""
     try:
         import jax_triton  # pyright: ignore[reportMissingImports]  # optional
         from jax_triton import triton_lib  # pyright: ignore[reportMissingImports]
@@ -114,17 +114,20 @@ def decode_absorbed(
     tiles: Tiles | None = None,
     compute_capability: int | None = None,
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_absorbed`.
+    """Return absorbed decode attention in float32; see `reference.decode_absorbed`.
 
     Products take the pool's dtype (float32, bfloat16 or float16) and accumulate in float32; weights are rounded to the
     pool's dtype.
 
     Args:
-        compute_capability: of the GPU that kernels are compiled for, e.g. 80; None: the one present.
+        q_absorbed: queries.
+        call: pool, tables and lengths.
+        tiles: tile sizes; None: `default_tiles`.
+        compute_capability: compute capability of the GPU to compile for, such as 80; None: that of the present GPU.
 
     Raises:
         ImportError: triton or jax-triton is missing.
-        ValueError: more than 128 heads, or score rules.
+        ValueError: there are more than 128 heads, or the call has score rules.
     """
     jax_triton, kernels = _import_jax_triton()
     if call.rules is not None:

@@ -1,23 +1,25 @@
-"""Plain Triton kernels of absorbed decode attention, an example; import this only where triton is installed.
+"""Example kernels of absorbed decode attention in plain Triton; importing this module requires triton.
 
-The accumulator of a row, N heads of D lanes in float32, fits no streaming multiprocessor, so the output is cut along D
-over programs, while every score needs all of D. Hence two kernels (launched by `jax_triton_absorbed.py`):
+The accumulator of a row, N heads of D lanes in float32, does not fit a streaming multiprocessor, so the output is split
+along D over programs, while every score needs all of D. So there are two kernels (launched by
+`jax_triton_absorbed.py`):
 
-  1. `absorbed_scores`, a program per (tile of T tokens, row): S = q~ x^T over all lanes, and of the tile the maximum m,
-     the weights P = exp(S - m) in the pool's dtype, and their sum l.
-  2. `absorbed_output`, a program per (block of lanes, row): the sum of P x over the row's tiles, rescaled as in flash
-     attention by exp(m - running maximum) and divided by the sum of l at the end. No atomics: the same input gives the
-     same bits. Rows come in the reverse order of kernel 1, which finds what is left of x in the L2 cache.
+  1. `absorbed_scores`, with a program per (tile of T tokens, row), computes S = q~ x^T over all lanes, the maximum m of
+     the tile, the weights P = exp(S - m) in the pool's dtype, and their sum l.
+  2. `absorbed_output`, with a program per (block of lanes, row), computes the sum of P x over the row's tiles, rescaled
+     as in flash attention by exp(m - running maximum) and finally divided by the sum of l. It uses no atomics, so equal
+     inputs give equal bits. It takes the rows in the reverse order of kernel 1, to find layer inputs that are still in
+     the L2 cache.
 
-Tensor cores want a power of two of at least 16 heads; N heads are cut in a first group of H0 and, where that wastes
-less, a second one of H1 (72 heads take 64 + 16). H1 = 0: no second group.
+Tensor cores need a power of two of at least 16 heads. N heads are split into a first group of H0 and, if that needs
+less padding, a second one of H1 (72 heads take 64 + 16). H1 = 0: no second group.
 
 Float32 products are not rounded to TF32 ("ieee").
 
-Run-time checks of annotations leave these functions alone (`no_type_check`): Triton compiles their source, in the names
-of this module.
+The functions are excluded from run-time checks of annotations (`no_type_check`), because Triton compiles their source
+with the names of this module.
 
-Dimension key as in `reference.py`, and T tokens per tile, M tiles per row.
+The dimension key is that of `reference.py`, with T tokens per tile and M tiles per row.
 """
 
 from typing import no_type_check
@@ -39,7 +41,7 @@ def _token_slots(
     T: tl.constexpr,
     RANGED: tl.constexpr,
 ):
-    """Pool slots of a row's tokens [tile * T, tile * T + T), and the mask of existing ones (the slot is the row's own)."""
+    """Return the pool slots of a row's tokens [tile * T, tile * T + T), and the mask of tokens that exist."""
     position = tile * T + tl.arange(0, T)
     entry, order = position // C, position % C
     own = position < length
@@ -58,7 +60,7 @@ def _token_slots(
 @triton.jit
 @no_type_check
 def _store_weights(scores, own, p_out, m_out, l_out, cell, head, N: tl.constexpr, T: tl.constexpr):
-    """Maximum, weights and their sum of one group of heads and a tile (`cell`)."""
+    """Store the maximum, the weights and their sum for one group of heads and one tile, whose index is `cell`."""
     scores = tl.where(own[None, :], scores, -1e30)
     m = tl.max(scores, axis=1)
     p = tl.where(own[None, :], tl.exp(scores - m[:, None]), 0.0)
@@ -130,7 +132,7 @@ def absorbed_scores(
 @triton.jit
 @no_type_check
 def _fold(state_m, state_l, acc, x, p_in, m_in, l_in, cell, head, N: tl.constexpr, T: tl.constexpr):
-    """One tile of one group of heads into its running maximum, denominator and accumulator."""
+    """Fold one tile of one group of heads into the running maximum, denominator and accumulator, and return these."""
     at = cell * N + head
     m = tl.load(m_in + at, mask=head < N, other=-1e30)
     l = tl.load(l_in + at, mask=head < N, other=0.0)

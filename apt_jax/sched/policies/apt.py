@@ -57,10 +57,8 @@ class AptPolicy:
     Args:
         violation_decay: factor on the value of violated requests (§6.6 uses 0.4); 0: the near-zero constant (§4.2).
         prefill_memory: M of a prefill iteration. "kv", as in Eq. 7: the pool less the size of the keys and values of
-            all requests in R, even if they hold the hidden kind. "held": the pool less the blocks that R holds. None,
-            the
-            default: "held" if running requests keep their kinds, as they then never change to keys and values, else
-            "kv".
+            all requests in R, even if they hold the hidden kind. "held": the pool less the blocks that R holds. None:
+            "held" if running requests keep their kinds, as they then never change to keys and values, else "kv".
         count_violated: whether |W| + |R| of Eq. 5 counts violated requests. True, the default: as in the paper. False:
             as in the authors' code, which makes the hidden kind cheaper under overload.
         keep_kind: whether a running request keeps its kind, so that the decode knapsack offers only that kind. Not in
