@@ -1,7 +1,7 @@
-"""One request of a batch, served as a call over HTTP is: the same reading, validation, life and response.
+"""One request of a batch, served like a call over HTTP: the same reading, validation, life cycle and response.
 
-`ENDPOINTS` has what can be asked for. Requests run as best effort (`slo_class` "be") and without objectives of their
-own: the deadline of a batch is that of the whole.
+`ENDPOINTS` holds the paths that a batch may use. Requests run as best effort (`slo_class` "be") and without their own
+latency objectives; only the batch as a whole has a deadline.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from serve.observability.call_record import CallRecord
 from serve.slo_headers import TIER_KEY, class_of_tier
 
 TEMPORARY = (429, 503)
-"""Statuses with which a request has no outcome yet: it runs again."""
+"""HTTP statuses after which a request runs again instead of getting an outcome."""
 _WITHOUT_EFFECT = ("request_id", "slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", "deadline_ms", TIER_KEY)
-"""Fields that are left out: a batch has objectives as a whole, and tells its requests apart by `custom_id`."""
+"""Body fields that are dropped: a batch has one deadline, and identifies its requests by `custom_id`."""
 
 
 class BatchCall:
     """One request of a batch, a `serve.generate_call.Transport` that collects the response.
 
     Args:
-        endpoint: that it would be sent to.
+        endpoint: the HTTP endpoint that the request is for.
         service: the engine and the queues before it.
-        data: the line of the request.
-        tenant: owner of the batch; empty: there are no API keys.
-        on_read: called when its requests are about to go to the engine.
+        data: the request's line of the input file.
+        tenant: owner of the batch; empty if the server has no API keys.
+        on_read: called just before the call's requests go to the engine.
     """
 
     def __init__(
@@ -53,18 +53,19 @@ class BatchCall:
         self._service, self._data, self._tenant = service, data, tenant or None
         self.record = CallRecord(protocol="batch", method=endpoint.path, tenant=self._tenant)
         self.outcome: Outcome | None = None
-        """None: none yet; run the request again."""
+        """Result of the request; None if it has not ended, or must run again."""
         self.retry_after_s: float | None = None
-        """The engine or the queues before it are full: seconds after which to run it again."""
+        """Seconds after which to run the request again; set if the engine or the queues before it are full."""
         self.num_requests = 0
-        """Requests that it has given to the engine."""
+        """Number of engine requests of this call; 0 until the line has been read."""
         self._on_read = on_read
         self._call: TextCall
         self._response: ResponseBuilder
         self._collected: dict[int, OutputDelta] = {}
 
     async def read(self, engine: AsyncEngine) -> EngineCall:
-        """See `serve.generate_call.Transport`. Its owner in the queues is not that of the tenant's interactive calls."""
+        """See `serve.generate_call.Transport`. In the queues, batches and interactive calls of a tenant have different
+        owners."""
         owner, work = ("batch", self._tenant), self._service.work
         parts, arrival_s = engine.parts, engine.parts.clock.now_s()
 
@@ -72,7 +73,7 @@ class BatchCall:
             body = parse_json(self._data)["body"]
             if body.get("stream") is not None and check_flag("stream", body["stream"]):
                 raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
-            class_of_tier(body.get(TIER_KEY))  # of no effect, but a mistake is told
+            class_of_tier(body.get(TIER_KEY))  # no effect, but an invalid tier is an error
             call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)
             _require_places(parts.config.scheduler, call, "prompt" if body.get("n") in (None, 1) else "n")
             return call.with_requests([_without_objectives(request) for request in call.requests])
@@ -89,7 +90,7 @@ class BatchCall:
         return EngineCall(call.call_id, requests, call.deadline_s)
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
-        """See `serve.generate_call.Transport`; whoever runs it cancels its task."""
+        """See `serve.generate_call.Transport`. Does nothing: `BatchFeeder` cancels the task of the call."""
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         """See `serve.generate_call.Transport`."""
@@ -136,7 +137,7 @@ class BatchCall:
         """See `serve.generate_call.Transport`."""
 
     async def run(self) -> None:
-        """Serve it to its end, which `outcome` and `retry_after_s` tell. A task that is cancelled leaves no outcome."""
+        """Serve the request to its end and set `outcome` or `retry_after_s`. A cancelled task leaves no outcome."""
         await run_generate(self, self._service)
 
 
@@ -145,10 +146,10 @@ def _as_best_effort(body: Body) -> dict[str, Any]:
 
 
 def _require_places(config: SchedulerConfig, call: TextCall, field: str) -> None:
-    """Check that an empty queue takes all requests of a call at once.
+    """Check that an empty queue has room for all requests of a call at once.
 
     Raises:
-        InvalidRequestError: it does not, so that to try again would never end.
+        InvalidRequestError: the queue is too small, so that retries would never succeed.
     """
     num, most, option = len(call.requests), config.max_num_queued_reqs, "--max-num-queued-reqs"
     if any(request.tenant is not None for request in call.requests):
@@ -176,7 +177,7 @@ def _response(
 
 
 def failed_outcome(code: str, message: str) -> Outcome:
-    """The outcome of a request that never ran."""
+    """Return the outcome of a request that never ran, with this error code and message."""
     return Outcome(is_error=True, value={"response": None, "error": {"code": code, "message": message}})
 
 
@@ -187,4 +188,4 @@ ENDPOINTS: Mapping[str, Callable[[CallService, bytes, str, Callable[[], object]]
     for endpoint in HTTP_ENDPOINTS
     if endpoint.path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 }
-"""Paths that a batch may use, and the server of one of their requests (`BatchCall`)."""
+"""For each path that a batch may use, a function that makes the `BatchCall` of one request."""

@@ -1,7 +1,7 @@
 """Gives the requests of running batches to the engine, a few at a time.
 
-Interactive requests come first everywhere: in the engine by class and by the places that `FeedWindow` leaves them,
-before it because at most `MAX_READING` requests of batches are read and tokenized at once.
+Interactive requests always have priority: in the engine by class and by the places that `FeedWindow` leaves free for
+them; before the engine because at most `MAX_READING` requests of batches are read and tokenized at once.
 """
 
 import asyncio
@@ -25,45 +25,45 @@ logger = logging.getLogger(__name__)
 
 MAX_READING = 2
 _TICK_S = 0.02
-"""How soon places that interactive requests have left are noticed."""
+"""Interval in seconds of looking for places that interactive requests have freed."""
 _PAGE = 256
 _PAGE_BYTES = 4 << 20
 _LONGEST_PAUSE_S = 5.0
 _COSTS_WAIT_S = 120.0
-"""Step costs are measured while the engine has nothing to do: requests of batches wait for that, but no longer."""
+"""Maximum time in seconds that batch requests wait until step costs are measured, which needs an idle engine."""
 _SOON_S = 600.0
-"""A batch with its deadline so soon waits for nothing."""
+"""Batches whose deadline is less than this many seconds away do not wait for step costs."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RunningBatch:
-    """A batch whose requests run."""
+    """A batch that has not ended, with its tasks."""
 
     record: BatchRecord
     pending: collections.deque[tuple[RequestLine, bytes]] = dataclasses.field(default_factory=collections.deque)
-    """Read ahead from disk, with their lines."""
+    """Requests read ahead from disk, each with the bytes of its line."""
     last: int = 0
     """Number of the last line that has been read ahead."""
     is_read: bool = False
-    """Nothing is left to be read ahead."""
+    """True if all lines have been read ahead."""
     reading: asyncio.Task[None] | None = None
     calls: set[asyncio.Task[None]] = dataclasses.field(default_factory=set)
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    """Every request has an outcome on disk, or the batch is to end for another reason."""
+    """Set when every request has an outcome on disk, or the batch must end for another reason."""
     paused_until_s: float = 0.0
-    """On the monotonic clock: a request found no room."""
+    """Time on the monotonic clock before which no request of the batch starts, because an earlier one found no room."""
     failure: BaseException | None = None
-    """Error that ends it."""
+    """The error that ends the batch, if any."""
 
 
 class BatchFeeder:
-    """Runs requests of batches; one event loop.
+    """Runs requests of batches. Used from one event loop only.
 
     Args:
-        store: where the lines are.
+        store: reads the lines of requests.
         service: the engine and the queues before it.
-        on_outcome: takes the outcome of a request.
-        num_uncommitted: outcomes that wait to be stored; nothing is added while they are many.
+        on_outcome: called with the outcome of each request.
+        num_uncommitted: returns the number of outcomes not stored yet; no request starts while there are too many.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class BatchFeeder:
         self._store, self._service = store, service
         self._on_outcome, self._num_uncommitted = on_outcome, num_uncommitted
         self._batches: list[RunningBatch] = []
-        """Oldest first."""
+        """Batches whose requests run, oldest first."""
         self._wake = asyncio.Event()
         self._calls: set[BatchCall] = set()
         self._by_tenant: collections.Counter[str] = collections.Counter()
-        """Calls in flight."""
+        """Number of calls in flight per tenant."""
         self._window: FeedWindow | None = None
         self._costs: StepCosts | None = None
-        """Step costs of the window."""
+        """Step costs from which `_window` was made."""
         self._waiting_since_s: float | None = None
-        """First time that requests waited for step costs."""
+        """Time on the monotonic clock when requests first waited for step costs."""
 
     @property
     def num_calls(self) -> int:
-        """Requests of batches that are being read, wait or run."""
+        """Number of batch requests that are being read, wait or run."""
         return len(self._calls)
 
     def add(self, batch: RunningBatch) -> None:
@@ -97,7 +97,7 @@ class BatchFeeder:
         self._wake.set()
 
     async def remove(self, batch: RunningBatch) -> None:
-        """Run nothing more of a batch; what is in flight ends without an outcome."""
+        """Stop running requests of a batch; requests in flight are cancelled and get no outcome."""
         if batch in self._batches:
             self._batches.remove(batch)
         tasks = [*batch.calls, *([] if batch.reading is None else [batch.reading])]
@@ -109,7 +109,7 @@ class BatchFeeder:
         self._wake.set()
 
     async def run(self) -> None:
-        """Add requests whenever there is room for them, for ever."""
+        """Start requests whenever there is room for them, until cancelled."""
         while True:
             self._wake.clear()
             self._fill()
@@ -151,7 +151,7 @@ class BatchFeeder:
         return now_s - self._waiting_since_s < _COSTS_WAIT_S
 
     def _next(self, now_s: float) -> RunningBatch | None:
-        """The batch whose request runs next: the oldest of the tenant with the fewest requests in flight."""
+        """Return the batch whose request runs next: the oldest batch of the tenant with the fewest calls in flight."""
         first: dict[str, RunningBatch] = {}
         for batch in self._batches:
             if now_s >= batch.paused_until_s and (batch.pending or not batch.is_read):

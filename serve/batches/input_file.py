@@ -1,4 +1,4 @@
-"""Reads the input file of a batch: one request a line, each with an id of its own."""
+"""Reads the input file of a batch: one request per line, each with a unique `custom_id`."""
 
 import json
 import re
@@ -16,17 +16,18 @@ from serve.http_api.openai_request import parse_json
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PAUSE_EVERY_BYTES = 64 << 10
 _PAUSE_S = 1e-3
-"""Parsing holds the interpreter's lock, which the threads of interactive calls wait for."""
+"""Pause in seconds every `_PAUSE_EVERY_BYTES`: parsing holds the GIL, which threads of interactive calls need."""
 
 
 class InputRead(NamedTuple):
-    """The requests of a file, or its errors."""
+    """The requests of an input file, or its errors."""
 
     lines: list[RequestLine]
+    """Requests of the file; empty if there are errors."""
     errors: list[dict[str, Any]]
-    """At most `MAX_ERRORS`; with any there are no lines to run."""
+    """At most `MAX_ERRORS` errors in OpenAI's format."""
     model: str | None
-    """The model that all requests name; None: none, or several names of it."""
+    """The model name that all requests give; None if they give no name or different names."""
 
 
 class _LineError(Exception):
@@ -42,17 +43,17 @@ def read_input(
     check_model: Callable[[Any], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> InputRead | None:
-    """Read and check the whole file, in a thread; pauses now and then.
+    """Read and check the whole file. Blocks and sleeps briefly at intervals; call it in a thread.
 
     Args:
-        path: of the file.
-        endpoint: of the batch, which every line must have as its `url`.
-        config: bounds.
-        check_model: raises `UnknownModelError` or `InvalidRequestError` for the body of a request.
-        is_over: asked before each line; once it says so, nothing more is read.
+        path: path of the input file.
+        endpoint: endpoint of the batch, which every line must give as its `url`.
+        config: limits of files and batches.
+        check_model: called with the `body` of each request; raises `UnknownModelError` or `InvalidRequestError`.
+        is_over: called before each line; reading stops when it returns True.
 
     Returns:
-        None: it was over before the end of the file.
+        The requests or errors; None if `is_over` returned True before the end of the file.
 
     Raises:
         OSError: the file cannot be read.
@@ -102,16 +103,16 @@ def read_input(
 
 
 def parse_line(data: bytes) -> dict[str, Any]:
-    """The object of a line.
+    """Return the JSON object of a line.
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: the line is not a JSON object.
     """
     return parse_json(data)
 
 
 def _checked(data: bytes, endpoint: str, max_bytes: int) -> tuple[str, Mapping[str, Any]]:
-    """`custom_id` and `body` of a line."""
+    """Return `custom_id` and `body` of a line."""
     if len(data) > max_bytes:
         raise _LineError("line_too_long", f"A line has at most {max_bytes} bytes.")
     try:
@@ -141,7 +142,7 @@ def _shown(value: object) -> str:
 
 
 def _lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Number, first byte and bytes of each line without its end; of one that is too long only the beginning."""
+    """Yield number, byte offset and bytes of each line, without the line end and cut after about `max_bytes` bytes."""
     offset = number = 0
     with path.open("rb") as file:
         while data := file.readline(max_bytes + 2):

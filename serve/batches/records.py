@@ -14,7 +14,7 @@ STATUSES: tuple[Status, ...] = (
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 )  # fmt: skip
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
-"""States of batches that have not ended."""
+"""Statuses of batches that have not ended."""
 INPUT_PURPOSE = "batch"
 OUTPUT_PURPOSE = "batch_output"
 
@@ -24,17 +24,17 @@ def new_id(prefix: str) -> str:
 
 
 def now_s() -> int:
-    """Seconds since the epoch, as the API shows times."""
+    """Return the current time in whole seconds since the epoch, the API's unit of time."""
     return int(time.time())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file."""
+    """A stored file. Times are seconds since the epoch."""
 
     id: str
     tenant: str
-    """Its owner; empty: there are no API keys."""
+    """Owner of the file; empty if the server has no API keys."""
     purpose: str
     filename: str
     bytes: int
@@ -42,7 +42,7 @@ class FileRecord:
     expires_at: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's file object."""
+        """Return the file as OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -58,7 +58,7 @@ class FileRecord:
 
 @dataclasses.dataclass(kw_only=True)
 class BatchRecord:
-    """A batch. Times are seconds since the epoch; None: not yet, or never."""
+    """A batch. Times are seconds since the epoch, None if the event has not happened."""
 
     id: str
     tenant: str
@@ -67,16 +67,16 @@ class BatchRecord:
     completion_window: str
     created_at: int
     expires_at: int
-    """Its deadline."""
+    """Deadline of the batch."""
     status: Status = "validating"
     metadata: Mapping[str, str] | None = None
     model: str | None = None
     errors: list[dict[str, Any]] | None = None
-    """Why it failed: code, line, message and param of each problem."""
+    """Errors of a failed batch, each with code, line, message and param."""
     output_file_id: str | None = None
     error_file_id: str | None = None
     output_ttl_s: int | None = None
-    """Life of its output files; None: until they are deleted."""
+    """Lifetime of its output files in seconds; None: they are kept until deleted."""
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None
@@ -85,17 +85,17 @@ class BatchRecord:
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     total: int = 0
-    """Requests."""
+    """Number of requests."""
     completed: int = 0
     failed: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     num_validations: int = 0
-    """Times that its input file was begun to be read and the server ended within."""
+    """Number of times that reading of the input file began without being finished or cleanly stopped."""
 
     def as_json(self) -> dict[str, Any]:
-        """OpenAI's batch object."""
+        """Return the batch as OpenAI's batch object."""
         times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         errors = None if self.errors is None else {"object": "list", "data": self.errors}
         return {
@@ -128,7 +128,7 @@ JSON_COLUMNS = ("metadata", "errors")
 
 
 def to_row(record: FileRecord | BatchRecord) -> dict[str, Any]:
-    """Values by column."""
+    """Return the database row of a record: values by column, lists and mappings as JSON."""
     row = dataclasses.asdict(record)
     return {name: json.dumps(v) if name in JSON_COLUMNS and v is not None else v for name, v in row.items()}
 
@@ -152,9 +152,9 @@ class RequestLine:
     """Number of the line, from 1."""
     custom_id: str
     offset: int
-    """Its first byte in the file."""
+    """Byte offset of the line in the file."""
     size: int
-    """Bytes, without the end of the line."""
+    """Length of the line in bytes, without the line end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,9 @@ class Outcome:
     """Result of one request of a batch."""
 
     is_error: bool
-    """It belongs to the error file."""
+    """True if the outcome goes to the error file."""
     value: Mapping[str, Any]
-    """`response` and `error` of its line."""
+    """`response` and `error` fields of the output line."""
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -1,8 +1,8 @@
-"""The life of batches: validated, run, and written to their output files; resumed at the next start.
+"""Runs batches: validates them, runs their requests, writes the output files; resumes them at the next start.
 
-Each batch that has not ended is a task (`_live`). What it has reached is on disk before it goes on, so that a task can
-begin in any state: that is how batches are resumed. `BatchFeeder` runs the requests of all; outcomes are committed in
-groups, as many as have come while the last group was synced.
+Each batch that has not ended has a task (`_live`). Each new status is stored before the task continues, and the task
+can begin in any status, which is how batches are resumed. `BatchFeeder` runs the requests of all batches; the outcomes
+that arrive while one group is being synced form the next group, committed together.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ _HOUSEKEEPING_S = 60.0
 _ANY_NUMBER = 2**31
 _SAVE_AGAIN_S = 5.0
 MAX_VALIDATIONS = 2
-"""Times that the server may end while it reads an input file; then it is not read again."""
+"""Number of times that the server may end while it reads an input file; after that the batch fails."""
 
 
 class ValidationInterruptedError(Exception):
-    """The server has ended too often while it read an input file; one line."""
+    """The server has ended too often while it read an input file. The message is one line."""
 
 
 class BatchStateError(Exception):
-    """The state of a batch does not allow the operation; one line."""
+    """The status of a batch does not allow the operation. The message is one line."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,21 +59,21 @@ class BatchCounters:
     """Counts since the start of the server, for its metrics."""
 
     open: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Batches that have not ended, by state."""
+    """Number of batches that have not ended, by status."""
     ended: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Batches that have ended, by state."""
+    """Number of batches that have ended, by status."""
     requests: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
-    """Requests that have an outcome on disk: completed, failed, expired, cancelled."""
+    """Number of requests with an outcome on disk: completed, failed, expired or cancelled."""
     num_in_flight: int = 0
-    """Requests that are being read, wait or run."""
+    """Number of requests that are being read, wait or run."""
 
 
 class BatchRunner:
-    """Runs the batches of a store; one event loop.
+    """Runs the batches of a store. Used from one event loop only.
 
     Args:
-        store: files and batches; closed by `stop`.
-        service: the engine, once there is one, and the queues before it.
+        store: stored files and batches; closed by `stop`.
+        service: the engine, once it is attached, and the queues before it.
     """
 
     def __init__(self, store: BatchStore, service: CallService) -> None:
@@ -90,10 +90,10 @@ class BatchRunner:
         self._files = FairQueue(
             "apt-jax-batch-files", 1, max_waiting=_ANY_NUMBER, max_waiting_per_owner=_ANY_NUMBER, full="never"
         )
-        """Reads input files, each of which takes a core for a while; tenants take turns."""
+        """Thread that reads one input file at a time, because each uses a whole core; tenants take turns."""
         self._ended: asyncio.Task[None] | None = None
         self.is_resumed = False
-        """The batches of before the start run; until then none can be added or cancelled."""
+        """True if the batches of earlier runs have been resumed; until then batches cannot be added or cancelled."""
 
     def counters(self) -> BatchCounters:
         """Snapshot of counters and gauges."""
@@ -104,7 +104,7 @@ class BatchRunner:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Resume batches from disk, and run; the engine is ready."""
+        """Resume the batches on disk and start the background tasks. The engine must be ready."""
         for name, step, pause_s in (
             ("the feeding of batches", self._feeder.run, _SAVE_AGAIN_S),
             ("the storing of outcomes", self._commit, _SAVE_AGAIN_S),
@@ -114,7 +114,7 @@ class BatchRunner:
         self._loops.append(asyncio.create_task(self._resume()))
 
     async def stop(self) -> None:
-        """Run nothing more, and close the store. What is in flight has no outcome and runs after the next start."""
+        """Cancel all tasks and close the store. Requests in flight get no outcome and run after the next start."""
         if self._ended is None:
             self._ended = asyncio.create_task(self._end())
         await asyncio.shield(self._ended)
@@ -145,17 +145,17 @@ class BatchRunner:
         self._begin(record)
 
     def current(self, record: BatchRecord) -> BatchRecord:
-        """The batch as it is now: the disk may be too full to say that it has failed."""
+        """Return the current state of a batch: its failure may not be on disk yet if the disk is full."""
         batch = self._running.get(record.id)
         return batch.record if batch is not None and batch.record.status == "failed" else record
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Begin to cancel a batch; returns its new state.
+        """Begin to cancel a batch. Returns a copy of its new record.
 
         Raises:
             NotFoundError: the tenant has no batch of this id.
-            BatchStateError: it has ended, or is about to.
-            DiskFullError: the new state cannot be stored.
+            BatchStateError: the batch has ended, is being finalized or is already being cancelled.
+            DiskFullError: the new status cannot be stored.
         """
         batch = self._running.get(batch_id)
         if batch is None or batch.record.tenant != tenant:
@@ -258,14 +258,15 @@ class BatchRunner:
             logger.info("batch %s: in_progress, %s", record.id, counted(record.total, "request"), extra=_fields(record))
 
     def _read(self, record: BatchRecord, check: Callable[[Any], None]) -> InputRead | None:
-        """Read the input file of a batch, in a thread. None: the batch is cancelled, its deadline has passed, or the
-        server stops.
+        """Read the input file of a batch, in a thread. Returns None if the batch is cancelled, its deadline has passed
+        or the server stops.
 
-        That it has begun is on disk meanwhile, so that a file that ends the server does not do so at every start.
+        The attempt is counted on disk first, so that a file that crashes the server does not do so at every start.
 
         Raises:
-            ValidationInterruptedError: it has been begun too often.
-            DiskFullError, OSError: as `BatchStore.save` and `read_input`.
+            ValidationInterruptedError: reading has been interrupted `MAX_VALIDATIONS` times.
+            DiskFullError: the count cannot be stored.
+            OSError: the file cannot be read.
         """
 
         def is_over() -> bool:
@@ -353,7 +354,7 @@ class BatchRunner:
         await store.run(finalize)
 
     def _outputs(self, record: BatchRecord) -> tuple[list[FileRecord], list[Path]]:
-        """Write the output files of requests with outcomes; sets their ids in the record."""
+        """Write the output and error files from the stored outcomes, and set the ids of these files in the record."""
         files: list[FileRecord] = []
         paths: list[Path] = []
         created = now_s()
@@ -391,7 +392,7 @@ class BatchRunner:
             raise
 
     async def _fail(self, record: BatchRecord, error: Exception) -> None:
-        """End a batch that cannot go on; the outcomes that it has are written if there is room."""
+        """End a batch as failed; its outcomes so far are written to files if the disk has room."""
         code, message = "internal_error", "The batch failed because of an internal error."
         if isinstance(error, DiskFullError):
             code, message = "disk_full", f"The batch was stopped: {error}."
@@ -422,7 +423,7 @@ class BatchRunner:
                     continue
                 if not isinstance(again, DiskFullError):
                     log_failure(logger, "batch", again)
-            # Clients are told already (`current`); the disk will be when there is room.
+            # Clients see the failure already (`current`); it is stored once the disk has room.
             await asyncio.sleep(_SAVE_AGAIN_S)
 
     # --- outcomes ----------------------------------------------------------------------------------------------------
@@ -441,7 +442,7 @@ class BatchRunner:
             self._feeder.wake()
 
     async def _commit_group(self) -> None:
-        """Store the outcomes so far, in one transaction a batch."""
+        """Store the outcomes so far, in one transaction per batch."""
         group, self._outcomes = self._outcomes, []
         self._has_outcomes.clear()
         by_batch: dict[RunningBatch, list[tuple[RequestLine, Outcome]]] = {}
@@ -475,7 +476,7 @@ class BatchRunner:
     # --- files -------------------------------------------------------------------------------------------------------
 
     async def _keep_house(self) -> None:
-        """Delete files whose life is over."""
+        """Delete expired files at intervals, until cancelled."""
         while True:
             num = await self.store.run(lambda: self.store.delete_expired_files(now_s()))
             if num:
@@ -484,7 +485,7 @@ class BatchRunner:
 
 
 async def _for_ever(name: str, loop: Callable[[], Awaitable[None]], pause_s: float) -> None:
-    """Run a loop; after an error log it and begin again, `pause_s` later."""
+    """Run a loop until cancelled. After an error, log it and start the loop again `pause_s` seconds later."""
     while True:
         try:
             await loop()
@@ -494,7 +495,7 @@ async def _for_ever(name: str, loop: Callable[[], Awaitable[None]], pause_s: flo
 
 
 def _fields(record: BatchRecord) -> dict[str, Any]:
-    """Fields of a log line."""
+    """Return the structured fields of a log line about a batch."""
     fields = {
         "batch_id": record.id, "tenant": record.tenant or None, "status": record.status, "endpoint": record.endpoint,
         "requests": record.total, "completed": record.completed, "failed": record.failed,

@@ -1,14 +1,14 @@
-"""Files, batches and the outcomes of their requests on disk: SQLite for what must be committed once, files for content.
+"""Files, batches and the outcomes of their requests on disk: SQLite for records and outcomes, files for content.
 
-What a crash at any moment leaves:
+A crash at any moment leaves a consistent state:
 
-* SQLite commits with a synced log (`synchronous=FULL`): a transaction is there whole or not at all.
-* An outcome is written where there is none (``outcome IS NULL``) in the transaction that counts it, so a request has at
-  most one, and what has one never runs again.
-* A file is written beside its name, synced and renamed before its row is committed. Files without a row are removed at
-  the next start, so that an upload or an output file that was cut off leaves nothing.
-* The outcomes of a batch are deleted in the transaction that registers its output files and ends it. A crash before
-  has the files written again from the same outcomes.
+* SQLite commits with a synced log (`synchronous=FULL`): a transaction is stored completely or not at all.
+* An outcome is written only to a request without one (``outcome IS NULL``), in the transaction that counts it. So a
+  request has at most one outcome, and never runs again once it has one.
+* A file is written under a temporary name, synced and renamed before its row is committed. Files without a row are
+  removed at the next start, so that an interrupted upload or output file leaves nothing.
+* The outcomes of a batch are deleted in the transaction that registers its output files and ends it. After a crash
+  before that transaction the files are written again from the same outcomes.
 
 Methods block: call them in a thread (`BatchStore.run`).
 """
@@ -66,20 +66,20 @@ CREATE TABLE requests (
 _FROM_VERSION_1 = "ALTER TABLE batches ADD COLUMN num_validations INTEGER NOT NULL DEFAULT 0;"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
-"""A file that may not grow (a quota, a limit of the process) is an I/O error to SQLite."""
+"""SQLite error codes of a full or read-only disk; SQLITE_IOERR covers quotas and file size limits of the process."""
 _LOG_PAGES = 256
-"""Pages of 4 KiB that the log may have before it is written back."""
+"""Number of 4 KiB pages in the write-ahead log at which SQLite writes it back to the database."""
 _LOCK_WAIT_S = 30.0
-"""Wait for another program to close the database at the start."""
+"""Seconds that the start waits for another program to close the database."""
 _COPY_BYTES = 1 << 20
 _ROW_BYTES = 256
-"""Approximate bytes of a request in the tables beside its custom_id and its outcome."""
+"""Approximate size of a request in the tables, without its custom_id and its outcome."""
 _REQUEST_BYTES = f"{_ROW_BYTES} + 2 * LENGTH(CAST(custom_id AS BLOB)) + COALESCE(LENGTH(outcome), 0)"
-"""The custom_id is in an index too."""
+"""SQL for the approximate size of a request; the custom_id counts twice because it is in an index too."""
 
 
 class DiskFullError(Exception):
-    """The disk is full or read-only, or the share of it that batches may take is full."""
+    """The disk is full or read-only, or a limit on the files or disk space of batches is reached."""
 
 
 class NotFoundError(Exception):
@@ -91,10 +91,10 @@ class InUseError(Exception):
 
 
 class BatchStore:
-    """The directory of a server; only one process at a time can have it.
+    """The directory with the files and batches of a server; only one process at a time can use it.
 
     Args:
-        config: directory and bounds.
+        config: directory and limits.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -103,7 +103,7 @@ class BatchStore:
     def __init__(self, config: BatchConfig) -> None:
         self.config = config
         self.files_dir = config.directory / "files"
-        """Where files are; whoever writes one begins it here under another name (`add_file`)."""
+        """Directory of the files. New files are written here under a temporary name, which `add_file` replaces."""
         try:
             config.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.files_dir.mkdir(exist_ok=True, mode=0o700)
@@ -158,14 +158,14 @@ class BatchStore:
             " GROUP BY b.tenant"
         )
         self._request_bytes = collections.Counter({row["tenant"]: row["bytes"] for row in rows})
-        """Bytes of stored requests and outcomes, by tenant."""
+        """Bytes of stored requests and outcomes per tenant."""
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call a function that uses this store in its thread; calls run one after another."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def call(self, function: Callable[[], T]) -> T:
-        """As `run`, for a thread that waits."""
+        """Like `run`, but blocks the calling thread."""
         return self._thread.submit(function).result()
 
     def close(self) -> None:
@@ -180,10 +180,10 @@ class BatchStore:
         return self.files_dir / file_id
 
     def check_room(self, tenant: str, num_bytes: int) -> None:
-        """Check that a tenant may have more bytes on disk.
+        """Check that a tenant may store `num_bytes` more.
 
         Raises:
-            DiskFullError: it has its share, or all have theirs; one line that names the way out.
+            DiskFullError: the tenant's share or the whole space would be exceeded; the message says what to do.
         """
         total, own = self._used_bytes(tenant)
         if own + num_bytes > self.config.disk_share_bytes(tenant):
@@ -198,16 +198,16 @@ class BatchStore:
             )
 
     def _used_bytes(self, tenant: str) -> tuple[int, int]:
-        """Bytes of all tenants, and of one."""
+        """Return the bytes used by all tenants, and by this tenant."""
         total = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files") + self._request_bytes.total()
         own = self._one("SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ?", tenant)
         return total, own + self._request_bytes[tenant]
 
     def add_file(self, record: FileRecord, written: Path) -> None:
-        """Register a file whose content has been written to a path of this directory.
+        """Register a file whose content has been written to a path in `files_dir`. After an error the file is removed.
 
         Raises:
-            DiskFullError: as `check_room`, or the tenant has too many files.
+            DiskFullError: the disk or the tenant's share is full, or the tenant has too many files.
         """
         try:
             self.check_room(record.tenant, record.bytes)
@@ -224,7 +224,11 @@ class BatchStore:
             raise
 
     def file(self, tenant: str, file_id: str) -> FileRecord:
-        """Raises NotFoundError."""
+        """Return a file of a tenant.
+
+        Raises:
+            NotFoundError: the tenant has no file of this id.
+        """
         row = self._db.execute("SELECT * FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)).fetchone()
         if row is None:
             raise NotFoundError
@@ -233,13 +237,29 @@ class BatchStore:
     def files(
         self, tenant: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> tuple[list[FileRecord], bool]:
-        """A page of files, and whether more follow. Raises NotFoundError: none is called `after`."""
+        """Return a page of at most `limit` files in order of creation, and whether more follow.
+
+        Args:
+            tenant: owner of the files.
+            purpose: only files with this purpose; None: all.
+            after: id of the file after which the page begins; None: the first page.
+            limit: maximum number of files.
+            newest_first: whether the newest file comes first.
+
+        Raises:
+            NotFoundError: the tenant has no file with the id `after`.
+        """
         where, values = ("AND purpose = ?", (purpose,)) if purpose is not None else ("", ())
         rows, more = self._page("files", tenant, where, values, after, limit, newest_first)
         return [file_of(row) for row in rows], more
 
     def delete_file(self, tenant: str, file_id: str) -> None:
-        """Raises NotFoundError or InUseError."""
+        """Delete a file of a tenant.
+
+        Raises:
+            NotFoundError: the tenant has no file of this id.
+            InUseError: a batch that has not ended reads the file.
+        """
         self.file(tenant, file_id)
         if self._in_use(file_id):
             raise InUseError
@@ -248,10 +268,10 @@ class BatchStore:
             self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def delete_expired_files(self, now_s: int) -> int:
-        """Delete expired files that no batch reads; returns their number.
+        """Delete expired files that no open batch reads. Returns the number of deleted files.
 
         Raises:
-            Exception: of a file that cannot be deleted; the others have been.
+            Exception: the last error if some files cannot be deleted; the other files are deleted anyway.
         """
         rows = self._db.execute("SELECT id, tenant FROM files WHERE expires_at <= ?", (now_s,)).fetchall()
         expired = [row for row in rows if not self._in_use(row["id"])]
@@ -271,7 +291,7 @@ class BatchStore:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Register a batch. The oldest of those that have ended are forgotten beyond `max_ended_batches`."""
+        """Register a batch. If the tenant has more than `max_ended_batches` ended batches, the oldest are deleted."""
         with self._transaction():
             self._insert("batches", to_row(record))
             self._db.execute(
@@ -281,19 +301,29 @@ class BatchStore:
             )
 
     def batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises NotFoundError."""
+        """Return a batch of a tenant.
+
+        Raises:
+            NotFoundError: the tenant has no batch of this id.
+        """
         row = self._db.execute("SELECT * FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id)).fetchone()
         if row is None:
             raise NotFoundError
         return batch_of(row)
 
     def batches(self, tenant: str, *, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
-        """A page of batches, newest first, and whether more follow. Raises NotFoundError: none is called `after`."""
+        """Return a page of at most `limit` batches, newest first, and whether more follow.
+
+        The page begins after the batch with the id `after`, or with the newest if None.
+
+        Raises:
+            NotFoundError: the tenant has no batch with the id `after`.
+        """
         rows, more = self._page("batches", tenant, "", (), after, limit, True)
         return [batch_of(row) for row in rows], more
 
     def open_batches(self) -> list[BatchRecord]:
-        """Batches of all tenants that have not ended, oldest first."""
+        """Return the batches of all tenants that have not ended, oldest first."""
         return [
             batch_of(row) for row in self._db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY number")
         ]
@@ -302,10 +332,10 @@ class BatchStore:
         return self._one(f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND status IN {OPEN}", tenant)
 
     def begin(self, batch: BatchRecord, lines: Sequence[RequestLine]) -> None:
-        """Store the requests of a batch that has been validated, with its new state, in one transaction.
+        """Store the requests and the new state of a validated batch, in one transaction.
 
         Raises:
-            DiskFullError: nothing was stored.
+            DiskFullError: there is no room; nothing was stored.
         """
         num_bytes = sum(_ROW_BYTES + 2 * len(line.custom_id.encode()) for line in lines)
         self.check_room(batch.tenant, num_bytes)
@@ -325,7 +355,9 @@ class BatchStore:
     # --- outcomes ----------------------------------------------------------------------------------------------------
 
     def pending(self, batch: BatchRecord, after: int, most: int, most_bytes: int) -> list[tuple[RequestLine, bytes]]:
-        """The next requests without an outcome, behind line `after`, with their lines; at least one if there is any.
+        """Return the next requests without an outcome after line number `after`, each with the bytes of its line.
+
+        At most `most` requests of together `most_bytes` bytes, but at least one request if any is left.
 
         Raises:
             OSError: the input file cannot be read.
@@ -348,11 +380,11 @@ class BatchStore:
         return found
 
     def commit(self, outcomes: Iterable[tuple[BatchRecord, RequestLine, Outcome]]) -> None:
-        """Store outcomes and count them in their batches, in one synced transaction. A request that has an outcome
-        keeps it.
+        """Store outcomes and count them in their batches, in one synced transaction. A request that already has an
+        outcome keeps it.
 
         Raises:
-            DiskFullError: none was stored, and no record was changed.
+            DiskFullError: there is no room; no outcome was stored and no record changed.
         """
         before: dict[str, tuple[BatchRecord, dict[str, int]]] = {}
         names = ("completed", "failed", "input_tokens", "cached_tokens", "output_tokens")
@@ -385,7 +417,7 @@ class BatchStore:
         self._request_bytes.update(num_bytes)
 
     def end_pending(self, batch: BatchRecord, outcome: Outcome) -> None:
-        """Give all requests without an outcome this one."""
+        """Store this outcome for every request of the batch that has not got an outcome yet."""
         after = 0
         while True:
             rows = self._db.execute(
@@ -400,15 +432,15 @@ class BatchStore:
             after = lines[-1].number
 
     def end(self, batch: BatchRecord, files: Sequence[FileRecord], written: Sequence[Path]) -> None:
-        """End a batch: register its files, store its state and delete its outcomes, in one transaction.
+        """End a batch: register its output files, store its state and delete its requests, in one transaction.
 
         Args:
-            batch: with its last state.
-            files: its output files.
-            written: their contents, from `write_output`.
+            batch: the batch with its final status.
+            files: records of its output files.
+            written: path of the content of each output file, from `write_output`.
 
         Raises:
-            DiskFullError: nothing has been changed on disk.
+            DiskFullError: there is no room; the stored batch is unchanged and the written files are removed.
         """
         freed = self._one(f"SELECT COALESCE(SUM({_REQUEST_BYTES}), 0) FROM requests WHERE batch_id = ?", batch.id)
         try:
@@ -431,10 +463,14 @@ class BatchStore:
             self._db.execute("PRAGMA incremental_vacuum").fetchall()
 
     def write_output(self, batch: BatchRecord, *, errors: bool) -> tuple[Path, int] | None:
-        """Write the outcomes of a batch to a file, one a line in the order of its input, synced; None: there are none.
+        """Write the outcomes of a batch to a new synced file, one per line in the order of the input.
+
+        Args:
+            batch: the batch.
+            errors: write the outcomes for the error file instead of those for the output file.
 
         Returns:
-            The path, and the number of bytes.
+            The path and the number of bytes; None if there is no such outcome.
 
         Raises:
             DiskFullError: there is no room.
@@ -504,19 +540,19 @@ class BatchStore:
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                with contextlib.suppress(sqlite3.Error):  # what the log takes may be what a full disk lacks
+                with contextlib.suppress(sqlite3.Error):  # a full disk may need the space of the log
                     self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 raise
 
 
 def _line(line: RequestLine, outcome: Outcome) -> bytes:
-    """A line of the output file, or of the error file."""
+    """Return a line of the output file or the error file, without the line end."""
     return json_bytes({"id": new_id("batch_req_"), "custom_id": line.custom_id, **outcome.value})
 
 
 @contextlib.contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raise `DiskFullError` for errors of the system or SQLite that mean a full or read-only disk."""
+    """Raise `DiskFullError` in place of OS or SQLite errors that mean a full or read-only disk."""
     try:
         yield
     except OSError as error:
@@ -534,7 +570,7 @@ def _full_text(reason: object) -> str:
 
 
 def _code(error: sqlite3.Error) -> int | None:
-    """Primary result code; None: Python's own error."""
+    """Return SQLite's primary result code; None if the error comes from Python's `sqlite3` module."""
     code = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
 

@@ -1,4 +1,4 @@
-"""How many requests of batches may be in the engine: what interactive requests leave, in steps that are short enough."""
+"""Limits the number of batch requests in the engine, so that interactive requests find room and steps stay short."""
 
 import collections
 import math
@@ -6,29 +6,29 @@ import math
 from apt_jax.sched import StepCosts
 
 MEMORY_S = 15.0
-"""Seconds for which an interactive request counts after it has ended: the next one is expected."""
+"""Seconds for which an interactive request still counts after its end, because another one is likely to follow."""
 KEPT_SHARE = 0.9
-"""Share of the tokens per second that short steps must keep."""
+"""Fraction of the full throughput (tokens per second) that short steps must keep."""
 _LEAST_SHARE = 8
-"""An eighth of the places in any case: a model of costs knows nothing of the host's work per step."""
+"""Divisor: steps have at least 1/8 of the places, because step costs leave out the host's work per step."""
 
 
 class FeedWindow:
     """Requests of batches fill the places of a step that interactive requests do not use.
 
-    * Without interactive requests they have all places: a batch alone keeps the engine full.
-    * With them, as many places are left free as they used at most at once in the last seconds, and a few more: the next
-      one finds a place, whatever the policy.
-    * A first token waits for the step that runs when its request comes. So with interactive requests there are no more
-      rows in a step than `KEPT_SHARE` of the full throughput needs, by the costs of the model: where a step takes
-      nearly as long with few rows as with many, that is most of the places; where its time grows with each row, as with
-      small models on CPUs, a few.
-    * Nothing is added while an interactive request waits for a place.
+    * Without interactive requests, batch requests may use all places, so that a batch keeps the engine full.
+    * With interactive requests, the peak number of them in the last `MEMORY_S` seconds and a few more places are left
+      free, so that the next interactive request finds a place under every policy.
+    * The first token of a new request waits for the step that is running. So with interactive requests the number of
+      batch requests is at most the number of rows that reaches `KEPT_SHARE` of the full throughput by the step costs:
+      most of the places if a step takes nearly as long with few rows as with many, few of them if its time grows with
+      each row, as with small models on CPUs.
+    * No batch request is added while an interactive request waits for a place.
 
     Args:
-        places: requests that run in one step.
-        most: bound of the batch requests at once.
-        costs: of steps; None: not known.
+        places: maximum number of requests in one step.
+        most: maximum number of batch requests at once.
+        costs: measured step costs; None if they are not known.
     """
 
     def __init__(self, places: int, most: int, costs: StepCosts | None = None) -> None:
@@ -36,15 +36,15 @@ class FeedWindow:
         self._short = short_step_rows(places, costs)
         self._spare = max(1, places // 16)
         self._peaks: collections.deque[tuple[float, int]] = collections.deque()
-        """(time, interactive requests), falling: the first is the peak of `MEMORY_S`."""
+        """(time, number of interactive requests) in falling order of number; the first is the peak of `MEMORY_S`."""
 
     def room(self, now_s: float, num_interactive: int, num_batch: int) -> int:
-        """Return how many requests of batches may be added.
+        """Return the number of batch requests that may be added.
 
         Args:
-            now_s: seconds of any clock that does not go back.
-            num_interactive: requests in the engine, waiting ones among them, that belong to no batch.
-            num_batch: those that do.
+            now_s: time in seconds on any monotonic clock.
+            num_interactive: number of running and waiting requests in the engine that do not belong to a batch.
+            num_batch: number of batch requests in the engine.
         """
         peaks = self._peaks
         while peaks and now_s - peaks[0][0] > MEMORY_S:
@@ -60,7 +60,10 @@ class FeedWindow:
 
 
 def short_step_rows(places: int, costs: StepCosts | None) -> int:
-    """Return the fewest rows of a decode step with `KEPT_SHARE` of the throughput of a full one."""
+    """Return the smallest number of rows for which a decode step has `KEPT_SHARE` of the throughput of a full step.
+
+    At least 1/8 of the places; a quarter if the costs are not known.
+    """
     least = max(1, places // _LEAST_SHARE)
     if costs is None or costs.decode_base_s + costs.decode_per_request_s <= 0:
         return max(least, places // 4)

@@ -1,1 +1,1 @@
-"""The gRPC services `aptjax.v1.AptServe` and `vllm.grpc.engine.VllmEngine`, health and reflection."""
+"""The gRPC server: the services `aptjax.v1.AptServe`, `vllm.grpc.engine.VllmEngine`, health and reflection."""

@@ -1,10 +1,10 @@
-"""The Generate calls of the gRPC services of one port.
+"""The Generate calls of the gRPC services on one port.
 
-A `GenerateCodec` knows the messages of one service; `GrpcCalls` carries each call by
+A `GenerateCodec` converts the messages of one service; `GrpcCalls` serves each call with
 `serve.generate_call.run_generate`:
 
-* A client that does not read for too long loses its requests.
-* A done-callback of the RPC cancels its requests: a disconnect during a write is not a CancelledError in grpc.aio.
+* The requests of a client that does not read for too long are cancelled.
+* A failed write cancels the call's requests, because grpc.aio raises no CancelledError for a disconnect during a write.
 """
 
 import asyncio
@@ -47,35 +47,41 @@ T = TypeVar("T")
 
 
 class GenerateCodec(Protocol):
-    """The messages of one Generate call, in the classes of its service."""
+    """Converts the messages of one Generate call from and to the classes of its service."""
 
     def fields(self, parts: EngineComponents) -> dict[str, Any]:
-        """Arguments for `EngineComponents.build_requests`.
+        """Return the arguments for `EngineComponents.build_requests`.
 
         Raises:
-            InvalidRequestError, UnknownModelError: the message cannot be decoded, or names another model.
+            InvalidRequestError: the message cannot be decoded, or asks for an unsupported feature.
+            UnknownModelError: the message names a model that the server does not serve.
         """
         ...
 
     def objective_names(self) -> Mapping[str, str]:
-        """Names under which objectives were sent, by their names in errors of `build_requests`."""
+        """Return the names under which the client sent latency objectives, by their names in `build_requests`."""
         ...
 
     def deadline_s(self) -> float | None:
-        """The request's own time limit, seconds; None: it has none. Raises InvalidRequestError."""
+        """Return the time limit in the request message, in seconds; None if it gives no limit.
+
+        Raises:
+            InvalidRequestError: the limit is invalid.
+        """
         ...
 
     def messages(self, index: int, delta: OutputDelta) -> Iterable[Message]:
-        """Encode new output of request `index`."""
+        """Encode new output of request `index` of the call."""
         ...
 
 
 class _ClientDisconnectedError(Exception):
-    """A write failed."""
+    """A write failed because the client has disconnected or the RPC's deadline has passed."""
 
 
 def decoder(message_type: Any) -> Callable[[bytes], Any]:
-    """Make a decoder that returns None for invalid bytes, so that the handler can reject them with the right status."""
+    """Return a decoder that returns None for invalid bytes, so that the handler can reject them with the right
+    status."""
 
     def decode(data: bytes) -> Any:
         try:
@@ -87,15 +93,15 @@ def decoder(message_type: Any) -> Callable[[bytes], Any]:
 
 
 def metadata_of(context: grpc.aio.ServicerContext) -> list[tuple[str, str | bytes]]:
-    """The metadata of an RPC."""
+    """Return the metadata of an RPC as (key, value) pairs."""
     return [(key, value) for key, value in context.invocation_metadata() or ()]
 
 
 def require_decoded(request: T | None) -> T:
-    """Check that a message was decoded.
+    """Check that a request message was decoded, and return it.
 
     Raises:
-        InvalidRequestError: it was not.
+        InvalidRequestError: the message is None, that is, its bytes were invalid.
     """
     if request is None:
         raise InvalidRequestError("request", "the message cannot be read; text must be valid UTF-8")
@@ -103,13 +109,13 @@ def require_decoded(request: T | None) -> T:
 
 
 class GrpcCalls:
-    """The in-flight Generate calls of a port; one event loop.
+    """The in-flight Generate calls of a port. Used from one event loop only.
 
     Args:
-        write_stall_s: a client that has not read for this long loses its requests.
-        keys: tell the tenant of a call; None: there are no tenants.
-        tracer: None: no traces.
-        work: shared with other servers; None: its own.
+        write_stall_s: the requests of a client that does not read for this many seconds are cancelled.
+        keys: API keys, which determine the tenant of a call; None: there are no tenants.
+        tracer: makes traces of calls; None: no traces.
+        work: queues for preprocessing, shared with other servers; None: the port has its own.
         memory, starting: see `CallService`.
     """
 
@@ -128,7 +134,7 @@ class GrpcCalls:
         """Arrival of the last Generate call, seconds since the epoch."""
         self._keys = keys
         self._live: dict[str, tuple[EngineRequest, ...]] = {}
-        """Requests of calls that may not have ended, by the engine's id of the first one."""
+        """Requests of each call in flight, by the engine's id of the call's first request."""
 
     async def generate(self, codec: GenerateCodec, context: grpc.aio.ServicerContext, service: str) -> None:
         """Serve a Generate call of `service` to its end."""
@@ -145,7 +151,7 @@ class GrpcCalls:
         """Return the caller of an RPC.
 
         Raises:
-            MissingKeyError: its key has been revoked since it began.
+            MissingKeyError: its key has been revoked since the RPC began.
         """
         if self._keys is None:
             return ANYBODY
@@ -163,10 +169,10 @@ class GrpcCalls:
         return may_see_totals(self._keys, self.caller(context))
 
     def register(self, requests: tuple[EngineRequest, ...]) -> None:
-        """Note the live requests of a call for `abort`.
+        """Record the requests of a call for `abort`.
 
         Raises:
-            DuplicateRequestError: a live call of the tenant has its id.
+            DuplicateRequestError: a call in flight of the same tenant has the same id.
         """
         first = requests[0]
         if first.request_id in self._live:
@@ -174,16 +180,19 @@ class GrpcCalls:
         self._live[first.request_id] = requests
 
     def release(self, requests: tuple[EngineRequest, ...]) -> None:
-        """Free the id of a call, unless another one has it by now."""
+        """Free the id of a call, unless a newer call already uses it."""
         if requests and self._live.get(requests[0].request_id) is requests:
             del self._live[requests[0].request_id]
 
     async def abort(self, call_ids: Iterable[str], caller: Caller) -> None:
-        """Abort the requests of these calls, of any protocol, as far as the caller may reach them; their streams end
-        with the finish reason "abort".
+        """Abort the requests of these calls, of any protocol; their streams end with the finish reason "abort".
+
+        Args:
+            call_ids: ids of the calls, as the caller knows them.
+            caller: the client; only calls of its tenant are found.
 
         Raises:
-            UnknownRequestError: some of them are not live; the others are aborted all the same.
+            UnknownRequestError: at least one call is not in flight; the other calls are aborted anyway.
         """
         unknown = None
         for call_id in call_ids:
@@ -200,7 +209,7 @@ class GrpcCalls:
             for request in requests:
                 engine.abort(request.request_id)
             return True
-        # Of another protocol, whose calls are not noted here.
+        # It may be a call of another protocol, which is not recorded here.
         parts = (request_id, *(f"{request_id}#{i}" for i in range(1, engine.parts.limits.max_sequences)))
         found = engine.call(lambda: [engine.parts.engine.abort(part) for part in parts])
         return any(await asyncio.wrap_future(found))
@@ -236,7 +245,8 @@ class _GrpcCall:
         return EngineCall(call_id, requests, deadline_s)
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
-        """gRPC cancels the coroutine of the call, and a callback of the context comes after its end."""
+        """Does nothing: gRPC cancels the coroutine of the call, and calls callbacks of the context only after its
+        end."""
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
         if group.ended:  # before the client knows: it may use the id again
@@ -265,7 +275,8 @@ class _GrpcCall:
         self._calls.release(self._requests)
 
     def _deadline_s(self, engine: AsyncEngine) -> float | None:
-        """The earlier of the RPC's deadline and the request's own, on the engine's clock."""
+        """Return the earlier of the deadlines of the RPC and the request message, on the engine's clock; None if there
+        is no deadline."""
         now_s = engine.parts.clock.now_s()
         limits = [self._context.time_remaining(), self._codec.deadline_s()]
         known = [s for s in limits if s is not None]
@@ -300,24 +311,27 @@ class _GrpcCall:
             raise (error if name is None else error.renamed(name)) from None
 
     def _owner(self) -> Owner:
-        """The owner of the call's place in queues, as for HTTP (`serve.http_api.calls.owner_of`)."""
+        """Return the owner of the call in queues, as `serve.http_api.calls.owner_of` does for HTTP."""
         tenant = self.record.tenant
         return ("address", self._context.peer().rpartition(":")[0]) if tenant is None else ("key", tenant)
 
     async def _send(self, message: Message, group: RequestStreamGroup) -> None:
-        """Write one message. A client that does not read for too long loses its requests, and with them the cache
-        blocks.
+        """Write one message. If the client does not read it in time, the call's requests are cancelled, which frees
+        their cache blocks.
 
-        A write that has started cannot be taken back in gRPC, and no status can be sent before it has ended. So the
-        status waits until the client reads again or disconnects; what waits is one message, and the place among the
-        RPCs.
+        gRPC cannot cancel a write that has started, and sends no status before it has ended. So the status waits until
+        the client reads again or disconnects; until then one message and one of the concurrent RPCs stay in use.
+
+        Raises:
+            SlowReaderError: the client did not read for `write_stall_s` seconds.
+            _ClientDisconnectedError: the write failed.
         """
         stall_s = self._calls.write_stall_s
         slow = False
 
         def cancel() -> None:
             nonlocal slow
-            slow = not group.ended  # finished output is delivered whole, however slowly
+            slow = not group.ended  # finished output is delivered completely, even to a slow client
             group.cancel()
 
         timer = asyncio.get_running_loop().call_later(stall_s, cancel)
@@ -337,6 +351,6 @@ class _GrpcCall:
 
 
 async def _end(context: grpc.aio.ServicerContext, status: Status) -> NoReturn:
-    # Before the first message this goes out as trailers only: the client may then retry elsewhere.
+    # Before the first message the status is sent as trailers only, so that the client may retry elsewhere.
     await context.abort(status.code, status.message, status.trailers)
     raise AssertionError("not reached: abort raises")

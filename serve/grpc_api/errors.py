@@ -1,7 +1,7 @@
-"""The only mapping from errors to gRPC statuses; `serve.http_api.errors` is its twin for HTTP.
+"""The only mapping from errors to gRPC statuses; `serve.http_api.errors` is its counterpart for HTTP.
 
-Clients see the texts of our own errors, which are written for them, and never that of any other exception.
-`grpc-retry-pushback-ms` tells clients and proxies when to retry; -1 says not to (gRPC proposal A6).
+Clients see the messages of the project's own errors, which are written for them, but not of any other exception.
+`grpc-retry-pushback-ms` tells clients and proxies when to retry; -1 tells them not to retry (gRPC proposal A6).
 """
 
 import asyncio
@@ -46,8 +46,8 @@ def to_grpc_status(error: BaseException, request_id: str) -> Status:
     """Map an error to the status of its RPC.
 
     Args:
-        error: what ended the RPC.
-        request_id: shown to the client if the error's text may not be.
+        error: the exception that ended the RPC.
+        request_id: id shown to the client in place of the text of an internal error.
     """
     match error:
         case DuplicateRequestError():

@@ -1,4 +1,4 @@
-"""Required calls of functions as the gateway asks for them: a JSON schema of a list of calls, which it does not bound."""
+"""Required function calls from gateways, which ask for them with a JSON schema of an unbounded list of calls."""
 
 import contextlib
 import json
@@ -9,11 +9,12 @@ from apt_jax.validation.limits import MAX_TOOL_CALLS
 
 
 def bounded_calls(text: str) -> str:
-    """A schema with the limit of calls of an HTTP answer, whose objects have only the listed properties: small models
-    add calls and properties without end. Any other schema stays as it is.
+    """Return a gateway's schema of function calls with at most `MAX_CALLS` calls and only the listed properties.
+
+    Without these limits small models add calls and properties endlessly. Any other schema is returned unchanged.
 
     Args:
-        text: a JSON schema, unchecked.
+        text: JSON schema, not validated yet.
     """
     with contextlib.suppress(ValueError, RecursionError):
         schema = json.loads(text)
@@ -27,7 +28,7 @@ def bounded_calls(text: str) -> str:
 
 
 def _is_call(schema: Any) -> bool:
-    """Tell whether it describes the name of a function and its parameters."""
+    """True if the schema describes a function call: an object with the properties `name` and `parameters`."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return isinstance(properties, dict) and list(properties) == ["name", "parameters"]
 

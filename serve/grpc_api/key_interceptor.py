@@ -15,7 +15,7 @@ _OPEN_METHODS = frozenset(("/grpc.health.v1.Health/Check", "/grpc.health.v1.Heal
 
 
 def caller_of(keys: ApiKeys, metadata: Iterable[tuple[str, str | bytes]]) -> Caller | None:
-    """The caller of an RPC; None: it has no valid key, or more than one."""
+    """Return the caller of an RPC; None if its metadata has no valid key, or more than one key."""
     given = [value for name, value in metadata if name == "authorization"]
     return keys.caller_of(given[0]) if len(given) == 1 else None
 
@@ -24,8 +24,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Rejects calls without a valid key, except calls of the health service.
 
     Args:
-        keys: the accepted ones.
-        log: of the rejected calls.
+        keys: the accepted API keys.
+        log: log for rejected calls.
     """
 
     def __init__(self, keys: ApiKeys, log: CallLog) -> None:

@@ -1,4 +1,4 @@
-"""Conversions between protobuf messages and the types of `apt_jax`. `apt_jax.validation` makes all checks."""
+"""Conversions between protobuf messages and the types of `apt_jax`. All checks are in `apt_jax.validation`."""
 
 import dataclasses
 import json
@@ -26,15 +26,15 @@ _SAMPLING_SCALARS = tuple(
     field.name for field in pb.SamplingParams.DESCRIPTOR.fields if not field.is_repeated and field.message_type is None
 )
 _PROMPT_ENTRIES = 1024
-"""Prompt tokens whose log probabilities one message holds: clients take 4 MiB unless told otherwise."""
+"""Maximum number of prompt tokens per message with log probabilities: by default clients accept at most 4 MiB."""
 _SLO_CLASSES = {"rt": pb.SLO_CLASS_RT, "be": pb.SLO_CLASS_BE}
 
 
 def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str, Any]:
-    """Arguments for `EngineComponents.build_request`.
+    """Return the arguments for `EngineComponents.build_requests` from a request and its metadata.
 
     Raises:
-        InvalidRequestError: metadata that is not a number, or an unknown class.
+        InvalidRequestError: an objective in the metadata is not a number, or the SLO class is unknown.
     """
     fields: dict[str, Any] = {"params": _sampling_fields(request.sampling)}
     if request.request_id:
@@ -51,10 +51,11 @@ def request_fields(request: pb.GenerateRequest, metadata: Metadata) -> dict[str,
 def slo_fields(
     metadata: Metadata, slo: pb.Slo | None = None, slo_class: int = pb.SLO_CLASS_UNSPECIFIED
 ) -> dict[str, Any]:
-    """SLOs and class of a request: those of its message, else those of its metadata.
+    """Return the latency objectives and SLO class of a request: each from its message if set there, else from its
+    metadata.
 
     Raises:
-        InvalidRequestError: metadata that is not a number, or an unknown class.
+        InvalidRequestError: an objective in the metadata is not a number, or the SLO class is unknown.
     """
     slo = pb.Slo() if slo is None else slo
     headers = {key: value for key, value in reversed(metadata)}
@@ -66,7 +67,7 @@ def slo_fields(
 
 
 def objective_names(metadata: Metadata, slo: pb.Slo | None = None) -> dict[str, str]:
-    """Names under which a request's objectives were sent, by their names in errors of `apt_jax.validation`."""
+    """Return the names under which latency objectives were sent, by their names in errors of `apt_jax.validation`."""
     sent = {key for key, _ in metadata}
     names = {}
     for part, keys in (("ttft_ms", TTFT_KEYS), ("tbt_ms", TBT_KEYS)):
@@ -102,10 +103,10 @@ def _structured_output_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
 
 
 def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
-    """A message from the fields of `StructuredOutputsParams`, for clients.
+    """Return a message with the given fields of `StructuredOutputsParams`. Used by clients.
 
     Raises:
-        ValueError, TypeError: a field or value that the message cannot hold.
+        ValueError, TypeError: the message cannot hold a field or value, or has more than one constraint.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     constraints = [f.name for f in pb.StructuredOutputs.DESCRIPTOR.oneofs_by_name["form"].fields if f.name in given]
@@ -132,7 +133,13 @@ def _slo_class(value: int, headers: Mapping[str, str | bytes]) -> str | None:
 
 
 def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateResponse:
-    """Encode new output; `num_tokens` counts the output so far."""
+    """Encode new output of a request.
+
+    Args:
+        delta: the new output.
+        sequence: number of the message in its stream, from 0.
+        num_tokens: number of output tokens so far, including the new ones.
+    """
     message = pb.GenerateResponse(
         request_id=delta.request.label,
         sequence=sequence,
@@ -147,8 +154,13 @@ def response(delta: OutputDelta, sequence: int, num_tokens: int) -> pb.GenerateR
 
 
 def prompt_responses(delta: OutputDelta, sequence: int, tokenizer: Tokenizer | None) -> Iterator[pb.GenerateResponse]:
-    """Encode the log probabilities of a prompt as messages of bounded size, the first of which has this number;
-    `tokenizer` gives the texts of tokens."""
+    """Encode the log probabilities of a prompt, if `delta` has them, as messages of bounded size.
+
+    Args:
+        delta: output with the log probabilities.
+        sequence: number of the first message in its stream.
+        tokenizer: decodes the texts of tokens; None: messages have no texts.
+    """
     if delta.prompt_logprobs is None:
         return
     prompt, most = delta.request.prompt_token_ids.tolist(), delta.request.params.prompt_logprobs or 0
@@ -173,7 +185,7 @@ def _logprob(token_id: int, entry: Logprob) -> pb.Logprob:
 
 
 def _token_logprobs(token_id: int, entries: Mapping[int, Logprob], most: int = MAX_LOGPROBS) -> pb.TokenLogprobs:
-    """The token's own log probability, and the `most` likely ones."""
+    """Encode the log probability of a token, and of the `most` most likely tokens at its position."""
     ranked = sorted(((e.rank, t, e) for t, e in entries.items() if e.rank is not None), key=lambda x: x[:2])[:most]
     return pb.TokenLogprobs(
         sampled=_logprob(token_id, entries[token_id]),
@@ -211,7 +223,7 @@ def _finish(delta: OutputDelta, num_tokens: int) -> pb.Finish:
 
 
 def timings(metrics: RequestMetrics) -> pb.Timings:
-    """Latencies of a request; those that it does not have are not set."""
+    """Return the latencies of a request in milliseconds; latencies that it does not have yet are not set."""
     record = RequestRecord.from_metrics(metrics)
 
     def since_arrival(at_s: float | None) -> float | None:
@@ -238,7 +250,12 @@ def _slo_result(metrics: RequestMetrics, *, ok: bool) -> pb.SloResult:
 
 
 def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
-    """The engine's counters and gauges, and the server's own `facts`."""
+    """Return a message with the engine's counters and gauges.
+
+    Args:
+        stats: the engine's counters and gauges.
+        facts: further fields of the message, which the server knows.
+    """
     copied = {
         name: getattr(stats, name)
         for name in pb.GetStatsResponse.DESCRIPTOR.fields_by_name
@@ -256,8 +273,8 @@ def watch_response(
 
     Args:
         batch: the iterations.
-        served_since_s: on the engine's clock.
-        shown_id: what the client sees of an engine's id; None is sent as "".
+        served_since_s: time on the engine's clock when the server started.
+        shown_id: returns the request id that the client sees for an engine's id; None is sent as "".
     """
 
     def shown(request_id: str) -> str:
@@ -270,11 +287,12 @@ def watch_response(
 
 
 def own_iterations(batch: IterationBatch, shown_id: Callable[[str], str | None], first: int) -> IterationBatch:
-    """Return the iterations as a client sees them that may see nothing of others.
+    """Return the iterations for a client that may see only its own requests.
 
     Args:
-        batch: the iterations; those without such a request are left out.
-        shown_id: as for `watch_response`.
+        batch: the iterations; iterations without a request of the client are left out.
+        shown_id: returns the request id that the client sees for an engine's id; None for requests of other clients.
+        first: number of the first returned iteration.
     """
     found = []
     for iteration in batch.iterations:

@@ -1,5 +1,5 @@
-"""A time limit for the request message of an RPC. gRPC has none: a client that opens RPCs and sends nothing would hold
-all that the server takes at once."""
+"""A time limit for the request message of an RPC. gRPC has no such limit, so that a client could occupy all concurrent
+RPCs of the server by opening them without sending a request."""
 
 import asyncio
 import inspect
@@ -12,12 +12,13 @@ _MISSING = object()
 
 
 class RequestTimeout(grpc.aio.ServerInterceptor):
-    """Ends RPCs whose request does not come in time; must be the first interceptor, so that it holds for rejected ones.
+    """Ends RPCs whose request does not arrive in time. It must be the first interceptor, so that it also limits RPCs
+    that later interceptors reject.
 
-    Handlers of one request are called as those of a stream of requests are, so that the wait for it is ours.
+    Unary requests are received as a stream, so that this class and not gRPC waits for the request.
 
     Args:
-        limit_s: time for the request, seconds.
+        limit_s: time limit for the request, in seconds.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -53,14 +54,14 @@ class RequestTimeout(grpc.aio.ServerInterceptor):
         return generate
 
     async def _request(self, requests: AsyncIterable[Any], context: grpc.aio.ServicerContext) -> Any:
-        """Wait for the request, or end the RPC."""
+        """Return the request, or end the RPC if it does not arrive in time or at all."""
 
         async def first() -> Any:
             return await anext(aiter(requests), _MISSING)
 
         task = asyncio.ensure_future(first())
         try:
-            # gRPC's receiving is not to be cancelled: it ends with the RPC.
+            # The receive operation of gRPC must not be cancelled: it ends with the RPC.
             await asyncio.wait({task}, timeout=self._limit_s)
             if not task.done():
                 limit = f"the request must come within {self._limit_s:g} s"

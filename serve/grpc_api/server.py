@@ -1,10 +1,11 @@
 """The gRPC server: `aptjax.v1.AptServe`, `vllm.grpc.engine.VllmEngine`, health and reflection on one port.
 
-1. `GrpcServer.start` binds and answers at once: health is NOT_SERVING and Generate is UNAVAILABLE while a model loads.
-2. `GrpcServer.serve` takes a warm engine; health turns SERVING.
-3. `GrpcCalls` carries each Generate to its end.
-4. `GrpcServer.stop` turns health to NOT_SERVING, rejects new requests, waits for in-flight ones for a while, cancels
-   the rest.
+1. `GrpcServer.start` binds the port and answers at once: health is NOT_SERVING and Generate is UNAVAILABLE while the
+   model loads.
+2. `GrpcServer.serve` attaches the engine when it is ready; health becomes SERVING.
+3. `GrpcCalls` serves each Generate call to its end.
+4. `GrpcServer.stop` sets health to NOT_SERVING, rejects new requests, waits for requests in flight for a limited time
+   and cancels the rest.
 """
 
 import asyncio
@@ -35,8 +36,8 @@ from serve.security.tls import Tls
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
-# No health service of other engines is ever registered beside them: gateways probe those first and would mistake us for
-# one.
+# Health services of other engines are never registered: gateways probe them first and would take this server for such an
+# engine.
 _SERVICES = (SERVICE, VLLM_SERVICE)
 
 
@@ -46,41 +47,41 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051
-    """0: any free one."""
+    """Port to listen on; 0: any free port."""
     max_concurrent_rpcs: int = 1024 + 64 + 64
-    """RPCs at once, and streams a connection; a proxy may bring all of them over one."""
+    """Maximum number of concurrent RPCs, of the server and per connection: a proxy may send all over one connection."""
     max_connections: int = 1024 + 64 + 64
-    """Further connections are closed at once."""
+    """Maximum number of connections; further connections are closed at once."""
     max_message_bytes: int = 4 << 20
     request_timeout_s: float = 30.0
-    """Time for the whole request of an RPC."""
+    """Time limit in seconds for receiving the request of an RPC."""
     keepalive_time_s: float = 1.5
-    """A silent connection is probed after this time."""
+    """Seconds of silence after which a connection is probed."""
     keepalive_timeout_s: float = 2.5
-    """An unanswered probe closes the connection after this time, which frees the cache blocks of a vanished peer."""
+    """Seconds after which an unanswered probe closes the connection, which frees the cache blocks of its requests."""
     max_connection_age_s: float | None = None
-    """A connection of this age, give or take a tenth, takes no new calls; its open ones end. None: there is no limit."""
+    """Age in seconds, +-10 %, at which a connection takes no new calls; its open calls go on. None: no limit."""
     write_stall_s: float = 30.0
-    """A client that has not read for this long loses its request."""
+    """Seconds after which the requests of a client that does not read are cancelled."""
     reflection: bool = True
-    """Offer gRPC reflection; better off on public addresses."""
+    """Offer gRPC reflection; turn it off on public addresses."""
     keys: ApiKeys | None = None
-    """None: no call needs one."""
+    """Accepted API keys; None: calls need no key."""
     tls: Tls | None = None
-    """None: plaintext."""
+    """Certificate and key for TLS; None: plaintext."""
     tracer: "Tracer | None" = None
-    """None: no traces."""
+    """Makes traces of calls; None: no traces."""
     memory: MemoryGate | None = None
-    """None: no limit."""
+    """Rejects new calls while memory is short; None: no limit."""
     profiler: Profiler | None = None
-    """None: the methods for profiles are not offered."""
+    """Serves the profiling methods; None: they are not offered."""
     starting: Callable[[], StartStatus | None] = lambda: None
-    """How far the start is."""
+    """Returns the progress of the server's start while the model loads; None if it is not known."""
     preprocessing: PreprocessingLimits = dataclasses.field(default_factory=PreprocessingLimits)
-    """Bounds of the work before the engine, of this server and of those beside it."""
+    """Limits of the work before the engine, shared by all servers of the process."""
 
     def options(self) -> list[tuple[str, int]]:
-        """gRPC channel arguments."""
+        """Return the gRPC channel arguments."""
         timeout_ms = int(self.keepalive_timeout_s * 1e3)
         age_s = self.max_connection_age_s
         return [
@@ -91,7 +92,7 @@ class ServerConfig:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", int(self.keepalive_time_s * 1e3)),
             ("grpc.keepalive_timeout_ms", timeout_ms),
-            # What counts where the peer's kernel still acknowledges.
+            # The timeout that applies if the peer's kernel still acknowledges packets.
             ("grpc.http2.ping_timeout_ms", timeout_ms),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_rpcs),
@@ -101,7 +102,11 @@ class ServerConfig:
 
 
 def _probe(host: str, port: int) -> None:
-    """Bind once ourselves: gRPC's own attempt prints its failure in a format of its own."""
+    """Check that the address can be bound, because gRPC prints its own error message if it cannot.
+
+    Raises:
+        PortInUseError: the address cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -116,11 +121,11 @@ def _probe(host: str, port: int) -> None:
 
 
 class GrpcServer:
-    """Life of the server; one event loop.
+    """The gRPC server, from start to stop. Used from one event loop only.
 
     Args:
         config: address and limits.
-        work: shared with other servers; None: its own.
+        work: queues for preprocessing, shared with other servers; None: the server has its own.
     """
 
     def __init__(self, config: ServerConfig, work: Preprocessing | None = None) -> None:
@@ -139,7 +144,7 @@ class GrpcServer:
         return self._calls.service.num_open
 
     async def start(self) -> None:
-        """Bind and answer; not SERVING yet.
+        """Bind the port and start to answer; health is NOT_SERVING.
 
         Raises:
             PortInUseError: the address cannot be bound.
@@ -174,24 +179,24 @@ class GrpcServer:
         await server.start()
 
     async def serve(self, engine: AsyncEngine) -> None:
-        """Take a warm engine and become SERVING."""
+        """Attach an engine that is ready, and set health to SERVING."""
         self._engine = engine
         self._calls.service.attach_engine(engine)
         await self._set_health(serving=True)
 
     async def engine_lost(self) -> None:
-        """Turn NOT_SERVING after the engine's death."""
+        """Set health to NOT_SERVING after the engine has died."""
         await self._set_health(serving=False)
 
     async def stop(self, drain_s: float) -> None:
-        """Turn NOT_SERVING, reject new requests, end in-flight ones within `drain_s`, close. A second call may shorten
-        the time."""
+        """Set health to NOT_SERVING, reject new requests, wait at most `drain_s` seconds for requests in flight, then
+        close. A second call may shorten the wait."""
         self._calls.service.drain()
         await self._health.enter_graceful_shutdown()
         if self._engine is not None:
             await self._engine.shutdown(drain_s)
         if self._server is not None:
-            # The streams have their last message or their status: time to send it.
+            # The last message or status of each stream still has to be sent.
             await self._server.stop(grace=min(2.0, max(drain_s, 0.2)))
         self._calls.service.close()
 

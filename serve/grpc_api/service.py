@@ -20,11 +20,11 @@ _WATCH_CAPACITY = 256
 
 
 class AptGenerateCodec:
-    """The messages of a Generate call, a `serve.grpc_api.calls.GenerateCodec`.
+    """Converts the messages of a Generate call; a `serve.grpc_api.calls.GenerateCodec`.
 
     Args:
-        request: None: it could not be decoded.
-        metadata: of the RPC.
+        request: the request message; None if it could not be decoded.
+        metadata: metadata of the RPC.
     """
 
     def __init__(self, request: pb.GenerateRequest | None, metadata: messages.Metadata) -> None:
@@ -66,7 +66,7 @@ class AptServe:
         self._slots = WatcherSlots("clients watch the scheduler")
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For `Server.add_generic_rpc_handlers`."""
+        """Return the handler of the service's methods, for `Server.add_generic_rpc_handlers`."""
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -109,9 +109,9 @@ class AptServe:
                 watch.close()
                 self._slots.free(caller)
 
-            # Not in a `finally`: if a client leaves while it is written to, nothing comes back to this generator.
+            # Not in a `finally`: if a client disconnects during a write, this generator is never resumed.
             context.add_done_callback(leave)  # type: ignore[arg-type]  # as for Generate
-            await context.send_initial_metadata(())  # so that the client knows from when on
+            await context.send_initial_metadata(())  # tells the client that watching has begun
             num_own = 0
             async for batch in watch:
                 shown_id = self._calls.caller(context).shown_id  # its key may have been revoked

@@ -1,7 +1,7 @@
-"""The tokenizer of a server, as files for gateways that encode and decode themselves.
+"""The server's tokenizer as an archive, for gateways that tokenize and detokenize themselves.
 
-A ZIP archive of tokenizer.json, tokenizer_config.json (`serve.tokenizer_settings`) and config.json, made from what was
-loaded. Equal contents give equal bytes.
+It is a ZIP archive of tokenizer.json, tokenizer_config.json (`serve.tokenizer_settings`) and config.json, made from the
+loaded tokenizer and model configuration. Equal contents give equal bytes.
 """
 
 import io
@@ -15,7 +15,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a ZIP archive can hold
 
 
 def tokenizer_bundle(parts: EngineComponents) -> bytes | None:
-    """The archive; None: the model has no tokenizer."""
+    """Return the ZIP archive of the tokenizer; None if the model has no tokenizer."""
     settings = tokenizer_settings(parts)
     if parts.tokenizer is None or settings is None:
         return None

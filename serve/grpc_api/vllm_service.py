@@ -1,18 +1,18 @@
-"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM workers speak, such as `smg`. Token ids out, never
-text.
+"""`vllm.grpc.engine.VllmEngine`: the service that gateways for vLLM workers, such as `smg`, call. Its output is token
+ids, not text.
 
-The messages are those of the package smg-grpc-proto, and mean what they mean in vLLM:
+The messages are defined by the package smg-grpc-proto and have the same meaning as in vLLM:
 
-* An unset temperature is 1, an unset `max_tokens` is as many as fit, and a `top_p` or `repetition_penalty` of 0 is
-  unset. 32-bit numbers are taken as the decimals that they were written as (0.7, not 0.699999988).
-* A streamed call gets a `chunk` for each update of each of its `n` outputs, and a `complete` at the end of each. Chunks
-  hold the new token ids, their count and log probabilities; `complete` repeats all token ids. Any other call gets only
-  `complete`s.
-* Stop strings are matched here. The token ids of a stop string are in the output: whoever makes text of them cuts it
-  there.
-* What the engine does not do is INVALID_ARGUMENT with the reason: prompt log probabilities, truncation, structural
-  tags, inputs other than text, transfer of caches, ranks. `spaces_between_special_tokens` and
-  `grammar_from_first_token` change nothing here.
+* An unset temperature is 1. An unset `max_tokens` means as many tokens as fit. A `top_p` or `repetition_penalty` of 0
+  counts as unset. 32-bit numbers are rounded to their shortest decimals (0.7, not 0.699999988).
+* A streamed call gets a `chunk` for each update of each of its `n` outputs, and a `complete` message at the end of each
+  output. A chunk holds the new token ids, their count and log probabilities; `complete` repeats all token ids of the
+  output. A call that does not stream gets only `complete` messages.
+* Stop strings are matched by this server. The output includes the token ids of the stop string; the gateway that
+  detokenizes them must cut the text before it.
+* Unsupported features are rejected with INVALID_ARGUMENT and the reason: structural tags, inputs other than text and
+  token ids, transfer of caches, ranks other than 0. `spaces_between_special_tokens` and `grammar_from_first_token` are
+  ignored.
 
 Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--set profiler_dir`.
 """
@@ -81,11 +81,11 @@ _NOT_TAKEN = (
 
 
 class VllmGenerateCodec:
-    """A Generate call, a `serve.grpc_api.calls.GenerateCodec`.
+    """Converts the messages of a Generate call; a `serve.grpc_api.calls.GenerateCodec`.
 
     Args:
-        request: None: it could not be decoded.
-        metadata: of the RPC.
+        request: the request message; None if it could not be decoded.
+        metadata: metadata of the RPC.
     """
 
     def __init__(self, request: Any, metadata: Metadata) -> None:
@@ -158,7 +158,7 @@ class VllmGenerateCodec:
 
 
 class _Output:
-    """One output so far; log probabilities only if they have not been sent."""
+    """One output of a call so far: all its token ids, and the log probabilities that have not been sent."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -191,7 +191,7 @@ def _decimal(value: Any) -> Any:
 
 
 def _input_logprobs(token_ids: list[int], found: PromptLogprobs) -> Any:
-    """Encode log probabilities of a prompt; its first token has none."""
+    """Encode the log probabilities of a prompt; its first token has no log probability."""
     message = pb.InputLogProbs(token_ids=token_ids, token_logprobs=[pb.InputTokenLogProb()])
     message.token_logprobs.extend(pb.InputTokenLogProb(value=value) for value in found.logprob.tolist())
     if found.top_ids.shape[1]:
@@ -204,7 +204,7 @@ def _input_logprobs(token_ids: list[int], found: PromptLogprobs) -> Any:
 def _output_logprobs(
     delta: OutputDelta, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None
 ) -> Any:
-    """Encode log probabilities; None: there are none."""
+    """Encode the log probabilities of output tokens; None if the output has none."""
     if not entries:
         return None
     message = pb.OutputLogProbs(
@@ -218,11 +218,11 @@ def _output_logprobs(
 
 
 class VllmEngine:
-    """The methods of the service.
+    """The methods of `vllm.grpc.engine.VllmEngine`.
 
     Args:
-        calls: shared with the other services of the port.
-        profiler: None: its methods are not offered.
+        calls: in-flight calls, shared with the other services of the port.
+        profiler: serves StartProfile and StopProfile; None: they are not offered.
     """
 
     def __init__(self, calls: GrpcCalls, profiler: Profiler | None = None) -> None:
@@ -231,7 +231,7 @@ class VllmEngine:
         self._bundle: bytes | None = None
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """For `Server.add_generic_rpc_handlers`."""
+        """Return the handler of the service's methods, for `Server.add_generic_rpc_handlers`."""
 
         def unary(name: str, request: Any, answer: Callable[[Any, Any], Awaitable[Message]]) -> Any:
             async def method(message: Any, context: grpc.aio.ServicerContext) -> Message:
@@ -280,7 +280,7 @@ class VllmEngine:
         await self._calls.generate(VllmGenerateCodec(request, metadata_of(context)), context, SERVICE)
 
     async def GetTokenizer(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        """Stream the ZIP archive in chunks; the last one has its SHA-256."""
+        """Stream the ZIP archive of the tokenizer in chunks; the last chunk has its SHA-256."""
         try:
             require_decoded(request)
             parts = self._calls.service.engine(even_draining=True).parts
@@ -373,8 +373,11 @@ class VllmEngine:
 
 
 def _tokenizer_path(parts: EngineComponents) -> str:
-    """The tokenizer's directory. Gateways read it if it exists, else call GetTokenizer; so a tokenizer with a chat
-    template from elsewhere gets a path that does not exist."""
+    """Return the path of the tokenizer's directory for gateways.
+
+    Gateways read the directory if it exists, and call GetTokenizer otherwise. So a tokenizer whose chat template comes
+    from elsewhere gets a path that does not exist.
+    """
     if parts.tokenizer is None or parts.tokenizer.path is None:
         return ""
     path, template = str(parts.tokenizer.path), parts.config.chat_template

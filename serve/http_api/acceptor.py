@@ -1,10 +1,11 @@
-"""Accepts HTTP connections, within limits of their number, of each client's and of file descriptors.
+"""Accepts HTTP connections, with limits on connections in total and per client, and on file descriptors.
 
-* Where there are too many, the one that has been without a request for longest makes room for the new one: one of the
-  same client, if it is the client that has too many. A request in flight is never ended.
-* If all have a request in flight, some more are accepted, which get `/health` and `/ready`, and 503 for anything else.
-* Some descriptors are left to files, gRPC and the engine: a connection beyond them is one too many. When there is none
-  at all, a few spare ones serve such connections, and accepting pauses.
+* Beyond a limit, the connection that has been idle longest is closed for the new one; for the limit per client, the
+  client's longest idle connection. Connections with a request in flight are never closed.
+* If all connections have a request in flight, a few reserved connections are accepted, which can call `/health` and
+  `/ready` and get 503 for any other path.
+* Some descriptors are kept for files, gRPC and the engine; connections that would use them count as beyond the limit.
+  When no descriptor is left, a few spare ones are used for reserved connections, and accepting pauses.
 """
 
 import asyncio
@@ -23,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTS_AT_ONCE = 64
 _MAX_RESERVED = 16
-"""Connections beyond the limits, for health checks."""
+"""Maximum number of connections beyond the limits, which are for health checks."""
 _MAX_DESCRIPTORS_KEPT = 64
 _NUM_SPARES = 8
 _TURN_S = 0.05
 _SILENT_TURNS = 5
-"""Turns of the loop without a request after which a connection may be closed where descriptors or the reserve run out. Turns, as a loop that stood still in between had no chance to read it."""
+"""Turns of `_TURN_S` without a request after which a connection may be closed if descriptors or reserved connections
+run out. Turns of the event loop are counted, not time, because a blocked loop could not have read a request."""
 _LOG_PERIOD_S = 60.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 
@@ -37,9 +39,9 @@ class Connection:
     """An accepted connection.
 
     Args:
-        address: of its client.
-        is_reserved: it is one too many, and gets health checks alone.
-        acceptor: has accepted it.
+        address: identity of its client (`client_of`).
+        is_reserved: the connection is beyond the limits and serves only health checks.
+        acceptor: the acceptor that accepted it.
     """
 
     def __init__(self, address: str, is_reserved: bool, acceptor: "Acceptor") -> None:
@@ -47,37 +49,37 @@ class Connection:
         self.is_busy = False
         """True while a request is in flight."""
         self.turns = 0
-        """How many times `_TURN_S` have passed, and the loop has turned, since it was reserved; for others, how often
-        there was no descriptor since it has had no request."""
+        """For reserved connections, the number of `_TURN_S` turns of the event loop since they were accepted; for other
+        connections, the number of times that descriptors ran out since their last request."""
         self.transport: asyncio.Transport | None = None
-        """None until the protocol has it: during the TLS handshake."""
+        """Transport of the connection; None until it is connected, that is, during the TLS handshake."""
         self.task: asyncio.Task[None] | None = None
-        """Makes the transport."""
+        """Task that makes the transport; None once it has ended."""
         self.is_started = False
-        """True once `task` has begun."""
+        """True once `task` has begun to run."""
         self._acceptor = acceptor
 
     def set_busy(self, busy: bool) -> None:
-        """Note whether a request is in flight."""
+        """Record whether a request is in flight."""
         if busy != self.is_busy:
             self.is_busy = busy
             self._acceptor.on_busy(self)
 
     def closed(self) -> None:
-        """Note that it has ended."""
+        """Record that the connection has ended."""
         self._acceptor.on_closed(self)
 
 
 class Acceptor:
-    """Accepts the connections of one listener; one event loop.
+    """Accepts the connections of one listener. Used from one event loop only.
 
     Args:
         listener: a listening socket; closed by `close`.
-        make_protocol: makes the protocol of an accepted connection; it must tell the connection its transport, whether
-            it is busy, and its end.
-        max_connections: in all.
-        max_per_address: of one client.
-        tls: None: plaintext.
+        make_protocol: makes the protocol of an accepted connection; the protocol must set the connection's transport
+            and call its `set_busy` and `closed`.
+        max_connections: maximum number of connections in total.
+        max_per_address: maximum number of connections per client.
+        tls: TLS settings; None: plaintext.
     """
 
     def __init__(
@@ -98,19 +100,19 @@ class Acceptor:
         self._open: set[Connection] = set()
         self._by_address: collections.Counter[str] = collections.Counter()
         self._idle: dict[Connection, None] = {}
-        """Connections without a request, longest idle first."""
+        """Connections without a request in flight, longest idle first."""
         self._reserved: dict[Connection, None] = {}
         self._spares: list[int] = []
         self._resume: asyncio.TimerHandle | None = None
         self._turn: asyncio.TimerHandle | None = None
-        """Set while there are reserved connections."""
+        """Timer that counts turns while there are reserved connections."""
         self._logged_s = -_LOG_PERIOD_S
         listener.setblocking(False)
         self._take_spares()
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting and close the listener. Open connections stay open."""
         for timer in (self._resume, self._turn):
             if timer is not None:
                 timer.cancel()
@@ -127,7 +129,7 @@ class Acceptor:
                 connection.turns = 0
 
     def on_closed(self, connection: Connection) -> None:
-        """See `Connection.closed`; it may come twice."""
+        """See `Connection.closed`; it may be called twice."""
         self._reserved.pop(connection, None)
         self._idle.pop(connection, None)
         if connection in self._open:
@@ -148,10 +150,11 @@ class Acceptor:
                 self._on_failure(error)
                 return
             if not self._admit(accepted, _client_at(address)):
-                return  # what has ended for it is closed in the next turn of the loop
+                return  # connections ended to make room are closed in the next turn of the loop
 
     def _on_failure(self, error: OSError) -> None:
-        """Pause. Silent connections end; if there are none, spare descriptors serve what may be a health check."""
+        """Pause accepting after an error of `accept`. Silent connections are closed; if there are none, spare
+        descriptors are used to accept reserved connections, which may be health checks."""
         if self._loop.time() - self._logged_s >= _LOG_PERIOD_S:
             self._logged_s = self._loop.time()
             reason = os.strerror(error.errno or 0).lower()
@@ -189,11 +192,11 @@ class Acceptor:
             os.close(self._spares.pop())
 
     def _admit(self, accepted: socket.socket, address: str, *, must_reserve: bool = False) -> bool:
-        """Serve a connection; return whether there was room for it."""
+        """Start to serve an accepted connection, or close it. Returns True if no other connection had to be closed."""
         had_room, room = False, not must_reserve
         if room and self._by_address[address] >= self._max_per_address:
             room = self._end_first((other for other in self._idle if other.address == address), 1)
-        # The kernel gives the lowest descriptor that is free: those below are in use.
+        # The kernel gives the lowest free descriptor, so that all lower ones are in use.
         elif room and (len(self._open) >= self._max_connections or accepted.fileno() >= self._max_descriptor):
             room = self._end_first(self._idle, 1)
         else:
@@ -238,7 +241,7 @@ class Acceptor:
             raise
 
     def _end_first(self, connections: Iterable[Connection], count: int) -> bool:
-        """End the first `count` that can be ended; return False if there is none."""
+        """End the first `count` of the connections that can be ended. Returns False if none of them can be ended."""
         ended = 0
         for connection in list(connections):
             if ended == count:
@@ -247,7 +250,7 @@ class Acceptor:
             if transport is None:
                 if connection.task is not None:
                     connection.task.cancel()
-            elif transport.get_write_buffer_size():  # the response has not gone
+            elif transport.get_write_buffer_size():  # part of the response has not been sent
                 continue
             else:
                 transport.abort()
@@ -272,7 +275,7 @@ def _silent(connections: Iterable[Connection]) -> list[Connection]:
 
 
 def _is_readable(connection: Connection) -> bool:
-    """Return whether bytes wait that the loop has not read yet."""
+    """Return whether the connection has received bytes that the event loop has not read yet."""
     descriptor = -1 if connection.transport is None else connection.transport.get_extra_info("socket").fileno()
     if descriptor < 0:  # not connected yet, or closed
         return False
@@ -282,12 +285,13 @@ def _is_readable(connection: Connection) -> bool:
 
 
 def _client_at(address: tuple | str) -> str:
-    """`client_of` an address of the kernel; all of a unix socket are one client."""
+    """Return the client of a socket address; all clients of a Unix socket count as one."""
     return client_of(address[0]) if isinstance(address, tuple) else "unix"
 
 
 def client_of(address: str) -> str:
-    """Return the identity of a client: its address; for IPv6 its network of 64 bits, all of which it may use."""
+    """Return the identity of a client: its IPv4 address, or the /64 network of its IPv6 address, because one client may
+    use all addresses of that network."""
     bare = address.partition("%")[0]
     try:
         parsed = ipaddress.ip_address(bare)

@@ -1,8 +1,8 @@
-"""The HTTP application: authentication, limits of a call's head, and the endpoints.
+"""The HTTP application: authentication, limits on request heads, and the endpoints.
 
-`HttpApp.__call__` checks every call before any routing: whether a web page of others may have sent it, then its size
-and, by its path as it was sent, its API key.
-`serve.generate_call` carries completions to their end (`serve.http_api.calls`).
+`HttpApp.__call__` checks every call before routing: whether it may come from a web page of another site, then the size
+of its head and, unless its raw path is in `OPEN_PATHS`, its API key.
+`serve.generate_call` serves completions to their end (`serve.http_api.calls`).
 """
 
 import asyncio
@@ -61,18 +61,18 @@ from serve.security.api_keys import ANYBODY, ApiKeys, Caller, may_see_totals, re
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (b"/", b"/health", b"/ping", b"/ready", *(path.encode() for path in page.FILES))
-"""Paths that need no key, matched exactly: health, and the pages of the dashboard and the chat, which
-hold no data."""
+"""Paths that need no API key, matched exactly: health checks, and the pages of the dashboard and the chat, which contain
+no data."""
 
 _SCRAPE_TIMEOUT_S = 10.0
 
 
 class HttpApp:
-    """An ASGI application.
+    """The ASGI application of the HTTP server.
 
     Args:
-        config: limits.
-        work: shared with other servers; None: its own.
+        config: limits and optional features.
+        work: queues for preprocessing, shared with other servers; None: the application has its own.
     """
 
     def __init__(self, config: AppConfig, work: Preprocessing | None = None) -> None:
@@ -142,7 +142,7 @@ class HttpApp:
         return [(method, r.path) for r in routes for method in sorted(r.methods or ())]
 
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
-        """Serve with a warm engine."""
+        """Attach an engine that is ready, and its metrics."""
         self._service.attach_engine(engine)
         self._metrics = metrics
         if self._config.dashboard:
@@ -166,7 +166,7 @@ class HttpApp:
         self._dashboard.drain()
 
     async def stop_batches(self) -> None:
-        """Stop the requests of batches, which go on after the next start."""
+        """Stop the requests of batches. Unfinished batches resume at the next start of the server."""
         if self._config.batches is not None:
             await self._config.batches.stop()
 
@@ -205,7 +205,7 @@ class HttpApp:
         await ResponseWriter(send).fail(to_http_error(error, NO_ID), scope["path"])
 
     def _path_of(self, scope: Scope) -> str:
-        """The path of the call's route, as it is written in `_routes`."""
+        """Return the path pattern of the call's route; "any" if no route matches."""
         for route in self._routes.routes:
             if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
                 return route.path
@@ -298,7 +298,7 @@ class HttpApp:
                 watcher.close()
 
     async def _decisions(self, request: Request) -> Response:
-        """The scheduler's decisions on a request of the caller, or of anybody for operators."""
+        """Return the scheduler's decisions on a request of the caller; operators may ask for any request."""
         given, caller = request.path_params["request_id"], _caller(request)
         bare = request_id_of(given)
         engine, found = self._service.engine(), None
@@ -312,7 +312,7 @@ class HttpApp:
     # --- the dashboard -----------------------------------------------------------------------------------------------
 
     async def _index(self, request: Request) -> Response:
-        """Redirect browsers to the chat, and list the paths for programs."""
+        """Redirect browsers to the chat page; answer other clients with a list of paths."""
         pages = {"chat": "/chat", "dashboard": "/dashboard"} if self._config.dashboard else {}
         if pages and "text/html" in request.headers.get("accept", ""):
             return Response(status_code=307, headers={"location": "chat", "vary": "accept"})
@@ -355,20 +355,20 @@ class HttpApp:
     # --- for operators ---------------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
-        """Healthy unless the engine has died; also while loading and draining."""
+        """Answer 200 unless the engine has died, also while loading and draining."""
         engine = self._service.attached
         dead = engine is not None and engine.dead_reason is not None
         return Response(status_code=503 if dead else 200)
 
     async def _ready(self, request: Request) -> Response:
-        """Ready while new calls are accepted."""
+        """Answer 200 while new calls are accepted, else 503."""
         return Response(status_code=200 if self._service.is_ready else 503)
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
     async def _load(self, request: Request) -> Response:
-        """Tell how many calls are being served, as vLLM does."""
+        """Return the number of calls in flight, in vLLM's format."""
         return _json({"server_load": self._service.num_open})
 
     async def _server_info(self, request: Request) -> Response:
@@ -406,7 +406,7 @@ class HttpApp:
         if error.status_code == 404 and self._config.batches is None and path.startswith(("/v1/files", "/v1/batches")):
             message = "this server has no files and batches: start it with --batch-dir DIR"
         headers = error.headers
-        if error.status_code == 405:  # the router knows the methods of the first route of this path alone
+        if error.status_code == 405:  # the router reports only the methods of the path's first route
             routes = [
                 r for r in self._routes.routes if isinstance(r, Route) and r.matches(request.scope)[0] != Match.NONE
             ]
@@ -435,7 +435,7 @@ class HttpApp:
 
 
 def _below(root: str, scope: Scope) -> Scope:
-    """The call with the path that it has below `root`, if it begins with that."""
+    """Return the call with the prefix `root` removed from its path, or unchanged if its path is not below `root`."""
     raw = root.encode()
     if not root or not scope["path"].startswith(f"{root}/") or not scope["raw_path"].startswith(raw + b"/"):
         return scope
@@ -447,7 +447,8 @@ def _http_method_of(scope: Scope) -> str | None:
 
 
 def _caller_of(keys: ApiKeys, scope: Scope) -> Caller | None:
-    """The owner of the call's API key; None: it has no valid one. Of two headers both must hold the same key."""
+    """Return the owner of the call's API key; None if the key is missing or invalid. If both key headers are present,
+    their keys must have the same owner."""
     bearers = [value for name, value in scope["headers"] if name == b"authorization"]
     bare = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
     if len(bearers) > 1 or len(bare) > 1:
@@ -463,7 +464,7 @@ def _caller(request: Request) -> Caller:
 def _safely(
     method: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Make an endpoint that turns errors into responses."""
+    """Return an endpoint that calls `method` and turns its errors into responses."""
 
     async def endpoint(request: Request) -> Response:
         try:

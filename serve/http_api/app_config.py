@@ -1,4 +1,4 @@
-"""Settings of the HTTP application, and the contract of paths that are added to it: files and batches
+"""Settings of the HTTP application, and the protocol of extensions that add paths to it, such as files and batches
 (`serve.batches.http`)."""
 
 import dataclasses
@@ -26,51 +26,51 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Description(Protocol):
-    """Part of the OpenAPI document about further paths."""
+    """Part of the OpenAPI document, about the paths of an extension."""
 
     @property
     def examples(self) -> Schema:
-        """Examples of bodies, by the name of their schema without ``Request``."""
+        """Examples of request bodies, by schema name without the suffix ``Request``."""
         ...
 
     def paths(
         self, operation: Callable[..., Schema], get: Callable[..., Schema], post: Callable[..., Schema]
     ) -> Schema:
-        """The paths.
+        """Return the path items, by path.
 
         Args:
-            operation: makes an operation, of a name, a summary, a good response and more statuses.
-            get, post: make an item of a path, as `serve.http_api.openapi` does.
+            operation: makes an operation from a name, a summary, the successful response and further statuses.
+            get, post: make a path item with one operation, in the same way as `serve.http_api.openapi`.
         """
         ...
 
     def schemas(self) -> Schema:
-        """The schemas of bodies and answers."""
+        """Return the schemas of request bodies and responses, by name."""
         ...
 
 
 class Extension(Protocol):
-    """Further paths of one application."""
+    """Additional paths of the HTTP application, with the work behind them."""
 
     @property
     def description(self) -> Description: ...
 
     def routes(self, config: "AppConfig", service: CallService, safely: Callable[[Endpoint], Endpoint]) -> list[Route]:
-        """The routes; called once, before everything else.
+        """Return the routes of the extension. Called once, before the other methods.
 
         Args:
             config: limits of calls.
-            service: of the application.
-            safely: turns errors of an endpoint into responses.
+            service: the engine and the queues of the application.
+            safely: wraps an endpoint so that its errors become responses.
         """
         ...
 
     def use(self, engine: AsyncEngine, metrics: "ServerMetrics | None") -> None:
-        """Serve with a warm engine."""
+        """Attach an engine that is ready, and its metrics."""
         ...
 
     async def stop(self) -> None:
-        """Stop running work, before the engine stops."""
+        """Stop all work. Called before the engine stops."""
         ...
 
 
@@ -80,24 +80,24 @@ class AppConfig:
 
     max_body_bytes: int = 2 << 20
     body_timeout_s: float = 30.0
-    """Time limit for the whole body."""
+    """Time limit in seconds for receiving the whole body."""
     max_header_bytes: int = 16 << 10
-    """Limit of the head of one call."""
+    """Maximum size of path, query and headers of a call together."""
     max_headers: int = 100
     keys: ApiKeys | None = None
-    """None: no call needs one."""
+    """Accepted API keys; None: calls need no key."""
     tracer: "Tracer | None" = None
-    """None: no traces."""
+    """Makes traces of calls; None: no traces."""
     memory: MemoryGate | None = None
-    """None: no limit."""
+    """Rejects new calls while memory is short; None: no limit."""
     profiler: Profiler | None = None
-    """None: there are no paths for it."""
+    """Serves the profiling paths; None: they do not exist."""
     root_path: str = ""
-    """Prefix that paths may have, for proxies that do not strip it."""
+    """Optional prefix of paths, for proxies that do not strip it."""
     dashboard: bool = True
     """Serve the pages at `/dashboard` and `/chat`."""
     browsers: BrowserRules = BrowserRules()  # noqa: RUF009 - frozen
     batches: Extension | None = None
-    """None: there are no paths for files and batches."""
+    """Extension that serves files and batches; None: these paths do not exist."""
     starting: Callable[[], StartStatus | None] = lambda: None
-    """How far the start is."""
+    """Returns the progress of the server's start while the model loads; None if it is not known."""

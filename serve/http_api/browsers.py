@@ -1,8 +1,8 @@
-"""Checks that keep foreign web pages from using the server through a user's browser.
+"""Checks that keep web pages of other sites from using the server through a user's browser.
 
-* A page whose name resolves to this machine (DNS rebinding) is told apart by the `Host` of its requests.
-* A page of another origin is told apart by `Origin` or `Sec-Fetch-Site`. It could not read responses anyway, but its
-  requests would have effects.
+* A page whose host name resolves to this machine (DNS rebinding) is detected by the `Host` header of its requests.
+* A page of another origin is detected by the headers `Origin` or `Sec-Fetch-Site`. Browsers would hide the responses
+  from it, but its requests would still have effects.
 """
 
 import dataclasses
@@ -27,22 +27,22 @@ _PORTS = {"http": "80", "https": "443"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrowserRules:
-    """Hosts and origins that are served."""
+    """Host names and origins that the server accepts."""
 
     hosts: frozenset[str] | None = None
-    """Names that `Host` may have besides this machine's; None: any."""
+    """Names that are accepted as `Host` in addition to localhost and loopback addresses; None: any name."""
     origins: frozenset[str] = frozenset()
-    """Origins of other sites whose pages may call; "*": any."""
+    """Origins of other sites whose pages may call the server; "*" means any origin."""
 
     def check(self, scope: Scope) -> None:
         """Check the head of a call.
 
         Raises:
-            BadCallError: 421: another host is meant; 403: a page of another origin sends it.
+            BadCallError: `Host` is not accepted (status 421), or a page of another origin sent the call (403).
         """
         host = _only(scope, b"host")
         names_none = scope.get("http_version") == "1.0" and all(name != b"host" for name, _ in scope["headers"])
-        # Browsers always name one; balancers that ask for /health by HTTP/1.0 do not.
+        # Browsers always send Host; load balancers that check /health over HTTP/1.0 do not.
         if self.hosts is not None and not names_none and not self._serves(host):
             raise BadCallError(
                 421,
@@ -70,15 +70,16 @@ class BrowserRules:
 
 
 def browser_rules(host: str, allowed_hosts: Iterable[str], origins: Iterable[str]) -> BrowserRules:
-    """Make the rules of a server.
+    """Return the rules of a server.
 
     Args:
-        host: address that it listens on; `Host` is checked if only this machine can reach it.
-        allowed_hosts: more names; on other addresses `Host` is checked only if there are any. "*": it is not checked.
-        origins: of other sites, or "*".
+        host: address that the server listens on. `Host` is checked if this is a loopback address or `allowed_hosts` has
+            names.
+        allowed_hosts: further accepted names; "*" turns the check of `Host` off.
+        origins: origins of other sites whose pages may call, or "*".
 
     Raises:
-        ConfigError: one cannot be the name of a host, or an origin.
+        ConfigError: a name or origin is malformed.
     """
     names = {name.lower().strip("[]") for name in allowed_hosts}
     for name in names - {"*"}:
@@ -103,7 +104,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _only(scope: Scope, name: bytes) -> str | None:
-    """The value of a header in lower case; None: there is none, or more than one."""
+    """Return the value of a header in lower case; None if the header is missing or repeated."""
     values = [value for key, value in scope["headers"] if key == name]
     return values[0].decode("latin-1").lower() if len(values) == 1 else None
 

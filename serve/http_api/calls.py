@@ -1,8 +1,8 @@
 """Calls that generate text over HTTP: limits, reading bodies, writing responses and noticing disconnects.
 
-The status is sent with the first token, so that a call that is rejected, or fails while it waits, gets the right one.
-After that an error is an event of its own, and the stream ends without what ends a good one.
-What differs between the endpoints is in `serve.http_api.endpoints`.
+The status is sent with the first token, so that a call that is rejected or fails while it waits gets an error status.
+A later error is sent as an event, and the stream ends without the end marker of a successful stream.
+The differences between the endpoints are in `serve.http_api.endpoints`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it needs the extra `otel`
     pass
 
 CALLER_KEY = "aptjax.caller"
-"""Key of a call's scope: a `serve.security.api_keys.Caller`."""
+"""Key in the ASGI scope of a call; the value is a `serve.security.api_keys.Caller`."""
 CLOSE_HEADERS = {"connection": "close"}
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 
 def require_json(headers: Headers) -> None:
-    """Check the type of a body, which pages of other sites cannot choose: browsers ask first (CORS).
+    """Check that the content type is JSON, which pages of other sites cannot send without a CORS preflight.
 
     Raises:
-        BadCallError: it is not JSON.
+        BadCallError: the content type is not JSON.
     """
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -56,7 +56,7 @@ def require_json(headers: Headers) -> None:
 
 
 def owner_of(scope: Scope) -> Owner:
-    """The owner of a call's place in queues: that of its API key, or its client's address where there are no keys."""
+    """Return the owner of a call in queues: the owner of its API key, or its client's address if there are no keys."""
     caller: Caller = scope[CALLER_KEY]
     tenant, client = caller.tenant, scope.get("client")
     return ("address", None if client is None else client[0]) if tenant is None else ("key", tenant)
@@ -66,21 +66,21 @@ async def read_body(config: AppConfig, request: Request, lease: BodyLease) -> by
     """Read the whole body.
 
     Args:
-        config: limits.
-        request: of the call.
-        lease: of the memory for bodies; it must last as long as what comes of the body.
+        config: limits of calls.
+        request: the HTTP request.
+        lease: share of the memory budget for bodies; the caller must hold it until the body has been processed.
 
     Raises:
-        QueueFullError: other bodies fill the memory for them.
-        BadCallError: its type is not JSON, or it is too large or too slow.
+        QueueFullError: the memory budget for bodies is used up.
+        BadCallError: the body is not JSON, is compressed, too large or too slow.
         ClientDisconnect: the client has disconnected.
     """
     headers = request.headers
     require_json(headers)
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise BadCallError(415, "unsupported_encoding", "the body must not be compressed")
-    # The connection stays open: closing it while the client still sends would lose the response. What arrives is
-    # discarded, and not for long (`serve.http_api.protocol`).
+    # The connection stays open, because closing it while the client still sends would lose the response. The rest of
+    # the body is discarded, for a limited time (`serve.http_api.protocol`).
     too_large = BadCallError(413, "body_too_large", f"the body must not exceed {config.max_body_bytes} bytes")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > config.max_body_bytes:
@@ -103,7 +103,7 @@ class DisconnectWatcher:
     """Waits for the client to disconnect.
 
     Args:
-        receive: of the call, after its body has been read.
+        receive: ASGI `receive` of the call, whose body must have been read.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -113,7 +113,7 @@ class DisconnectWatcher:
         self.happened = False
 
     def on_disconnect(self, action: Callable[[], object]) -> None:
-        """Call `action` when the client disconnects, or now if it has."""
+        """Call `action` when the client disconnects, or at once if it already has."""
         self._action = action
         if self.happened:
             action()
@@ -122,7 +122,7 @@ class DisconnectWatcher:
         """Await `work`, and cancel it when the client disconnects.
 
         Raises:
-            ClientDisconnect: it has.
+            ClientDisconnect: the client has disconnected.
         """
         task = asyncio.ensure_future(work)
         self.on_disconnect(task.cancel)
@@ -156,7 +156,7 @@ class ResponseWriter:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.status = 0
-        """0: nothing has been sent."""
+        """Status that has been sent; 0 before."""
 
     async def start(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -167,13 +167,13 @@ class ResponseWriter:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def json(self, status: int, data: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """Send a whole response; `data` is JSON."""
+        """Send a complete response with the JSON text `data`."""
         fixed = {"content-type": "application/json", "content-length": str(len(data))}
         await self.start(status, {**fixed, **(headers or {})})
         await self.body(data)
 
     async def fail(self, error: HttpError, path: str) -> None:
-        """Send an error, in the format of this path, as the whole response."""
+        """Send an error as the complete response, in the error format of the path's API."""
         await self.json(error.status, json_bytes(error_body(error, path)), error.headers)
 
 
@@ -195,7 +195,7 @@ class HttpCall:
         self._call: TextCall
         self._response: ResponseBuilder
         self._collected: dict[int, list[OutputDelta]] = {}
-        """Output by request, if it is not streamed."""
+        """Output of each request of the call, if the call does not stream."""
 
     async def read(self, engine: AsyncEngine) -> EngineCall:
         with self._service.work.bodies.lease(self._owner) as lease:

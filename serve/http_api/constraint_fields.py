@@ -1,7 +1,7 @@
-"""Constraints on the output, under the names that clients of OpenAI, vLLM, SGLang and llama.cpp have for them.
+"""Constraints on the output, under the field names of OpenAI, vLLM, SGLang and llama.cpp.
 
-All of them become fields of `apt_jax.request.StructuredOutputsParams`; what they mean and whether they are valid is
-decided there and in `apt_jax.validation`. A body has one constraint, under any name.
+All of them become fields of `apt_jax.request.StructuredOutputsParams`, which defines their meaning;
+`apt_jax.validation` checks them. A body has at most one constraint, under any of the names.
 """
 
 from collections.abc import Mapping
@@ -25,27 +25,27 @@ OTHER_NAMES: dict[str, str] = {
     "json_schema": "json",
     "grammar": "grammar",
 }
-"""Fields of other servers that hold a constraint, and ours: vLLM's before `structured_outputs`, SGLang's, llama.cpp's."""
+"""Constraint fields of older vLLM versions, SGLang and llama.cpp, and the equivalent fields of `structured_outputs`."""
 
 _WHITESPACE = "guided_whitespace_pattern"
 _NONE = {"grammar": ""}
-"""Values that ask for nothing, besides null."""
+"""Values that mean no constraint, in addition to null."""
 
 
 class Constraint(NamedTuple):
-    """The constraint of a body."""
+    """The constraint in a body."""
 
     field: str
-    """Its name in the body."""
+    """Name of the field in the body."""
     value: Any
-    """`structured_outputs`, raw."""
+    """The equivalent value of `structured_outputs`, not validated."""
 
 
 def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint of a body; None: it has none.
+    """Return the constraint of a body; None if it has none.
 
     Raises:
-        InvalidRequestError: it has two that differ, or `response_format` is malformed.
+        InvalidRequestError: the body has two different constraints, or `response_format` is malformed.
     """
     given: list[Constraint] = []
     if body.get(OWN_FIELD) is not None:
@@ -75,14 +75,14 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
 
 
 def _response_format(value: object) -> dict[str, object] | None:
-    """The equivalent of `response_format`; None: plain text."""
+    """Return the `structured_outputs` equivalent of a `response_format`; None if it means plain text."""
     if value is None:
         return None
     answer = check_mapping(RESPONSE_FORMAT, value)
     match answer.get("type"):
         case "text":
             return None
-        case "json_object":  # with a schema: llama.cpp's and Together's form, and that of instructor before 1.4
+        case "json_object":  # llama.cpp, Together and instructor before 1.4 give a schema here
             schema = answer.get("schema")
             return {"json_object": True} if schema is None else {"json": schema}
         case "json_schema":
@@ -100,7 +100,7 @@ def _response_format(value: object) -> dict[str, object] | None:
 
 
 def schemas() -> dict[str, Schema]:
-    """Schemas of all fields that hold a constraint."""
+    """Return the schemas of all constraint fields, by name."""
     text = {"type": "string", "minLength": 1, "maxLength": validation.MAX_GRAMMAR_BYTES}
     whitespace = or_null({"type": "string", "minLength": 1, "maxLength": validation.MAX_WHITESPACE_PATTERN_BYTES})
     kinds: dict[str, Schema] = {

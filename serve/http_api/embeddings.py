@@ -1,6 +1,7 @@
 """``/v1/embeddings``: pooled hidden states of texts, in OpenAI's format.
 
-A body becomes completions of one token that is not shown: its tokens are read, scheduled and bounded as any prompt.
+Each input becomes a completion of one token that is not shown, so that it is tokenized, checked and scheduled like any
+prompt.
 """
 
 import base64
@@ -41,7 +42,7 @@ Dimensions = Annotated[int, Meta(ge=1, le=MAX_INTEGER, description="Keep the fir
 
 
 class PooledBody(Addressed):
-    """Fields of bodies whose texts are embedded."""
+    """Fields of request bodies for embeddings, scores and reranking."""
 
     refused: ClassVar = _HERE | {"messages": Refused((), "is not supported; use input")}
     truncate_prompt_tokens: EngineField = None
@@ -59,7 +60,7 @@ class EmbeddingBody(PooledBody):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingsCall:
-    """The engine requests of one body, and the form of its answer."""
+    """The engine requests of one body, and the format of its response."""
 
     call_id: str
     model: str
@@ -68,7 +69,7 @@ class EmbeddingsCall:
     service_tier: str
     """See `serve.http_api.openai_request.CompletionCall`."""
     renamed: Renamer
-    """Gives the field in an error the name that it has in the body."""
+    """Renames the field of an error to its name in the body."""
     dimensions: int | None = None
     normalize: bool = True
     encoding: str = "float"
@@ -79,18 +80,18 @@ class EmbeddingsCall:
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes much, and so belongs in a thread."""
+    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
     return completion_is_slow("completion", {"prompt": body.get("input")})
 
 
 def read_call(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None
 ) -> EmbeddingsCall:
-    """Check a body and build a request of the engine for each input.
+    """Check a body and build an engine request for each input.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     asked = read(EmbeddingBody, body)
     check_dimensions_of(parts, asked.dimensions)
@@ -104,7 +105,11 @@ def read_call(
 
 
 def check_dimensions_of(parts: EngineComponents, dimensions: int | None) -> None:
-    """Raises InvalidRequestError: embeddings of the model have fewer dimensions."""
+    """Check `dimensions` of a body.
+
+    Raises:
+        InvalidRequestError: embeddings of the model have fewer dimensions.
+    """
     config = parts.model_config
     check_dimensions(dimensions, MAX_INTEGER if config is None else config.embedding_size or config.hidden_size)
 
@@ -118,13 +123,16 @@ def embed(
     arrival_s: float,
     tenant: str | None,
 ) -> EmbeddingsCall:
-    """Build a request of the engine for each text; raises as `read_call`.
+    """Build an engine request for each text.
 
     Args:
-        parts, headers, arrival_s, tenant: as there.
-        body: its other fields.
-        texts: a text, texts, token ids or lists of them.
-        name: gives the field of the text at a place, such as ``[3]``; empty: of all texts.
+        parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
+        body: the other fields of the body.
+        texts: a text, a list of texts, token ids or a list of token id lists.
+        name: returns the field name, for errors, of the text at an index such as ``[3]``, or of all texts for "".
+
+    Raises:
+        InvalidRequestError, UnknownModelError: see `read_call`.
     """
     if body.stream:
         raise InvalidRequestError("stream", "is not possible for embeddings; leave it out")
@@ -160,7 +168,7 @@ def embed(
 
 
 class EmbeddingsResponse:
-    """The answer to a call, which is always whole."""
+    """Builds the response to one call, which is never streamed; a `serve.http_api.endpoints.ResponseBuilder`."""
 
     def __init__(self, parts: EngineComponents, call: EmbeddingsCall) -> None:
         del parts

@@ -1,6 +1,7 @@
-"""Differences between the endpoints that generate text: how a body is read, and how the answer is written.
+"""Differences between the endpoints that generate text: how a body is read, and how the response is written.
 
-Their calls have one life (`serve.http_api.calls.HttpCall`). A further endpoint is an entry of `ENDPOINTS`.
+Their calls are otherwise served in the same way (`serve.http_api.calls.HttpCall`). A new endpoint is an entry of
+`ENDPOINTS`.
 """
 
 import dataclasses
@@ -27,11 +28,11 @@ from serve.http_api.responses.response import ResponsesResponse
 
 
 class TextCall(Protocol):
-    """The engine requests of one body, and the parameters of its answer."""
+    """The engine requests of one body, and the parameters of its response."""
 
     @property
     def call_id(self) -> str:
-        """The `id` of the answer."""
+        """The `id` of the response."""
         ...
 
     @property
@@ -39,7 +40,7 @@ class TextCall(Protocol):
 
     @property
     def deadline_s(self) -> float | None:
-        """On the engine's clock; None: no deadline."""
+        """Deadline of the call in seconds on the engine's clock; None if it has no deadline."""
         ...
 
     @property
@@ -47,48 +48,49 @@ class TextCall(Protocol):
 
     @property
     def renamed(self) -> Renamer:
-        """Gives the field in an error the name that it has in the body."""
+        """Renames the field of an error to its name in the body."""
         ...
 
     def with_requests(self, requests: Sequence[EngineRequest]) -> Self:
-        """The same call with these requests, whose constraints are compiled."""
+        """Return a copy of the call with these requests, whose constraints have been compiled."""
         ...
 
 
 class ResponseBuilder(Protocol):
-    """Writes the answer to one call: as server-sent events, or whole."""
+    """Writes the response to one call, as server-sent events or as one body."""
 
     def events(self, index: int, delta: OutputDelta) -> bytes:
-        """The events that new output of request `index` makes, ready to send; maybe none.
+        """Return the encoded events for new output of request `index`; may be empty.
 
         Raises:
-            RequestFailedError: the output has an end that this kind of answer cannot tell.
+            RequestFailedError: the output ended in a way that this kind of response cannot express.
         """
         ...
 
     def end(self) -> bytes:
-        """The events after the output of all requests."""
+        """Return the encoded events after the output of all requests."""
         ...
 
     def failure(self, error: HttpError) -> bytes:
-        """The events that end a stream with an error."""
+        """Return the encoded events that end a stream with an error."""
         ...
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
-        """The body of the whole answer.
+        """Return the body of a response that is not streamed.
 
         Args:
-            deltas: one a request, with its whole output; where the endpoint is `piecewise`, those of its one request.
+            deltas: the complete output of each request, one item per request; if the endpoint is `piecewise`, all
+                pieces of output of its only request.
 
         Raises:
-            RequestFailedError: as `events`.
+            RequestFailedError: the output ended in a way that this kind of response cannot express.
         """
         ...
 
 
 Reader = Callable[[EngineComponents, Body, Mapping[str, str], float, str | None], TextCall]
-"""Checks a body and builds its requests, from the engine's parts, the body, headers in lower case, the time of arrival on
-the engine's clock, and the tenant. Raises what `openai_request.read_call` raises."""
+"""Function that checks a body and builds its requests from the engine's components, the body, the headers with names in
+lower case, the arrival time on the engine's clock and the tenant. Raises the exceptions of `openai_request.read_call`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,16 +99,17 @@ class Endpoint:
 
     path: str
     id_prefix: str
-    """Begins the `id` of an answer, before that of its request."""
+    """Prefix of the `id` of a response; the id of its request follows."""
     read: Reader
+    """Checks a body and builds its requests."""
     is_slow: Callable[[Body], bool]
-    """Tells whether `read` belongs in a thread: it waits for other processes, or works for long."""
+    """Returns whether `read` must run in a thread, because it waits for other processes or takes long."""
     respond: Callable[[EngineComponents, Any], ResponseBuilder]
-    """Makes the builder of the answer to a call that `read` returned."""
+    """Makes the response builder of a call that `read` returned."""
     piecewise: bool = False
-    """A whole answer is made of the pieces in which its one output came."""
+    """True if a response that is not streamed is made from the pieces of output in which its only request was answered."""
     stream_type: str = "text/event-stream; charset=utf-8"
-    """Media type of an answer that is streamed."""
+    """Media type of a streamed response."""
 
 
 def _completions(kind: Kind, path: str, id_prefix: str) -> Endpoint:
@@ -136,7 +139,7 @@ def _of_ollama(path: str, id_prefix: str, read: Callable[..., OllamaCall]) -> En
 
 
 def _renders_a_template(body: Body) -> bool:
-    """Another process does."""
+    """Return True: these endpoints always wait for the process that renders the chat template."""
     del body
     return True
 
@@ -206,6 +209,6 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def request_id_of(answer_id: str) -> str:
-    """The id of the request whose answer has this `id`."""
+    """Return the request id that belongs to the `id` of a response: the id without the prefix of its endpoint."""
     prefix = next((e.id_prefix for e in ENDPOINTS if answer_id.startswith(e.id_prefix)), "")
     return answer_id.removeprefix(prefix)

@@ -1,9 +1,9 @@
-"""The only mapping from errors to HTTP responses, in the formats of OpenAI, Anthropic and Ollama; `serve.grpc_api.errors` is its
-twin for gRPC.
+"""The only mapping from errors to HTTP responses, in the formats of OpenAI, Anthropic and Ollama; its counterpart for
+gRPC is `serve.grpc_api.errors`.
 
-Clients see the texts of our own errors, which are written for them, and never that of any other exception. Responses to
-requests that would fail again have `x-should-retry: false`, which clients respect before they look at the status; those
-that may succeed later or elsewhere have `retry-after`.
+Clients see the messages of the project's own errors, which are written for them, but not of any other exception.
+Responses to requests that would fail again have `x-should-retry: false`, which clients respect regardless of the status;
+responses to requests that may succeed later or elsewhere have `retry-after`.
 """
 
 import dataclasses
@@ -28,23 +28,23 @@ from serve.errors import (
 )
 
 DROPPED_REASON_KEYS = ("x-llm-d-request-dropped-reason", "x-request-dropped-reason")
-"""Headers of a request that was not served for the server's state: why, in the words of llm-d's router."""
+"""Response headers that tell why a request was not served because of the server's state, in llm-d's vocabulary."""
 
 
 class Renamer(Protocol):
-    """Gives the field in an error the name that it has in the body."""
+    """Renames the field of an error to its name in the body."""
 
     def __call__(self, error: InvalidRequestError, /) -> InvalidRequestError: ...
 
 
 class BadCallError(Exception):
-    """The call is rejected for a reason of HTTP: its path, size, key or speed.
+    """A call is rejected for its path, size, API key, speed or another property of the HTTP request.
 
     Args:
-        status: of the response.
-        code: machine-readable.
+        status: HTTP status of the response.
+        code: machine-readable error code.
         message: one line for users.
-        headers: of the response.
+        headers: additional headers of the response.
     """
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
@@ -54,7 +54,7 @@ class BadCallError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpError:
-    """A response that is an error."""
+    """An error response."""
 
     status: int
     message: str
@@ -62,13 +62,13 @@ class HttpError:
     """OpenAI's `type`."""
     code: str | None = None
     param: str | None = None
-    """The invalid field."""
+    """Name of the invalid field, if any."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     starting: StartStatus | None = None
-    """How far the start is that the request came before."""
+    """Progress of the server's start, if the request came before its end."""
 
     def body(self) -> dict[str, Any]:
-        """The body in OpenAI's format."""
+        """Return the body in OpenAI's format."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.kind,
@@ -81,7 +81,7 @@ class HttpError:
 
 
 def start_json(status: StartStatus) -> dict[str, Any]:
-    """How far a start is, for programs."""
+    """Return the progress of a server's start as a JSON object."""
     left_s = None if status.left_s is None else round(status.left_s, 1)
     return {"stage": status.stage, "number": status.number, "of": status.total, "estimated_seconds": left_s}
 
@@ -98,19 +98,19 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_body(error: HttpError) -> dict[str, Any]:
-    """The body of an error in Anthropic's format."""
+    """Return the body of an error in Anthropic's format."""
     usual = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(error.status, usual)
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def ollama_body(error: HttpError) -> dict[str, Any]:
-    """The body of an error in Ollama's format."""
+    """Return the body of an error in Ollama's format."""
     return {"error": error.message}
 
 
 def error_body(error: HttpError, path: str) -> dict[str, Any]:
-    """The body of an error in the format that clients of this path expect."""
+    """Return the body of an error in the format of the path's API."""
     if path.startswith("/api/"):
         return ollama_body(error)
     return anthropic_body(error) if path.startswith("/v1/messages") else error.body()
@@ -120,8 +120,8 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
     """Map an error to its response.
 
     Args:
-        error: what ended the request.
-        request_id: shown to the client if the error's text may not be.
+        error: the exception that ended the request.
+        request_id: id shown to the client in place of the text of an internal error.
     """
     match error:
         case BadCallError():
@@ -178,7 +178,8 @@ def _final(
 
 
 def _later(status: int, message: str, kind: str, code: str, after_s: float, why: str) -> HttpError:
-    """An error that ends a request for the server's state; `why` follows ``rejected-``."""
+    """Return the response to a request that may be retried after `after_s` seconds; `why` is the reason for llm-d's
+    router, without its prefix ``rejected-``."""
     return HttpError(
         status=status,
         message=message,

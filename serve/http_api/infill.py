@@ -1,4 +1,4 @@
-"""Prompts to fill in between two texts, from fields of requests: `suffix` of completions, llama.cpp's ``/infill``."""
+"""Fill-in-the-middle prompts, for `suffix` of completions and llama.cpp's ``/infill``."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,16 +16,17 @@ def prompt_around(
     parts: EngineComponents, prefix: object, suffix: object, *, names: tuple[str, str] = ("prompt", SUFFIX),
     begun: object = "", files: Sequence[ExtraFile] = (),
 ) -> list[int]:  # fmt: skip
-    """Token ids of a prompt; see `FillInMiddle.prompt`.
+    """Return the token ids of a fill-in-the-middle prompt; see `FillInMiddle.prompt`.
 
     Args:
-        parts: of the engine.
-        prefix, suffix: what the request has.
-        names: of their fields.
-        begun, files: the beginning of the answer, and other files, whose fields are `prompt` and `input_extra`.
+        parts: the engine's components.
+        prefix, suffix: values of the request, not validated.
+        names: field names of prefix and suffix, for errors.
+        begun: beginning of the text to fill in, the field `prompt` of ``/infill``.
+        files: other files as context, the field `input_extra` of ``/infill``.
 
     Raises:
-        InvalidRequestError: the model has no tokens for it, or something is not text or too long.
+        InvalidRequestError: the model has no fill-in-the-middle tokens, or a value is not text or too long.
     """
     maker = fill_in_middle(parts.tokenizer, names[1])
     texts = [
@@ -36,7 +37,7 @@ def prompt_around(
 
 
 def ending_with_middle(parts: EngineComponents, request: EngineRequest) -> EngineRequest:
-    """The request with the tokens that end the filled-in text, unless it has `ignore_eos`."""
+    """Return the request with the tokens that end filled-in text as further stop tokens, unless it has `ignore_eos`."""
     params = request.params
     if params.ignore_eos:
         return request

@@ -1,7 +1,7 @@
-"""Output of a model as a list of items of which one is open at a time, for answers of the Responses and Messages APIs.
+"""Output of a model as a list of items, of which at most one is open, for responses of the Responses and Messages APIs.
 
-An item begins with the first event of its kind, grows, and is whole when an event of another kind, or another call, comes.
-Items say which events they make; they are sent if the call streams.
+An item begins with the first event of its kind, grows, and ends when an event of another kind or the start of another
+tool call follows. Items make the events of their beginning, growth and end, which are sent if the call streams.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,32 +17,32 @@ Json = dict[str, Any]
 
 
 class Item(Protocol):
-    """An item that grows. Events are objects with their `type`."""
+    """An item of a response, while it grows. Its events are JSON objects with a `type`."""
 
     def begin(self) -> Iterable[Json]:
-        """Events of its beginning."""
+        """Return the events of the item's beginning."""
         ...
 
     def grow(self, text: str) -> Iterable[Json]:
-        """Events of new text."""
+        """Add new text and return its events."""
         ...
 
     def end(self, cut: bool) -> Iterable[Json]:
-        """Events of its end; `cut`: the output has reached its longest within it."""
+        """Return the events of the item's end; `cut` is true if the output reached its maximum length in the item."""
         ...
 
     def whole(self) -> Json:
-        """The item as it stands in the answer, once it has ended."""
+        """Return the complete item as in the response, once it has ended."""
         ...
 
 
 class ItemStream:
-    """The items of one output, and the events of their stream.
+    """The items of one output, and their stream of events.
 
     Args:
-        call: whose output it is.
-        make: makes the item that begins with an event, which is no `CallArguments`, of its number in the answer.
-        numbered: events have a `sequence_number`.
+        call: the call that is answered.
+        make: makes an item from its first event, which is never a `CallArguments`, and its index in the response.
+        numbered: whether events have a `sequence_number`.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class ItemStream:
         """Items that have ended."""
         self.num_tokens = self.num_cached = 0
         self.last: OutputDelta | None = None
-        """The newest output; None: there is none."""
+        """The newest output; None before the first output."""
         self._streams, self._make, self._numbered = call.stream, make, numbered
         self._parser = call.output.parser()
         self._open: Item | None = None
         self._kind: type[OutputEvent] = ContentText
-        """Kind of the events that make the open item grow."""
+        """Type of the event with which the open item began."""
         self._events: list[bytes] = []
         self._number = 0
 
     @property
     def has_items(self) -> bool:
-        """An item has begun."""
+        """True if an item has begun."""
         return bool(self.items) or self._open is not None
 
     def take(self, delta: OutputDelta, before: Callable[[list[OutputEvent]], object] = lambda events: None) -> None:
-        """Take new output; `before` is called with its events before they reach the items."""
+        """Process new output; `before` is called with its events before the items get them."""
         self.last = delta
         self.num_tokens += len(delta.token_ids)
         events = list(self._parser.push(delta.text, delta.finished))
@@ -84,13 +84,13 @@ class ItemStream:
                     self._grow(text)
 
     def begin(self, event: OutputEvent) -> None:
-        """End the open item, and begin the one of this event."""
+        """End the open item, and begin a new item with this event."""
         self.end()
         self._open, self._kind = self._make(event, len(self.items)), type(event)
         self.emit_all(self._open.begin())
 
     def end(self, *, cut: bool = False) -> None:
-        """End the open item, if there is one; see `Item.end`."""
+        """End the open item, if any; see `Item.end`."""
         item, self._open = self._open, None
         if item is not None:
             self.emit_all(item.end(cut))
@@ -101,7 +101,13 @@ class ItemStream:
             self.emit(**event)
 
     def emit(self, type: str, raw: tuple[str, bytes] | None = None, **fields: Any) -> None:
-        """Send an event; `raw`: name and JSON of a further field."""
+        """Queue an event if the call streams.
+
+        Args:
+            type: type of the event.
+            raw: name and encoded JSON value of a further field, which is put last.
+            fields: the other fields of the event.
+        """
         if not self._streams:
             return
         number = {"sequence_number": self._number} if self._numbered else {}
@@ -112,7 +118,7 @@ class ItemStream:
         self._number += 1
 
     def taken(self) -> bytes:
-        """The events since the last time, ready to send."""
+        """Return the encoded events since the last call."""
         events, self._events = b"".join(self._events), []
         return events
 
@@ -122,10 +128,10 @@ class ItemStream:
 
 
 def check_end(delta: OutputDelta) -> None:
-    """Check that output goes on, or has ended in a way that an answer can tell.
+    """Check that output continues, or has ended with the finish reason "stop" or "length".
 
     Raises:
-        RequestFailedError: it was aborted.
+        RequestFailedError: the request was aborted.
     """
     if delta.finish_reason not in (None, "stop", "length"):
         raise RequestFailedError("the request was aborted")

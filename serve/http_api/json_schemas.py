@@ -40,13 +40,13 @@ def object_of(fields: Mapping[str, Schema], *, required: tuple[str, ...] = (), c
 
 
 def closed(fields: Mapping[str, Schema], *, optional: tuple[str, ...] = ()) -> Schema:
-    """A closed object that requires all fields except the optional ones."""
+    """Return the schema of an object without further fields that requires all fields except the optional ones."""
     required = tuple(name for name in fields if name not in optional)
     return object_of(fields, required=required, closed=True)
 
 
 def or_null(schema: Schema) -> Schema:
-    """Also null, which is the same as absent."""
+    """Return the schema extended to allow null, which means the same as an absent field."""
     kind = schema.get("type")
     if isinstance(kind, str) and not schema.keys() & {"anyOf", "oneOf", "enum", "const"}:
         return {**schema, "type": [kind, "null"]}
@@ -57,12 +57,12 @@ def or_null(schema: Schema) -> Schema:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Bounds of schemas that depend on the model."""
+    """The facts about the model that bounds of schemas depend on."""
 
     limits: RequestLimits | None = None
-    """None: there is no engine yet, so that lengths and ids have no bound of a model."""
+    """Limits of the model; None while there is no engine, so that lengths and token ids are not bounded by a model."""
     models: Sequence[str] = ()
-    """Names that requests may use; (): any."""
+    """Model names that requests may use; empty: any name."""
 
     @property
     def model(self) -> Schema:
@@ -74,7 +74,7 @@ class Facts:
 
     @property
     def token_ids(self) -> Schema:
-        """A prompt that leaves room for a token of output."""
+        """Schema of a prompt of token ids that leaves room for one output token."""
         return list_of(self.token, 1, MAX_INTEGER if self.limits is None else self.limits.max_model_len - 1)
 
     @property
@@ -89,12 +89,12 @@ class Facts:
         return int(REQUEST_FIELDS["n"].max or 1) if self.limits is None else self.limits.max_sequences
 
     def optional(self, name: str) -> Schema:
-        """That of a field that may be null, with its default."""
+        """Return the schema of a request field that may be null, with its default."""
         default = REQUEST_FIELDS[name].default
         return or_null(self.field(name)) | ({} if default in (None, ()) else {"default": default})
 
     def field(self, name: str) -> Schema:
-        """The schema of a request field by its declaration in `REQUEST_FIELDS`."""
+        """Return the schema of a request field, made from its declaration in `REQUEST_FIELDS`."""
         spec = REQUEST_FIELDS[name]
         match spec.type:
             case "integer":

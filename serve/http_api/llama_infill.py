@@ -1,7 +1,7 @@
-"""``/infill`` of llama.cpp, which its editor plugins call: what belongs between two texts, in llama.cpp's words.
+"""llama.cpp's ``/infill``, which its editor plugins call to fill in text between two texts.
 
-Bodies become completions. Its samplers' order, its bounds of time and its options of cache and slots are ignored. Options
-of sampling that are not given have llama.cpp's defaults.
+Bodies become completions. llama.cpp's order of samplers, time limits and options for cache and slots are ignored.
+Sampling options that are not given have llama.cpp's defaults.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ Json = dict[str, Any]
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 NAMES = {"repetition_penalty": "repeat_penalty", "prompt": "input_prefix", "max_tokens": "n_predict"}
-"""Names of fields of completions, and their names in the body."""
+"""Fields of completions, and their names in bodies of ``/infill``."""
 _SAME = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("ignore_eos", "logit_bias", "stream"),
 )
-"""Fields shared with completions."""
+"""Fields that have the same name and meaning as in completions."""
 _CONSTRAINTS = ("grammar", "json_schema")
 _PREFIX, _SUFFIX, _EXTRA, _SHOWN = "input_prefix", "input_suffix", "input_extra", "response_fields"
 _MAX_FILES = 256
 _MAX_SHOWN = 64
 _UNNAMED = "tmp"
-"""Name of a file without a name, as in llama.cpp."""
+"""File name used for a file without a name, as in llama.cpp."""
 
 
 class FileBody(Record):
@@ -82,9 +82,9 @@ class InfillBody(Addressed):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfillCall(TranslatedCall):
     shown: tuple[str, ...] = ()
-    """Fields of a whole answer, such as ``timings/prompt_n``; (): all."""
+    """Fields to return in a response that is not streamed, as paths such as ``timings/prompt_n``; empty: all fields."""
     is_silent: bool = False
-    """The prompt is computed, so that it is cached; one token is generated and not shown."""
+    """True if the call only computes the prompt to cache it; the one generated token is not shown."""
 
     @property
     def call_id(self) -> str:
@@ -92,7 +92,7 @@ class InfillCall(TranslatedCall):
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether much is tokenized."""
+    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
     extra = body.get(_EXTRA)
     texts = [body.get(name) for name in (_PREFIX, _SUFFIX, "prompt")]
     return bool(extra) or sum(len(text) for text in texts if isinstance(text, str)) > LONG_PROMPT_CHARS
@@ -104,8 +104,8 @@ def read_call(
     """Check a body and build its request; see `serve.http_api.openai_request.read_call`.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     asked = read(InfillBody, body)
     openai_request.check_model(parts, asked.model)
@@ -138,7 +138,7 @@ def read_call(
 
 
 def _room(parts: EngineComponents, ids: Sequence[int]) -> int:
-    """Return how many tokens of output fit the context."""
+    """Return the number of output tokens that fit after a prompt; at least 1."""
     limits = parts.limits
     most = limits.max_model_len
     if limits.max_pool_tokens is not None:
@@ -147,11 +147,11 @@ def _room(parts: EngineComponents, ids: Sequence[int]) -> int:
 
 
 class InfillResponse:
-    """Builds the answer to one call, a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
-        parts: of the engine.
-        call: from `read_call`.
+        parts: the engine's components; not used.
+        call: the call from `read_call`.
     """
 
     def __init__(self, parts: EngineComponents, call: InfillCall) -> None:
@@ -229,7 +229,7 @@ def _timings(metrics: RequestMetrics, prompt_len: int, num_tokens: int) -> Json:
 
 
 def _only(answer: Json, shown: Sequence[str]) -> Json:
-    """The fields that are asked for, by their paths; what is not there is left out."""
+    """Return the fields of a response that the client asked for, by path; missing fields are left out."""
     if not shown:
         return answer
     made: Json = {}
@@ -254,7 +254,7 @@ EXAMPLES: Schema = {
 
 
 def answers() -> dict[str, Schema]:
-    """Schemas of answers; objects are closed, so that every field is documented."""
+    """Return the schemas of responses, by name. Objects allow no further fields, so that every field is documented."""
     counts = dict.fromkeys(("index", "id_slot", "tokens_predicted", "tokens_evaluated"), COUNT)
     number = {"type": "number"}
     timings = {"cache_n": COUNT}

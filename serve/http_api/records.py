@@ -1,8 +1,8 @@
-"""Typed records of request bodies: from one declaration follow how a body is read, its bounds and its OpenAPI schema.
+"""Typed records of request bodies: one declaration defines how a body is read, its bounds and its OpenAPI schema.
 
-`msgspec` checks a body that `serve.http_api.openai_request.parse_json` has parsed; what it refuses is worded here, as
-`apt_jax.validation` words it. Fields that the engine checks are `Any`, with the schema of its declaration (`shaped`).
-None and absent are the same. Unknown fields are ignored.
+`msgspec` checks bodies that `serve.http_api.openai_request.parse_json` has parsed; this module writes the error messages,
+in the style of `apt_jax.validation`. Fields that the engine checks have the type `Any`, and their schema comes from its
+declaration of the field. Null and absent fields mean the same. Unknown fields are ignored.
 """
 
 import functools
@@ -26,46 +26,48 @@ Bits32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None
 
 
 class Refused(NamedTuple):
-    """A field that is refused."""
+    """A known field that is not supported."""
 
     harmless: tuple[object, ...] | None = ()
-    """Values that ask for nothing, besides null; None: it belongs to another API."""
+    """Accepted values in addition to null, which have no effect; None: the field belongs to another API."""
     why: str = "is not supported"
+    """Text of the error for other values."""
     text: str | None = None
-    """Its description in the schema."""
+    """Description of the field in the schema."""
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A body, or an object in it."""
+    """A request body, or an object in it."""
 
     refused: ClassVar[Mapping[str, Refused]] = {}
+    """Known fields that are not supported."""
     needed: ClassVar[Mapping[str, str]] = {}
-    """Required fields, and the messages if they are missing."""
+    """Required fields, each with the error text if it is missing."""
     also: ClassVar[Mapping[str, Schema]] = {}
-    """Schemas of further fields, which are read from the body itself."""
+    """Schemas of further fields, which other code reads from the raw body."""
 
 
 EngineField = Annotated[Any, Meta(extra={"engine": True})]
-"""Type of a field of `apt_jax.validation.REQUEST_FIELDS`, which the engine checks."""
+"""Type of a field that is declared in `apt_jax.validation.REQUEST_FIELDS` and checked by the engine."""
 HIDDEN = Meta(extra={"hidden": True})
-"""Metadata of a field that no schema names."""
+"""Metadata of a field that is left out of schemas."""
 
 
 def shaped(shape: Callable[[Facts], Schema], description: str | None = None) -> Meta:
-    """Metadata of a field with this schema, which allows null if the field does."""
+    """Return the metadata of a field whose schema `shape` makes from facts about the model."""
     return Meta(extra={"shape": shape}, description=description)
 
 
 def fixed(schema: Schema) -> Meta:
-    """Metadata of a field that other code checks, with this schema."""
+    """Return the metadata of a field that other code checks, with this schema."""
     return shaped(lambda facts: schema)
 
 
 def read(record: type[R], body: Mapping[str, Any]) -> R:
-    """Read a body.
+    """Check a body and return it as a record.
 
     Raises:
-        InvalidRequestError: one line; `.field` is the path of the field.
+        InvalidRequestError: the body is invalid; `.field` is the path of the field.
     """
     reject(record.refused, body)
     for name, why in record.needed.items():
@@ -79,10 +81,15 @@ def read(record: type[R], body: Mapping[str, Any]) -> R:
 
 
 def reject(refused: Mapping[str, Refused], body: Mapping[str, Any], prefix: str = "") -> None:
-    """Check that a body asks for no refused feature.
+    """Check that a body uses no unsupported field, except with values that have no effect.
+
+    Args:
+        refused: the unsupported fields.
+        body: the body, or an object in it.
+        prefix: put before field names in errors.
 
     Raises:
-        InvalidRequestError: it does; the field is named, and one that does the same if there is one.
+        InvalidRequestError: the body uses an unsupported field.
     """
     for name in [name for name in body if name in refused]:
         value = body[name]
@@ -91,17 +98,17 @@ def reject(refused: Mapping[str, Refused], body: Mapping[str, Any], prefix: str 
 
 
 def carried(body: Record, base: type[Record]) -> dict[str, Any]:
-    """The fields of a body that it has from `base`."""
+    """Return the fields of a body that its base class `base` declares, by name."""
     return {name: getattr(body, name) for name in base.__struct_fields__}
 
 
 def quoted(value: object) -> str:
-    """A client's word for a message, never long."""
+    """Return a client's value for an error message: the first 40 characters of a text, else the kind of the value."""
     return repr(value[:40]) if isinstance(value, str) else json_kind(value)
 
 
 def equal_in_json(value: object, other: object) -> bool:
-    """Return whether two values are equal in JSON, where 1 is 1.0 and not true."""
+    """Return whether two values are equal in JSON, where 1 equals 1.0 but not true."""
     return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
@@ -109,7 +116,7 @@ def equal_in_json(value: object, other: object) -> bool:
 
 
 def _explain(kind: Any, value: Any, field: str, bounds: Meta | None = None) -> None:
-    """Raise the error for the first part of a value that is not of this type."""
+    """Raise `InvalidRequestError` for the first part of a value that does not have this type."""
     origin, args = get_origin(kind), get_args(kind)
     low, high = (None, None) if bounds is None else (bounds.min_length, bounds.max_length)
     if origin is Annotated:
@@ -159,7 +166,7 @@ def _explain(kind: Any, value: Any, field: str, bounds: Meta | None = None) -> N
 
 
 def _is_alike(kind: Any, value: object) -> bool:
-    """Return whether a value may be meant for a branch of a union."""
+    """Return whether a value has the JSON type of a member of a union, so that errors refer to this member."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     kind = get_origin(kind) or kind
@@ -181,7 +188,7 @@ class _Field(NamedTuple):
 
 @functools.cache
 def _fields(record: type[msgspec.Struct]) -> Mapping[str, _Field]:
-    """The fields of a record, by their names in JSON."""
+    """Return the fields of a record, by their names in JSON."""
     kinds = typing.get_type_hints(record, include_extras=True)
     return {
         field.encode_name: _Field(kinds[field.name], field.required, None if field.required else field.default)
@@ -194,7 +201,7 @@ def _extra(kind: Any) -> Mapping[str, Any]:
 
 
 def schema_of(kind: Any, facts: Facts) -> Schema:
-    """The JSON schema of a type of a field, or of a record."""
+    """Return the JSON schema of a record or of the type of a field."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         inner, meta = args

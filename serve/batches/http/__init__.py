@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: paths that are given to the application (`serve.http_api.app_config`)."""
+"""Files and batches over HTTP: an extension of the application (`serve.http_api.app_config.Extension`)."""
 
 import logging
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from serve.observability.prometheus import ServerMetrics
 
 
 class Batches:
-    """Paths of a store, and the runner of its batches; a `serve.http_api.app_config.Extension`.
+    """Paths for files and batches, and the runner of the batches; a `serve.http_api.app_config.Extension`.
 
     Args:
-        store: files and batches; closed by `stop`.
+        store: stored files and batches; closed by `stop`.
     """
 
     def __init__(self, store: BatchStore) -> None:
@@ -42,5 +42,5 @@ class Batches:
             metrics.others = lambda families: batch_metrics(families, self.runner.counters())
 
     async def stop(self) -> None:
-        """See `Extension`. Requests of batches go on after the next start."""
+        """See `Extension`. Unfinished batches resume at the next start of the server."""
         await self.runner.stop()

@@ -73,7 +73,7 @@ class BatchDescription:
 
 
 def _requests(config: BatchConfig) -> Schema:
-    """Schemas of bodies."""
+    """Return the schemas of request bodies, by name."""
     metadata = {
         "type": ["object", "null"],
         "maxProperties": bounds.MAX_METADATA,
@@ -105,7 +105,7 @@ def _requests(config: BatchConfig) -> Schema:
 
 
 def _answers() -> Schema:
-    """Schemas of responses."""
+    """Return the schemas of responses, by name."""
     maybe_time, maybe_text = _TIME | {"type": ["integer", "null"]}, {"type": ["string", "null"]}
     file = closed({
         "id": STRING, "object": {"const": "file"}, "bytes": COUNT, "created_at": _TIME, "expires_at": maybe_time,

@@ -1,4 +1,4 @@
-"""``/v1/files`` and ``/v1/batches`` (`serve.batches`). Everything is looked up by the owner of the call's API key."""
+"""``/v1/files`` and ``/v1/batches`` (`serve.batches`). A call sees only files and batches of its API key's owner."""
 
 import asyncio
 import collections
@@ -44,24 +44,24 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class BatchEndpoints:
-    """The endpoints.
+    """The endpoints for files and batches.
 
     Args:
-        config: limits of calls.
-        service: of the application.
-        runner: of the batches.
+        config: limits of HTTP calls.
+        service: the engine and the queues of the HTTP application.
+        runner: runs the batches.
     """
 
     def __init__(self, config: AppConfig, service: CallService, runner: BatchRunner) -> None:
         self._config, self._service, self._runner = config, service, runner
         self._uploads: collections.Counter[object] = collections.Counter()
-        """Uploads that are being read, by owner."""
+        """Number of uploads in progress per owner."""
 
     def routes(self, safely: Callable[[Endpoint], Endpoint]) -> list[Route]:
-        """Routes of all endpoints.
+        """Return the routes of all endpoints.
 
         Args:
-            safely: turns errors of an endpoint into responses.
+            safely: wraps an endpoint so that its errors become responses.
         """
 
         def route(path: str, endpoint: Endpoint, method: str) -> Route:
@@ -80,7 +80,7 @@ class BatchEndpoints:
         ]
 
     def _mapped(self, endpoint: Endpoint) -> Endpoint:
-        """Turn errors of files and batches into errors of calls."""
+        """Wrap an endpoint so that errors of files and batches become HTTP errors."""
 
         async def mapped(request: Request) -> Response:
             if self._runner.is_stopped:
@@ -139,7 +139,11 @@ class BatchEndpoints:
 
     @staticmethod
     def _record_of(fields: Mapping[str, str], tenant: str, filename: str, num_bytes: int) -> FileRecord:
-        """Raises InvalidRequestError: a field is invalid."""
+        """Return the record of an uploaded file from the fields of its form.
+
+        Raises:
+            InvalidRequestError: a field is invalid.
+        """
         purpose = fields.get("purpose")
         if purpose != INPUT_PURPOSE:
             raise InvalidRequestError("purpose", f"must be {INPUT_PURPOSE!r}: files are the input of batches")
@@ -248,7 +252,11 @@ class BatchEndpoints:
         return _json(record.as_json())
 
     def _require_resumed(self) -> None:
-        """Raises EngineClosedError: the server is starting or shutting down."""
+        """Check that the batches on disk have been resumed.
+
+        Raises:
+            EngineClosedError: the server is starting or shutting down.
+        """
         self._service.engine()
         if not self._runner.is_resumed:
             raise EngineClosedError("the server is starting: batches are being read", why="no-endpoints")
@@ -278,7 +286,11 @@ def _limit(query: Mapping[str, str], most: int, default: int) -> int:
 
 
 def _batch_of(body: Body, tenant: str) -> BatchRecord:
-    """The batch that a body asks for. Raises InvalidRequestError: a field is invalid."""
+    """Return a new batch record from a request body.
+
+    Raises:
+        InvalidRequestError: a field is invalid.
+    """
     file_id, endpoint, window = (body.get(name) for name in ("input_file_id", "endpoint", "completion_window"))
     if not isinstance(file_id, str) or not file_id or not file_id.isascii():
         raise InvalidRequestError("input_file_id", "must be the id of a file")
@@ -313,7 +325,7 @@ def _metadata(value: object) -> Mapping[str, str] | None:
 
 
 def _expires_after(field: str, value: object) -> int:
-    """Seconds of OpenAI's ``{"anchor": "created_at", "seconds": N}``."""
+    """Return the seconds of OpenAI's ``{"anchor": "created_at", "seconds": N}``."""
     given = check_mapping(field, value)
     if given.get("anchor") != "created_at":
         raise InvalidRequestError(f"{field}.anchor", "must be 'created_at'")

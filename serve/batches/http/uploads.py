@@ -1,7 +1,7 @@
-"""Uploads of files as ``multipart/form-data``, written to disk while they come.
+"""Uploads of files as ``multipart/form-data``, written to disk as they arrive.
 
-Memory is bounded by one piece of the connection and one write; the size of the file, of the other fields and of the
-whole, their number and the time are bounded as well.
+Memory use is limited to one piece read from the connection and one write. The size of the file, of each other field
+and of the whole form, the number of fields and the time are limited too.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from serve.http_api.errors import BadCallError
 _MAX_FIELDS = 8
 _MAX_FIELD_BYTES = 1024
 _MAX_HEADER_BYTES = 4096
-"""Limit of the headers of one part."""
+"""Maximum size of the headers of one part."""
 _OVERHEAD_BYTES = 64 << 10
-"""Limit of a form without its file."""
+"""Maximum size of a form without its file."""
 _WRITE_BYTES = 256 << 10
 
 
@@ -35,23 +35,24 @@ class Form:
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
     filename: str = ""
     path: Path | None = None
-    """Where the content is; None: the form has none."""
+    """Path of the written file content; None if the form has no file."""
     num_bytes: int = 0
 
 
 async def read_form(request: Request, directory: Path, config: BatchConfig, timeout_s: float) -> Form:
-    """Read a form with a field `file`, whose content is written to a new file of `directory`; the caller removes it.
+    """Read a form with a field `file` and write its content to a new file in `directory`; the caller removes the file.
 
     Args:
-        request: of the call.
-        directory: for the content.
-        config: bounds.
-        timeout_s: for the whole, and as long again as `BatchConfig.upload_bytes_per_s` allows for the bytes received.
+        request: the HTTP request.
+        directory: where the new file is created.
+        config: limits of uploads.
+        timeout_s: time limit in seconds, extended by the time that the bytes received so far take at
+            `BatchConfig.upload_bytes_per_s`.
 
     Raises:
-        BadCallError: its type is none of a form, or it is too large or too slow.
-        InvalidRequestError: it is malformed.
-        OSError: it cannot be written.
+        BadCallError: the content type is not that of a form, or the form is too large or too slow.
+        InvalidRequestError: the form is malformed.
+        OSError: the content cannot be written.
         ClientDisconnect: the client has disconnected.
     """
     media, options = parse_options_header(request.headers.get("content-type"))
@@ -103,12 +104,12 @@ def _too_large(config: BatchConfig) -> BadCallError:
 
 
 class _Parser:
-    """Collects fields, and the content of the part `file`."""
+    """Collects the fields of a form and the content of its part `file`."""
 
     def __init__(self, boundary: bytes, config: BatchConfig, file: IO[bytes]) -> None:
         self.form = Form()
         self.content = bytearray()
-        """Content of the file that is yet to be written."""
+        """Content of the file that has not been written yet."""
         self._config, self._file = config, file
         self._has_ended = False
         self._header, self._value = bytearray(), bytearray()
