@@ -1,7 +1,7 @@
 """Bodies of OpenAI's completions and chat completions, as typed records (`serve.http_api.records`).
 
-Fields that the engine checks have the bounds of `apt_jax.validation`; schemas of messages and tools say what
-`apt_jax.text.chat` and `serve.http_api.tool_calls` accept.
+The bounds of fields that the engine checks come from `apt_jax.validation`; the schemas of messages and tools describe
+what `apt_jax.text.chat` and `serve.http_api.tool_calls` accept.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -27,7 +27,7 @@ TEXT: Schema = {"type": "string", "minLength": 1}
 
 
 def _message() -> Schema:
-    """One message: its content, or what it calls. Further fields are ignored."""
+    """Return the schema of a message with content, tool calls or both. Further fields are ignored."""
     part = {
         "anyOf": [
             STRING,
@@ -111,7 +111,7 @@ def _tool_choice() -> Schema:
 
 
 def _functions() -> dict[str, Schema]:
-    """Schemas of the fields that came before `tools`."""
+    """Return the schemas of `functions` and `function_call`, which OpenAI has replaced by `tools`."""
     (function,) = (kind["properties"]["function"] for kind in _tool()["anyOf"] if "function" in kind["properties"])
     return {
         "functions": or_null(list_of(function, 0, chat.MAX_TOOLS))
@@ -121,7 +121,7 @@ def _functions() -> dict[str, Schema]:
 
 
 def prompts(facts: Facts) -> Schema:
-    """A text, texts, token ids, or lists of them."""
+    """Return the schema of `prompt`: a text, token ids, or a list of either."""
     most = facts.max_sequences
     kinds = [TEXT, list_of(TEXT, 1, most), facts.token_ids, list_of(facts.token_ids, 1, most)]
     return {"anyOf": kinds, "description": "A text, texts, token ids, or lists of them."}
@@ -134,7 +134,7 @@ Model = Annotated[Any, shaped(lambda facts: facts.model)]
 
 
 class Slo(Record, forbid_unknown_fields=True):
-    """Objectives; no client sends them to another server, so that an unknown name is a mistake."""
+    """Latency objectives. Unknown fields are rejected, because no client sends this object to another server."""
 
     ttft_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_ttft_ms"))] = None
     tbt_ms: Annotated[Any, shaped(lambda facts: facts.optional("slo_tbt_ms"))] = None
@@ -145,7 +145,7 @@ class Slo(Record, forbid_unknown_fields=True):
 
 
 class Addressed(Record):
-    """Fields that mean the same in every body."""
+    """Fields that have the same meaning in all bodies."""
 
     model: Model = None
     request_id: Annotated[Any, fixed(or_null({"type": "string", "pattern": f"^{REQUEST_ID_PATTERN}$"}))] = None
@@ -260,7 +260,8 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
 
 
 class ConversationBody(Record):
-    """Fields that the prompt of a conversation is made of. `ChatBody` has these fields too: records inherit in one line."""
+    """Fields from which the prompt of a conversation is made. `ChatBody` repeats them, because records have only one base
+    class."""
 
     needed: ClassVar = {"messages": "missing; give a list of messages"}
 
@@ -277,7 +278,7 @@ class ConversationBody(Record):
 
 
 class SharedBody(Generation):
-    """Fields of chat completions that other APIs of conversations take as well."""
+    """Fields of chat completions that other chat APIs accept as well."""
 
     refused: ClassVar = REFUSED | {
         "add_special_tokens": Refused((False,), "can only be false here; send token ids for other prompts"),
@@ -303,10 +304,10 @@ class ChatBody(SharedBody):
 
 
 def elsewhere(**words: str) -> dict[str, Refused]:
-    """Fields of chat completions that another API refuses.
+    """Return the fields of chat completions that another API refuses.
 
     Args:
-        words: names of fields, and what that API has for them.
+        words: by field, the equivalent field or path of that API, for the error text.
     """
     alone = {
         "best_of": (1,),

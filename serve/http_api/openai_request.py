@@ -1,8 +1,8 @@
-"""Bodies of OpenAI's completions and chat completions, and the engine requests that they ask for.
+"""Builds engine requests from bodies of OpenAI's completions and chat completions.
 
-This module decides what a field means, `apt_jax.validation` whether its value is valid, as for every other protocol.
-Unknown fields are ignored, as in vLLM. Known fields that would change the output and are not supported are rejected
-(`serve.http_api.unsupported_fields`): a response that silently ignores them would be worse than none.
+This module defines the meaning of the fields; `apt_jax.validation` checks their values, as for every other protocol.
+Unknown fields are ignored, as in vLLM. Known fields that would change the output but are not supported are rejected
+(`serve.http_api.unsupported_fields`), because ignoring them silently would give wrong results.
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ Kind = Literal["completion", "chat"]
 Body = Mapping[str, Any]
 
 MAX_CONTAINERS = 2**16
-"""Lists and objects of one body: the parser makes them with the interpreter's lock held."""
+"""Maximum number of lists and objects in one body, because the parser holds the GIL while it makes them."""
 MAX_NAMES = 3 * 2**15
-"""Names in all objects of one body, for the same reason: more than the longest conversation has."""
+"""Maximum number of names in all objects of one body, because the parser holds the GIL; enough for any conversation."""
 MAX_VALUES = 2**19
-"""Values of one body, for the same reason: more than there are token ids in a prompt."""
+"""Maximum number of values in one body, because the parser holds the GIL; enough for any prompt of token ids."""
 _MAX_EFFORT_CHARS = 32
 _TOKEN_ID = re.compile(r"-?[0-9]{1,10}")
 
-# Sampling parameters that bodies hold under the names of `SamplingParams`.
+# Sampling parameters that have the same names in bodies as in `SamplingParams`.
 PLAIN = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
@@ -62,10 +62,10 @@ PLAIN = tuple(
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parse a body; stricter than `json.loads`, which accepts duplicate names.
+    """Parse a body. Unlike `json.loads`, reject duplicate names, NaN and infinity.
 
     Raises:
-        InvalidRequestError: it is not a JSON object, or holds more than `MAX_CONTAINERS` lists and objects,
+        InvalidRequestError: the body is not a JSON object, or has more than `MAX_CONTAINERS` lists and objects,
             `MAX_NAMES` names or `MAX_VALUES` values.
     """
     surplus = _surplus(data)
@@ -100,14 +100,15 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _fraction(text: str) -> float:
-    """Parse a number that is not an integer. The parser's own function would hold the interpreter's lock over all of them."""
+    """Parse a number with a fraction or exponent. Without a Python function the parser would never release the GIL while
+    it parses a long list of such numbers."""
     return float(text)
 
 
 def _surplus(data: bytes) -> str | None:
-    """Return the bound that a body exceeds outside of strings; None: it exceeds none. Linear in `data` of any content.
+    """Return the text of the bound that a body exceeds, counted outside of strings; None if it exceeds no bound.
 
-    Exact for as much of `data` as is JSON, beyond which the parser does not go.
+    Takes time linear in the size of `data`. The counts are exact up to the first syntax error, where the parser stops.
     """
     bounds = ((MAX_CONTAINERS, "lists and objects", b"[{"), (MAX_NAMES, "names", b":"), (MAX_VALUES, "values", b","))
     doubtful = [bound for bound in bounds if sum(map(data.count, bound[2])) > bound[0]]
@@ -132,45 +133,45 @@ class CompletionCall:
     created_s: int
     model: str
     requests: Sequence[EngineRequest]
-    """Requests of the first prompt, then of the second, and so on."""
+    """`n` requests per prompt, in the order of the prompts."""
     n: int
-    """Completions of each prompt."""
+    """Number of completions per prompt."""
     deadline_s: float | None
-    """On the engine's clock."""
+    """Deadline in seconds on the engine's clock; None if there is no deadline."""
     stream: bool
     include_usage: bool
-    """A stream ends with a chunk of usage."""
+    """True if a stream ends with a chunk with the token usage."""
     continuous_usage: bool
-    """Every chunk of a stream has the usage so far."""
+    """True if every chunk of a stream has the token usage so far."""
     echoes: Sequence[str] | None
-    """Text before the completion, by prompt."""
+    """Text of each prompt, which is repeated before its completions; None without `echo`."""
     echo_logprobs: bool = False
-    """Log probabilities begin with the prompt's."""
+    """True if log probabilities begin with the tokens of the echoed prompt."""
     prompt_logprobs: bool = False
-    """Choices hold the log probabilities of the prompt."""
+    """True if choices have the log probabilities of the prompt."""
     without_output: bool = False
-    """The response is only about the prompt: the one token that was generated is left out."""
+    """True if the response is only about the prompt, so that the one generated token is left out."""
     token_ids: bool
-    """Choices hold token ids."""
+    """True if choices have token ids."""
     tokens_as_ids: bool
-    """Log probabilities name tokens by their ids."""
+    """True if log probabilities show tokens as ids instead of texts."""
     timings: bool
-    """Choices hold timings and SLO attainment."""
+    """True if choices have timings and SLO attainment."""
     service_tier: str
-    """The tier that it is served in (`serve.slo_headers.USED_TIERS`)."""
+    """Service tier of the call (`serve.slo_headers.USED_TIERS`)."""
     renamed: Renamer
-    """Gives the field in an error the name that it has in the body."""
+    """Renames the field of an error to its name in the body."""
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
-    """How outputs are read: `output.parser()` makes the parser of one choice."""
+    """How outputs are parsed: `output.parser()` makes the parser of one choice."""
     functions: bool = False
-    """The call in a choice is `function_call`, as the body has `functions`."""
+    """True if the body has `functions`, so that choices have `function_call` in place of `tool_calls`."""
 
     def with_requests(self, requests: Sequence[EngineRequest]) -> "CompletionCall":
         return dataclasses.replace(self, requests=requests)
 
 
 def is_slow(kind: Kind, body: Body) -> bool:
-    """Return whether `read_call` waits for other processes or tokenizes much, and so belongs in a thread."""
+    """Return whether `read_call` waits for other processes or tokenizes long texts, so that it must run in a thread."""
     texts = body.get("prompt"), body.get("suffix") or ""
     return kind == "chat" or not all(isinstance(text, str) and len(text) <= LONG_PROMPT_CHARS for text in texts)
 
@@ -183,20 +184,20 @@ def read_call(
     arrival_s: float,
     tenant: str | None = None,
 ) -> CompletionCall:
-    """Check a body and build the requests that it asks for. Their constraints may be yet to be compiled
+    """Check a body and build its requests. Their constraints may not be compiled yet
     (`apt_jax.structured.compiler.PendingGrammar`).
 
     Args:
-        parts: of the engine.
-        kind: of endpoint.
-        body: from `parse_json`.
-        headers: of the call, lower case.
-        arrival_s: on the engine's clock.
-        tenant: owner of the call's API key.
+        parts: the engine's components.
+        kind: whether the endpoint is for completions or chat completions.
+        body: the body from `parse_json`.
+        headers: headers of the call, with names in lower case.
+        arrival_s: arrival time on the engine's clock.
+        tenant: owner of the call's API key; None without keys.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     if kind == "completion":
         return build_call(parts, read(CompletionBody, body), headers, arrival_s, tenant, body)
@@ -211,12 +212,12 @@ def build_call(
     tenant: str | None,
     given: Body = types.MappingProxyType({}),
 ) -> CompletionCall:
-    """Build the requests of a body; see `read_call`.
+    """Build the requests of a body that has been read as a record; see `read_call`.
 
     Args:
-        parts, headers, arrival_s, tenant: as there.
-        asked: the body.
-        given: the body as it came, for constraints and for names in errors.
+        parts, headers, arrival_s, tenant: see `read_call`.
+        asked: the body as a record.
+        given: the raw body, for constraints and field names in errors.
     """
     check_model(parts, asked.model)
     kind: Kind = "chat" if isinstance(asked, ChatBody) else "completion"
@@ -281,10 +282,11 @@ def build_call(
 
 
 def check_model(parts: EngineComponents, model: object) -> None:
-    """Check that a body names this model or omits the name.
+    """Check that a body names a served model or omits the name.
 
     Raises:
-        UnknownModelError, InvalidRequestError: it names another one, or no name.
+        UnknownModelError: the server does not serve this model.
+        InvalidRequestError: the name is not text.
     """
     if model is None or model == "":
         return
@@ -299,7 +301,7 @@ def _check_best_of(parts: EngineComponents, best_of: object, n: int) -> None:
 
 
 def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[str, Any]:
-    """Fields of `SamplingParams`, raw."""
+    """Return the fields of `SamplingParams` that a body sets, not validated."""
     fields = {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         fields["logit_bias"] = _logit_bias(body.logit_bias)
@@ -316,7 +318,7 @@ def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[st
             if body.echo:
                 fields.setdefault("prompt_logprobs", body.logprobs)
         if most == 0 and type(most) is int and (body.echo or "prompt_logprobs" in fields):
-            fields["max_tokens"] = 1  # the least that the engine computes; the response leaves it out
+            fields["max_tokens"] = 1  # the engine generates at least one token; the response leaves it out
         return fields
     assert isinstance(body, ChatBody)
     most, newer = body.max_tokens, body.max_completion_tokens
@@ -331,7 +333,8 @@ def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[st
 
 
 def _logit_bias(value: object) -> object:
-    """Convert the keys, token ids that JSON holds as strings, to numbers; validation rejects keys that are not token ids."""
+    """Convert the keys, which are token ids as strings in JSON, to numbers; validation rejects keys that are not token
+    ids."""
     if not isinstance(value, Mapping):
         return value
     changed = {int(k) if _TOKEN_ID.fullmatch(k) else k: v for k, v in value.items()}
@@ -341,9 +344,9 @@ def _logit_bias(value: object) -> object:
 
 
 _SLO_PARTS = {"ttft_ms": "slo_ttft_ms", "tbt_ms": "slo_tbt_ms", "class": "slo_class", "deadline_ms": "deadline_ms"}
-"""Fields of `slo`, and their flat twins."""
+"""Fields of `slo`, and the equivalent top-level fields."""
 _SLO_KEYS = {"ttft_ms": TTFT_KEYS, "tbt_ms": TBT_KEYS}
-"""Headers for them."""
+"""Fields of `slo`, and the equivalent headers."""
 
 
 def _nested_slo(body: Generation, part: str) -> object:
@@ -351,7 +354,7 @@ def _nested_slo(body: Generation, part: str) -> object:
 
 
 def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
-    """Names under which objectives were sent, by their names in errors."""
+    """Return the names under which the client sent latency objectives, by their names in errors."""
     names: dict[str, str] = {}
     for part, flat in _SLO_PARTS.items():
         sent = [flat] if getattr(body, flat) is not None else []
@@ -362,7 +365,11 @@ def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slo_value(body: Generation, part: str) -> object:
-    """A field of `slo`, or its flat twin."""
+    """Return a field of `slo` or the equivalent top-level field.
+
+    Raises:
+        InvalidRequestError: the body has both.
+    """
     nested, flat = _nested_slo(body, part), getattr(body, _SLO_PARTS[part])
     if nested is not None and flat is not None:
         raise InvalidRequestError(_SLO_PARTS[part], f"stands in slo.{part} too; give it once")
@@ -370,9 +377,11 @@ def _slo_value(body: Generation, part: str) -> object:
 
 
 def _slo_fields(body: Generation, headers: Mapping[str, str]) -> dict[str, Any]:
-    """SLOs and class: those of the body, else of headers, else the server's default."""
+    """Return the latency objectives and SLO class from the body, or else from headers; None: the server's default."""
     ttft, tbt, slo_class = (_slo_value(body, part) for part in ("ttft_ms", "tbt_ms", "class"))
-    of_priority = ("be" if body.priority > 0 else "rt") if body.priority else None  # vLLM's: lower ones come first
+    of_priority = (
+        ("be" if body.priority > 0 else "rt") if body.priority else None
+    )  # as in vLLM, lower values come first
     return {
         "slo_ttft_ms": milliseconds(headers, TTFT_KEYS) if ttft is None else ttft,
         "slo_tbt_ms": milliseconds(headers, TBT_KEYS) if tbt is None else tbt,
@@ -381,12 +390,12 @@ def _slo_fields(body: Generation, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _tier(body: Generation, headers: Mapping[str, str]) -> object:
-    """The service tier that is asked for; None: none."""
+    """Return the requested service tier from the body or a header; None if there is none."""
     return headers.get(TIER_KEY) if body.service_tier is None else body.service_tier
 
 
 def _prompts(parts: EngineComponents, body: CompletionBody) -> list[dict[str, Any]]:
-    """`prompt` or `prompt_token_ids` of each prompt, raw."""
+    """Return a `prompt` or `prompt_token_ids` field for each prompt, not validated."""
     prompt = body.prompt
     if body.suffix:
         return [{"prompt_token_ids": ids} for ids in _around_middle(parts, body, body.suffix)]
@@ -402,7 +411,7 @@ def _prompts(parts: EngineComponents, body: CompletionBody) -> list[dict[str, An
 
 
 def _around_middle(parts: EngineComponents, body: CompletionBody, suffix: str) -> list[list[int]]:
-    """Token ids of the prompts of a body with a `suffix`."""
+    """Return the token ids of each prompt of a body with a `suffix`."""
     for name in ("echo", "truncate_prompt_tokens"):
         if getattr(body, name):
             raise InvalidRequestError(name, "cannot be given together with suffix")
@@ -413,17 +422,18 @@ def _around_middle(parts: EngineComponents, body: CompletionBody, suffix: str) -
 
 
 def _conversation(parts: EngineComponents, body: ChatBody) -> list[dict[str, Any]]:
-    """The token ids of the conversation."""
+    """Return the conversation as a list of one prompt of token ids."""
     return [{"prompt_token_ids": conversation_ids(parts, body, truncated=body.truncate_prompt_tokens is not None)}]
 
 
 def conversation_ids(
     parts: EngineComponents, body: ChatBody | ConversationBody, *, truncated: bool = False
 ) -> list[int]:
-    """The prompt of a conversation; see `EngineComponents.chat_prompt`.
+    """Return the token ids of a conversation's prompt; see `EngineComponents.chat_prompt`.
 
     Raises:
-        InvalidRequestError: it is malformed, or its last message is to be continued and another one to be begun.
+        InvalidRequestError: the conversation is malformed, or both `continue_final_message` and
+            `add_generation_prompt` are true.
     """
     continues = bool(body.continue_final_message)
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
@@ -433,7 +443,7 @@ def conversation_ids(
         )
     variables, effort = body.chat_template_kwargs, body.reasoning_effort
     if isinstance(effort, str) and len(effort) <= _MAX_EFFORT_CHARS and isinstance(variables, Mapping | None):
-        variables = {"reasoning_effort": effort, **(variables or {})}  # the name that templates have for it
+        variables = {"reasoning_effort": effort, **(variables or {})}  # the name of the variable in chat templates
     return parts.chat_prompt(
         body.messages,
         tools=_tools(body).definitions,
@@ -455,7 +465,7 @@ def _requests(
     base_id: object,
     fields: Mapping[str, Any],
 ) -> list[EngineRequest]:
-    """`n` requests a prompt."""
+    """Build `n` requests per prompt."""
     base_id = check_request_id(base_id)
     requests: list[EngineRequest] = []
     for number, prompt in enumerate(prompts):
@@ -477,7 +487,7 @@ def _echoes(parts: EngineComponents, requests: Iterable[EngineRequest]) -> Seque
 
 
 def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
-    """Text of a prompt of token ids. Where a character begins at its end, the output completes it."""
+    """Return the text of a prompt of token ids. An incomplete character at its end is left to the output."""
     text = tokenizer.decode(request.prompt_token_ids.tolist(), skip_special_tokens=False)
     if request.grammar is not None:
         return text
@@ -487,7 +497,7 @@ def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
 def _renamed(
     error: InvalidRequestError, kind: Kind, body: Body, output: OutputPlan, slo_names: Mapping[str, str]
 ) -> InvalidRequestError:
-    """Rename the field in an error to the name that the body has for it."""
+    """Return the error with its field renamed to the name in the body."""
     if isinstance(error, DuplicateRequestError):
         return error
     name, bracket, rest = error.field.partition("[")

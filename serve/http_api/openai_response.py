@@ -1,4 +1,4 @@
-"""Responses of OpenAI's completions and chat completions: chunks of a stream, or the whole."""
+"""Responses of OpenAI's completions and chat completions, streamed as chunks or as one body."""
 
 import dataclasses
 import itertools
@@ -17,15 +17,15 @@ from serve.http_api.openai_request import CompletionCall
 from serve.http_api.tool_calls.openai_message import OpenAIMessage
 
 _LEAST_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not have; as in vLLM."""
+"""Value that replaces minus infinity, which JSON cannot express; the same as in vLLM."""
 
 
 class CompletionResponseBuilder:
-    """Builds the response to one call, as chunks or whole.
+    """Builds the response to one call, as chunks or as one object.
 
     Args:
-        parts: of the engine.
-        call: from `read_call`.
+        parts: the engine's components.
+        call: the call from `serve.http_api.openai_request.read_call`.
     """
 
     def __init__(self, parts: EngineComponents, call: CompletionCall) -> None:
@@ -34,9 +34,9 @@ class CompletionResponseBuilder:
         count = len(call.requests)
         self._begun = [False] * count
         self._text_len = [len(self._echo(i)) for i in range(count)]
-        """Characters of the text before the next token of each choice, for `text_offset`."""
+        """Number of characters before the next token of each choice, for `text_offset`."""
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
-        """One for each choice with log probabilities."""
+        """Detokenizer of each choice with log probabilities."""
         self._num_tokens = [0] * count
         self._num_cached = [0] * count
         self._messages = [
@@ -48,18 +48,18 @@ class CompletionResponseBuilder:
             )
             for _ in range(count if self._is_chat else 0)
         ]
-        """Message of each choice of a chat."""
+        """Message of each choice; empty for completions."""
         self._around: list[tuple[bytes, bytes] | None] = [None] * count
-        """JSON before and after the text of each choice, for chunks that differ only in their text."""
+        """Encoded JSON before and after the text of a chunk, per choice; reused by chunks that differ only in text."""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens of all choices so far."""
+        """Number of output tokens of all choices so far."""
         return sum(self._num_tokens)
 
     def event(self, index: int, delta: OutputDelta) -> bytes:
-        """Encode `chunk`. Chunks between the first and the last usually differ only in their text, so the rest is
-        encoded once."""
+        """Return the next chunk of choice `index` as JSON. Chunks between the first and the last usually differ only in
+        their text, so that the rest is encoded only once."""
         call, begun = self._call, self._begun[index]
         varies = call.token_ids or call.continuous_usage or delta.logprobs is not None or not call.output.is_plain
         if varies or delta.finished or not begun:
@@ -75,7 +75,7 @@ class CompletionResponseBuilder:
         return whole
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        """The next chunk of choice `index`."""
+        """Return the next chunk of choice `index`."""
         delta = self._shown(delta)
         self._count(index, delta)
         choice: dict[str, Any] = {"index": index}
@@ -114,17 +114,17 @@ class CompletionResponseBuilder:
         return chunk
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The chunk after the chunks of all choices, if the call asks for usage."""
+        """Return the chunk with the token usage that ends a stream; None if the call does not ask for it."""
         if not self._call.include_usage:
             return None
         chunk = self._head("chat.completion.chunk" if self._is_chat else "text_completion")
         return {**chunk, "choices": [], "usage": self._usage()}
 
     def whole(self, deltas: Sequence[OutputDelta]) -> dict[str, Any]:
-        """The whole response.
+        """Return the response that is not streamed.
 
         Args:
-            deltas: one a choice, with its whole output.
+            deltas: complete output of each choice.
         """
         answer = self._head("chat.completion" if self._is_chat else "text_completion")
         answer["choices"] = [self._choice(i, self._shown(delta)) for i, delta in enumerate(deltas)]
@@ -168,7 +168,7 @@ class CompletionResponseBuilder:
         }
 
     def _shown(self, delta: OutputDelta) -> OutputDelta:
-        """The output as the client sees it: none at all where it asked for no token."""
+        """Return the output that the client sees: without text and tokens if it asked for no token, else unchanged."""
         if not self._call.without_output:
             return delta
         return dataclasses.replace(
@@ -189,7 +189,7 @@ class CompletionResponseBuilder:
         return "" if echoes is None else echoes[index // self._call.n]
 
     def _usage(self) -> dict[str, Any]:
-        """Each prompt counts once, however many choices it has."""
+        """Return the token usage; each prompt counts once, regardless of its number of choices."""
         call = self._call
         firsts = range(0, len(call.requests), call.n)
         prompt = sum(int(call.requests[i].prompt_token_ids.size) for i in firsts)
@@ -204,7 +204,8 @@ class CompletionResponseBuilder:
     # --- log probabilities
 
     def _logprobs(self, index: int, delta: OutputDelta) -> dict[str, Any] | None:
-        """Log probabilities of new tokens, after the prompt's if it is echoed."""
+        """Return the log probabilities of new tokens in OpenAI's format, after the log probabilities of an echoed prompt;
+        None if the call does not ask for log probabilities."""
         if delta.logprobs is None:
             return None
         if self._is_chat:
@@ -230,7 +231,8 @@ class CompletionResponseBuilder:
         }
 
     def _offsets(self, index: int, delta: OutputDelta) -> list[int]:
-        """Where in the text of the choice each new token begins: after the characters that are complete before it."""
+        """Return the offset of each new token in the text of its choice, in characters: the number of complete characters
+        before it."""
         tokenizer, params = self._parts.tokenizer, delta.request.params
         detokenizer = self._detokenizers.get(index)
         if detokenizer is None and tokenizer is not None:
@@ -249,10 +251,10 @@ class CompletionResponseBuilder:
     def _echoed(
         self, index: int, prompt: Sequence[int], entries: list[dict[int, Logprob] | None]
     ) -> tuple[list[str], list[int]]:
-        """Texts of the tokens of an echoed prompt, and where in it they begin.
+        """Return the texts of the tokens of an echoed prompt, and their offsets in it in characters.
 
-        Where the prompt begins without the space that its first token would add to a text that has begun, that token and
-        those in its place in `entries` lose the space, too.
+        If the prompt begins without the leading space in the text of its first token, the space is removed from this text
+        and, in place, from the texts of `entries` at this position.
         """
         tokenizer, echo = self._parts.tokenizer, self._echo(index)
         if tokenizer is None:
@@ -261,7 +263,7 @@ class CompletionResponseBuilder:
         texts += [None if entry is None else entry[t].decoded_token for t, entry in zip(prompt, entries, strict=True)][
             1:
         ]
-        # Special tokens are in the echo of token ids, and not in the text that a client has sent.
+        # The echo of token ids shows special tokens; the text that a client has sent does not.
         shows_special = self._call.requests[index].prompt is None
         detokenizer = IncrementalDetokenizer(tokenizer, [], skip_special_tokens=not shows_special)
         pieces = [detokenizer.push(token_id) for token_id in prompt]
@@ -272,7 +274,7 @@ class CompletionResponseBuilder:
             for token_id, one in entry.items():
                 text = (one.decoded_token or "").removeprefix(" ")
                 entry[token_id] = dataclasses.replace(one, decoded_token=text)
-        # A tokenizer may change a text. The tokens before the output are those whose places count most.
+        # A tokenizer may change the text; offsets are made right for the last tokens, next to the output.
         ends = list(itertools.accumulate(map(len, pieces)))
         missing = ends[-1] - len(echo)
         starts = [min(max(end - len(piece) - missing, 0), len(echo)) for end, piece in zip(ends, pieces, strict=True)]
@@ -281,13 +283,14 @@ class CompletionResponseBuilder:
     def chat_logprobs(
         self, index: int, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]]
     ) -> list[dict[str, Any]]:
-        """Log probabilities of tokens of choice `index`, in the form of chat completions."""
+        """Return the log probabilities of tokens of choice `index`, in the format of chat completions."""
         params = self._call.requests[index].params
         most, skip = params.logprobs or 0, params.skip_special_tokens
         return [self._chat_logprob(t, entry, most, skip) for t, entry in zip(token_ids, entries, strict=True)]
 
     def _prompt_logprobs(self, delta: OutputDelta) -> list[dict[str, Any] | None] | None:
-        """Log probabilities of the prompt in vLLM's form: by token id, None for the first token."""
+        """Return the log probabilities of the prompt in vLLM's format: for each token a mapping by token id, None for the
+        first token; None if the output does not have them."""
         if delta.prompt_logprobs is None:
             return None
         prompt = delta.request.prompt_token_ids.tolist()
@@ -302,8 +305,8 @@ class CompletionResponseBuilder:
         ]
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """Log probabilities by text; of tokens with one text the sampled one, else the most likely one, which come
-        first."""
+        """Return log probabilities by text. Of several tokens with the same text the first in `entry` counts: the sampled
+        token, else the most likely one."""
         named: dict[str, float] = {}
         for token_id, one in entry.items():
             named.setdefault(self._token(token_id, one), _finite(one.logprob))
@@ -330,7 +333,7 @@ class CompletionResponseBuilder:
         return f"token_id:{token_id}" if self._call.tokens_as_ids or text is None else text
 
     def _bytes(self, token_id: int, one: Logprob, skip: bool) -> list[int]:
-        """Bytes that the token adds to the text: none for special tokens where the text leaves them out."""
+        """Return the bytes that a token adds to the text; empty for special tokens if the text leaves them out."""
         tokenizer, text = self._parts.tokenizer, one.decoded_token
         if tokenizer is None or text is None or (skip and token_id in tokenizer.special_ids):
             return []
@@ -338,8 +341,8 @@ class CompletionResponseBuilder:
 
 
 class CompletionResponse:
-    """The response as it is sent, a `serve.http_api.endpoints.ResponseBuilder`: chunks are events, and `[DONE]` is the
-    last one."""
+    """Encodes the response to one call; a `serve.http_api.endpoints.ResponseBuilder`. Chunks are sent as events, and
+    `[DONE]` is the last event."""
 
     def __init__(self, parts: EngineComponents, call: CompletionCall) -> None:
         self._builder = CompletionResponseBuilder(parts, call)
@@ -367,7 +370,7 @@ def _finite(logprob: float) -> float:
 
 
 def timings_payload(delta: OutputDelta) -> dict[str, Any]:
-    """Timings, SLO attainment and cache use of a request; None: it has no such value."""
+    """Return the timings, SLO attainment and cache use of a request; values that it does not have are None."""
     metrics, request = delta.metrics, delta.request
     record = RequestRecord.from_metrics(metrics, ok=delta.finish_reason in ("stop", "length"))
     return {
@@ -405,14 +408,14 @@ def _since(metrics: RequestMetrics, at_s: float | None) -> float | None:
 
 
 def adapter_cards(parts: EngineComponents, created_s: int) -> list[dict[str, Any]]:
-    """The entries of ``/v1/models`` for LoRA adapters."""
+    """Return the entries of ``/v1/models`` for LoRA adapters."""
     card = model_card(parts, created_s, parts.model_name)
     adapters = (parts.config.lora_modules or {}).items()
     return [card | {"id": name, "root": path, "parent": card["id"]} for name, path in adapters]
 
 
 def model_card(parts: EngineComponents, created_s: int, name: str) -> dict[str, Any]:
-    """An entry of ``/v1/models``."""
+    """Return the entry of ``/v1/models`` for a name of the model."""
     return {
         "id": name,
         "object": "model",

@@ -1,11 +1,11 @@
 """OpenAPI 3.1 document of the HTTP server: ``GET /openapi.json``.
 
-Bounds are those of the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`, `serve.http_api.openai_request`), and, once there is an
-engine, those of its model: lengths, vocabulary, name. Whatever a schema here forbids is refused with 400, but for an
-objective in a header where the body has the same one. The reverse does not hold: a schema cannot say that a prompt must
-leave room for `max_tokens`, that two fields exclude each other, that 1.0 is not an integer or that a grammar must
-compile. Fields that no schema names are ignored, where a schema does not close its object. The pages of the dashboard
-and the chat are for people and not described.
+The bounds come from the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`,
+`serve.http_api.openai_request`) and, once there is an engine, from its model: lengths, vocabulary, names. Values that a
+schema forbids are rejected with status 400, except for an objective in a header if the body has the same objective. The
+reverse does not hold: a schema cannot express that a prompt must leave room for `max_tokens`, that two fields exclude
+each other, that 1.0 is not an integer or that a grammar must compile. Fields that a schema does not list are ignored,
+unless it allows no further fields. The pages of the dashboard and the chat are not described.
 """
 
 from collections.abc import Iterable
@@ -77,14 +77,14 @@ def document(
     profiles: bool = False,
     batches: Description | None = None,
 ) -> Schema:
-    """The whole document.
+    """Return the whole document.
 
     Args:
-        limits: of the engine; None: there is none yet, so that lengths and ids have no bound of a model.
-        models: names that requests may use; none: any.
-        has_keys: requests need one.
-        profiles: there are paths for profiles (`serve.observability.profiler`).
-        batches: paths of files and batches; None: there are none.
+        limits: limits of the model; None while there is no engine, so that lengths and ids are not bounded by a model.
+        models: model names that requests may use; empty: any name.
+        has_keys: whether calls need an API key.
+        profiles: whether the profiling paths exist (`serve.observability.profiler`).
+        batches: description of the paths for files and batches; None if they do not exist.
     """
     names = sorted(set(models))
     facts = Facts(limits=limits, models=names)
@@ -124,7 +124,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
     def get(name: str, summary: str, good: Schema, *more: int, open_: bool = False, parameters: Any = ()) -> Schema:
         operation = _operation(name, summary, good, more, has_keys and not open_)
         operation["parameters"] = list(parameters)
-        # A GET without its body; frameworks serve it, so it is said.
+        # Frameworks also serve HEAD, as a GET without its body.
         bare = {k: v for k, v in good.items() if k not in ("content", "links")}
         head = {**_operation(f"{name}Head", summary, bare, more, has_keys and not open_)}
         head["responses"] = {
@@ -260,7 +260,13 @@ def _good(name: str) -> Schema:
 
 
 def _generated(name: str, link: Schema, event: str | None = None) -> Schema:
-    """The answer of a completion, whole or in events; of this schema if the events are not chunks."""
+    """Return the successful response of a completion, as one body or as events.
+
+    Args:
+        name: name of the schema of the body.
+        link: links of the response.
+        event: name of the schema of events; None: the schema of chunks.
+    """
     good = _good(name)
     good["content"]["text/event-stream"] = (
         {"x-event-schema": ref(event)}
@@ -386,7 +392,7 @@ def _requests(facts: Facts) -> Schema:
 
 
 def _said() -> Schema:
-    """The message of a chat's choice; where there are calls and no text its content is null."""
+    """Return the schema of the message in a choice of a chat; its content is null if it has tool calls but no text."""
     function = closed({"name": STRING, "arguments": STRING})
     call = closed({"id": STRING, "type": {"const": "function"}, "function": function})
     text = closed({"name": STRING, "input": STRING})
@@ -398,7 +404,8 @@ def _said() -> Schema:
 
 
 def _delta() -> Schema:
-    """Addition of a chunk to the message: of a call its name first, then pieces of its arguments."""
+    """Return the schema of a chunk's addition to the message: for a tool call first its name, then pieces of its
+    arguments."""
     function = closed({"name": STRING, "arguments": STRING}, optional=("name",))
     text = closed({"name": STRING, "input": STRING}, optional=("name",))
     head = {"index": COUNT, "id": STRING}
@@ -415,7 +422,7 @@ def _delta() -> Schema:
 
 
 def _answers() -> Schema:
-    """Return the schemas of responses; their objects are closed, so that every field is documented."""
+    """Return the schemas of responses, by name. Objects allow no further fields, so that every field is documented."""
     maybe_number = or_null(_NUMBER)
     tier = {"enum": list(objectives.USED_TIERS)}
     head = {"id": STRING, "created": COUNT, "model": STRING, "service_tier": tier, "system_fingerprint": NULL}

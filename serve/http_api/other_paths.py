@@ -1,4 +1,4 @@
-"""Paths of other servers that this one lacks, and their replacements here, named by the 404 response."""
+"""Paths of other servers that this server does not have, with the replacements that the 404 response names."""
 
 import difflib
 from collections.abc import Collection
@@ -17,7 +17,7 @@ _WEIGHTS = "weights are read when the server starts"
 _NO_TOOLS = "the server runs no tools; clients do"
 _PARSED = "use /v1/chat/completions, which parses them (--tool-call-parser, --reasoning-parser)"
 _LONGEST_COMPARED = 100
-"""Longest path that is compared with all known paths, in characters."""
+"""Length in characters of the longest path that gets a hint."""
 
 ELSEWHERE: dict[str, str] = {
     # vLLM
@@ -132,18 +132,18 @@ ELSEWHERE: dict[str, str] = {
     "/docs": "/openapi.json describes the API",
     "/redoc": "/openapi.json describes the API",
 }
-"""By path; for all paths below it, too. One that ends with a slash is for those alone."""
+"""Hint for each path, which also applies to all paths below it. A path that ends with a slash is only for paths below."""
 
 _PREFIXES_OF_CLIENTS = ("/v1", "/api", "/openai", "/v1beta")
-"""Parts that clients with a wrong base URL put before a path, perhaps several times."""
+"""Prefixes that clients with a wrong base URL put before a path, possibly several times."""
 
 
 def hint(path: str, known: Collection[str]) -> str:
-    """Return the hint in the message about an unknown path: the replacement, or the likely path.
+    """Return the hint for the error message about an unknown path: its replacement or a similar path; may be empty.
 
     Args:
-        path: that the client asked for.
-        known: the paths that there are.
+        path: the requested path.
+        known: all paths of this server.
     """
     if len(path) > _LONGEST_COMPARED:
         return ""

@@ -1,12 +1,11 @@
 """uvicorn's HTTP/1.1 connection, with the limits that a public server needs.
 
 * The number of connections is limited (`serve.http_api.acceptor`).
-* The head of a request must arrive within some seconds and fit some kilobytes.
-* A client that reads nothing of its response for some seconds loses the connection, and with it the request. The unread
-  output is
-  bounded: small buffers here and in the kernel. A stalled client on this machine is detected before they are full
-  (`serve.http_api.stalled_clients`).
-* The kernel's probes detect a peer that vanished.
+* The size of the head of a request and the time to receive it are limited.
+* A client that reads nothing of its response for some seconds is disconnected, which cancels its request. Unread output
+  is limited by small buffers in this process and the kernel. A stalled client on this machine is detected before they
+  are full (`serve.http_api.stalled_clients`).
+* TCP keepalive detects peers that have vanished.
 
 The application limits the time for the body of a request (`serve.http_api.calls`).
 """
@@ -43,44 +42,45 @@ _TOO_MANY = BadCallError(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of connections."""
+    """Limits of connections."""
 
     max_connections: int = 2048
-    """Where there are more, the one that has been idle for longest is closed."""
+    """Maximum number of open connections; beyond it, the connection that has been idle longest is closed."""
     max_connections_per_address: int | None = None
-    """Limit of one client; None: three quarters of all."""
+    """Maximum number of connections per client; None: three quarters of `max_connections`."""
     max_header_bytes: int = 16 << 10
-    """Limit of the head of one request."""
+    """Maximum size of the head of one request."""
     header_timeout_s: float = 10.0
-    """Time limit for the head of one request, from the connection or its first byte."""
+    """Time limit in seconds for the head of a request, from the start of the connection or the head's first byte."""
     write_stall_s: float = 2.5
-    """A client that reads nothing of its response for this long is disconnected."""
+    """Seconds after which a client that reads nothing of its response is disconnected."""
     keepalive_time_s: int = 20
-    """A silent connection is probed after this time, in whole seconds."""
+    """Seconds of silence after which a connection is probed."""
     keepalive_timeout_s: int = 10
-    """An unanswered probe closes the connection after this time."""
+    """Seconds after which unanswered probes close the connection."""
     unacknowledged_s: int = 30
-    """Bytes that are not acknowledged for this long end the connection, even if the response is complete."""
+    """Seconds after which unacknowledged bytes end the connection, even if the response is complete."""
 
     @property
     def max_per_address(self) -> int:
-        """Connections of one client."""
+        """Maximum number of connections per client."""
         given = self.max_connections_per_address
         return max(1, self.max_connections * 3 // 4) if given is None else given
 
 
 class StrictConnection(h11.Connection):
-    """h11's parser, without forms that a proxy in front may read differently: a length beside chunks, lines that end
-    without CR, values that go on in the next line."""
+    """h11's parser, which also rejects heads that a proxy may interpret differently: both `content-length` and
+    `transfer-encoding`, lines that end without CR, header values that continue on the next line."""
 
     has_other_version = False
-    """The last head was of a major version other than 1."""
+    """True if the last head had a major HTTP version other than 1."""
 
     def next_event(self) -> Any:
         """See `h11.Connection`.
 
         Raises:
-            h11.RemoteProtocolError: as h11, and for these.
+            h11.RemoteProtocolError: the request is malformed, has another HTTP version or can be interpreted in two
+                ways.
         """
         unread = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         event = super().next_event()
@@ -96,13 +96,13 @@ class StrictConnection(h11.Connection):
 
 
 class LimitedHttpProtocol(H11Protocol):
-    """One connection.
+    """Protocol of one HTTP connection.
 
     Args:
-        connection: of the acceptor.
-        limits: of this server.
+        connection: the connection as the acceptor knows it.
+        limits: limits of connections.
         stalled: detects clients that have stopped reading; shared by all connections.
-        *args, **kwargs: uvicorn's.
+        *args, **kwargs: see `H11Protocol`.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class LimitedHttpProtocol(H11Protocol):
         """See `H11Protocol`."""
         self._stalled.forget(self)
         super().on_response_complete()
-        self._note_request()  # the next one may have come already
+        self._note_request()  # the next request may have arrived already
 
     def eof_received(self) -> None:
-        """See `asyncio.Protocol`. The application is told now: the connection closes only when all is written, which
-        may be never."""
+        """See `asyncio.Protocol`. Tells the application of the disconnect at once, because the connection is closed only
+        after all output has been written, which may never happen."""
         self._abandon_request()
 
     def pause_writing(self) -> None:
@@ -185,7 +185,7 @@ class LimitedHttpProtocol(H11Protocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to bytes that are not HTTP."""
+        """Respond to a request that cannot be parsed; see `H11Protocol`."""
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
             self._reject(
                 431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB"
@@ -216,7 +216,8 @@ class LimitedHttpProtocol(H11Protocol):
             self._stalled.watch(self, self.transport.get_extra_info("socket"), self._cut_off)
 
     def _check_writes(self, least: int, since_s: float) -> None:
-        """Disconnect the client if `least` bytes have been unsent since `since_s` for too long."""
+        """Disconnect the client if the number of unsent bytes has not fallen below `least` since `since_s` for
+        `write_stall_s` seconds; else check again later."""
         unsent, now_s = self.transport.get_write_buffer_size(), self.loop.time()
         if unsent < least:
             least, since_s = unsent, now_s
@@ -230,7 +231,7 @@ class LimitedHttpProtocol(H11Protocol):
         self.transport.abort()
 
     def _abandon_request(self) -> None:
-        """Tell the application that its client has gone: nothing that it still sends is written."""
+        """Tell the application that the client has disconnected. Output that it still sends is discarded."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -238,7 +239,8 @@ class LimitedHttpProtocol(H11Protocol):
             self.flow.resume_writing()
 
     def _reject(self, status: int, code: str, message: str) -> None:
-        """Respond outside of any request, and close. A request that is being answered ends: its connection is broken."""
+        """Send an error response and close the connection. A request in flight is abandoned; if its response has begun,
+        the connection is aborted."""
         self._abandon_request()
         failure = to_http_error(BadCallError(status, code, message, {"connection": "close"}), "")
         body = json_bytes(failure.body())
@@ -275,8 +277,8 @@ class LimitedHttpProtocol(H11Protocol):
         limits = self._limits
         options = [
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            # asyncio sets it only where the listener was made for TCP by name. Without it what is written last waits
-            # until the client has acknowledged what came before, which takes it up to 40 ms.
+            # asyncio sets it only if the protocol number of the listener is TCP. Without it the last write waits until
+            # the client has acknowledged earlier ones, which takes up to 40 ms.
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         ]
         # Not every system has these.
@@ -293,7 +295,7 @@ class LimitedHttpProtocol(H11Protocol):
 
 
 def _health_only(app: Any) -> ASGIApp:
-    """Make an application that serves health checks and nothing else, one a connection."""
+    """Return an application that serves only health checks, one per connection, and answers 503 to other calls."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_close(message: Message) -> None:

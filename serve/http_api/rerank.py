@@ -1,4 +1,4 @@
-"""``/v1/rerank``: documents by their similarity to a query, in the form of Cohere and Jina, as vLLM's."""
+"""``/v1/rerank``: documents ranked by similarity to a query, in the format of Cohere and Jina, which vLLM also uses."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -34,27 +34,27 @@ class RerankBody(PooledBody, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RerankCall(ScoreCall):
-    """The engine requests of one body: that of the query, then those of the documents."""
+    """The engine requests of one body: first the query, then the documents."""
 
     documents: Sequence[str]
     top_n: int
-    """Results in the answer."""
+    """Maximum number of results in the response."""
     return_documents: bool
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes much, and so belongs in a thread."""
+    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
     return scores_are_slow({"text_1": body.get("query"), "text_2": body.get("documents")})
 
 
 def read_call(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None
 ) -> RerankCall:
-    """Check a body and build a request of the engine for its query and each document.
+    """Check a body and build an engine request for its query and each document.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     asked = read(RerankBody, body)
     if not asked.documents:
@@ -76,7 +76,7 @@ def read_call(
 
 
 class RerankResponse(ScoreResponse):
-    """The answer to a call, which is always whole: the best documents first."""
+    """Builds the response to one call, which is never streamed: the most similar documents first."""
 
     def __init__(self, parts: EngineComponents, call: RerankCall) -> None:
         super().__init__(parts, call)

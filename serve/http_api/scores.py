@@ -1,4 +1,4 @@
-"""``/v1/score``: similarity of texts, the cosine of their embeddings, as vLLM's for models that embed."""
+"""``/v1/score``: similarity of texts as the cosine of their embeddings, as in vLLM for embedding models."""
 
 import dataclasses
 import time
@@ -26,7 +26,7 @@ SIDES = ("text_1", "text_2")
 
 
 def texts_of(facts: Facts) -> Schema:
-    """A text, or as many as leave room for another one."""
+    """Return the schema of a text or a list of texts with room for at least one text of the other field."""
     return {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences - 1)]}
 
 
@@ -38,25 +38,25 @@ class ScoreBody(PooledBody):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCall(EmbeddingsCall):
-    """The engine requests of one body: those of `text_1`, then those of `text_2`."""
+    """The engine requests of one body: first the texts of `text_1`, then those of `text_2`."""
 
     num_first: int
-    """Texts in `text_1`."""
+    """Number of texts in `text_1`."""
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes much, and so belongs in a thread."""
+    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
     return any(embeddings_is_slow({"input": body.get(side)}) for side in SIDES)
 
 
 def read_call(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None
 ) -> ScoreCall:
-    """Check a body and build a request of the engine for each of its texts.
+    """Check a body and build an engine request for each of its texts.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     asked = read(ScoreBody, body)
     first, second = ([side] if isinstance(side, str) else side for side in (asked.text_1, asked.text_2))
@@ -78,8 +78,17 @@ def score(
     arrival_s: float,
     tenant: str | None,
 ) -> ScoreCall:
-    """Build a request of the engine for each text; raises as `read_call`. `names` are those of a text of `first`, and of
-    `second`."""
+    """Build an engine request for each text.
+
+    Args:
+        parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
+        body: the other fields of the body.
+        first, second: the texts of both sides.
+        names: field names for errors: of a text of `first`, with ``{}`` for its index, and of `second`.
+
+    Raises:
+        InvalidRequestError, UnknownModelError: see `read_call`.
+    """
 
     def name(place: str) -> str:
         index = place[1:].partition("]")[0]
@@ -94,7 +103,7 @@ def score(
 
 
 class ScoreResponse(EmbeddingsResponse):
-    """The answer to a call, which is always whole."""
+    """Builds the response to one call, which is never streamed."""
 
     def __init__(self, parts: EngineComponents, call: ScoreCall) -> None:
         super().__init__(parts, call)
@@ -117,7 +126,7 @@ class ScoreResponse(EmbeddingsResponse):
         )
 
     def scores(self, deltas: Sequence[OutputDelta]) -> list[float]:
-        """Cosines of the second texts, each to its first one.
+        """Return the cosine similarity of each second text to its first text.
 
         Raises:
             RequestFailedError: a text has no embedding.

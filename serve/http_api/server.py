@@ -1,14 +1,15 @@
 """The HTTP server: OpenAI's completions and chat completions, models, tokens, health and metrics on one port.
 
-Its life is that of `serve.grpc_api.server`, over the same engine:
+It starts and stops like `serve.grpc_api.server`, which may share its engine:
 
-1. `HttpServer.start` binds and answers at once: `/health` is 200, `/ready` 503, completions are 503 while a model
-   loads.
-2. `HttpServer.serve` takes a warm engine; `/ready` turns 200.
-3. `HttpServer.stop` turns `/ready` to 503, rejects new completions, waits for in-flight ones for a while, cancels the
-   rest, and closes.
+1. `HttpServer.start` binds the port and answers at once: `/health` is 200, `/ready` 503, and completions get 503 while
+   the model loads.
+2. `HttpServer.serve` attaches the engine when it is ready; `/ready` becomes 200.
+3. `HttpServer.stop` sets `/ready` to 503, rejects new completions, waits for completions in flight for a limited time,
+   cancels the rest and closes.
 
-`serve.http_api.protocol` limits connections, `serve.http_api.app` calls; `openai_request` and `openai_response` know the bodies.
+`serve.http_api.protocol` limits connections, `serve.http_api.app` limits calls; `openai_request` reads bodies and
+`openai_response` writes responses.
 """
 
 import asyncio
@@ -42,19 +43,19 @@ class HttpConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any free one."""
+    """Port to listen on; 0: any free port."""
     uds: str | None = None
-    """Path of a unix socket, in place of `host` and `port`."""
+    """Path of a Unix socket to listen on, in place of `host` and `port`."""
     idle_timeout_s: float = 60.0
-    """A connection without a request is closed after this time."""
+    """Seconds after which a connection without a request is closed."""
     tls: Tls | None = None
-    """None: plaintext."""
+    """Certificate and key for TLS; None: plaintext."""
     connections: ConnectionLimits = ConnectionLimits()  # noqa: RUF009 - frozen
     app: AppConfig = AppConfig()  # noqa: RUF009 - frozen
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn on a socket of ours, without handlers for signals, which belong to the whole process."""
+    """uvicorn's server with this project's acceptor, and without signal handlers, which belong to the whole process."""
 
     def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, stalled: StalledClientDetector) -> None:
         super().__init__(config)
@@ -68,7 +69,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with an acceptor of our own."""
+        """See `uvicorn.Server`. Connections are accepted by `Acceptor`."""
         await self.lifespan.startup()
         config, limits = self.config, self._limits
 
@@ -90,14 +91,14 @@ class _Uvicorn(uvicorn.Server):
         self.started = True
 
     async def main_loop(self) -> None:
-        """As uvicorn's, but it ends as soon as it should."""
+        """See `uvicorn.Server`. It ends as soon as `stop` is called, without waiting for the next tick."""
         while not self._stopping.is_set():
             await self.on_tick(0)  # the date of headers
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, without its pauses."""
+        """See `uvicorn.Server`. It waits in short steps, and aborts connections that take too long."""
         for acceptor in self._acceptors:
             acceptor.close()
         state = self.server_state
@@ -107,7 +108,7 @@ class _Uvicorn(uvicorn.Server):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 while state.connections or state.tasks:
                     await asyncio.sleep(_CLOSE_TICK_S)
-        # Calls that still read a body or prepare a request learn that their clients have gone, and end by themselves.
+        # Calls that still read a body or prepare a request see a disconnect, and end by themselves.
         for connection in list(state.connections):
             connection.transport.abort()
         if state.tasks:
@@ -116,16 +117,16 @@ class _Uvicorn(uvicorn.Server):
             task.cancel()
 
     def stop(self) -> None:
-        """Close the port, and each connection when its response is complete or after a time."""
+        """Close the port, and each connection once its response is complete or `_CLOSE_TIMEOUT_S` has passed."""
         self._stopping.set()
 
 
 class HttpServer:
-    """Life of the server; one event loop.
+    """The HTTP server, from start to stop. Used from one event loop only.
 
     Args:
         config: address and limits.
-        work: shared with other servers; None: its own.
+        work: queues for preprocessing, shared with other servers; None: the server has its own.
     """
 
     def __init__(self, config: HttpConfig, work: Preprocessing | None = None) -> None:
@@ -140,7 +141,7 @@ class HttpServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, for people."""
+        """Address that the server listens on, for messages: ``host:port`` or ``unix:path``."""
         config = self.config
         return f"{config.host}:{self.port}" if config.uds is None else f"unix:{config.uds}"
 
@@ -150,7 +151,7 @@ class HttpServer:
         return self.app.num_open
 
     async def start(self) -> None:
-        """Bind and answer; not ready yet.
+        """Bind the port and start to answer; `/ready` is 503.
 
         Raises:
             PortInUseError: the address cannot be bound.
@@ -184,18 +185,18 @@ class HttpServer:
             self._running.result()  # raises
 
     async def serve(self, engine: AsyncEngine, metrics: ServerMetrics | None = None) -> None:
-        """Take a warm engine and become ready.
+        """Attach an engine that is ready; `/ready` becomes 200.
 
         Args:
-            engine: shared with other servers.
-            metrics: its observer, for ``/metrics``.
+            engine: the engine, which other servers may share.
+            metrics: the engine's metrics, for ``/metrics``.
         """
         self._engine = engine
         self.app.use(engine, metrics)
 
     async def stop(self, drain_s: float) -> None:
-        """Turn not ready, reject new completions, end in-flight ones within `drain_s`, close. A second call may shorten
-        the time."""
+        """Set `/ready` to 503, reject new completions, wait at most `drain_s` seconds for completions in flight, then
+        close. A second call may shorten the wait."""
         self.app.drain()
         await self.app.stop_batches()
         if self._engine is not None:
@@ -205,19 +206,23 @@ class HttpServer:
         if server is not None and running is not None:
             if self._socket_file is not None:
                 self._socket_file.remove()
-            # Every response has its end or its error: uvicorn gives them time to be sent.
+            # The ends of all responses are written; uvicorn waits until they have been sent.
             server.stop()
             await asyncio.shield(running)
         self.app.close()
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket on the first address of the host."""
+    """Return a listening socket on the first address of the host.
+
+    Raises:
+        PortInUseError: the address cannot be bound.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
-        # `create_server` appends the address, which stands in our message already.
+        # `create_server` appends the address, which the message below already has.
         reason = str(error.strerror).partition(" (while attempting")[0]
         raise PortInUseError(
             f"cannot listen on {host}:{port} ({reason}); choose another address (--port, --http-host), or --no-http"

@@ -1,4 +1,4 @@
-"""A unix socket to listen on, and its file."""
+"""A listening Unix socket and its file."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from serve.errors import PortInUseError
 
 BACKLOG = 1024
-"""Connections that wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 FLAG = "--uds"
 
 _MODE = 0o600
@@ -17,15 +17,15 @@ _PROBE_TIMEOUT_S = 1.0
 
 
 class SocketFile:
-    """A listening unix socket, which only this user can connect to.
+    """A listening Unix socket, which only this user can connect to.
 
-    The file of a server that has ended is replaced. `remove` leaves a file that has been put in the place of ours.
+    The socket file of a server that has ended is replaced. `remove` keeps a file that has replaced this socket's file.
 
     Args:
-        path: of its file.
+        path: path of the socket file.
 
     Raises:
-        PortInUseError: another server listens on it, or it cannot be made.
+        PortInUseError: another server listens on the path, or the socket cannot be made.
     """
 
     def __init__(self, path: str) -> None:
@@ -35,7 +35,7 @@ class SocketFile:
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self.listener.bind(path)
-                self._path.chmod(_MODE)  # before `listen`: until then nobody can connect
+                self._path.chmod(_MODE)  # before `listen`: until then no client can connect
                 self._identity: tuple[int, int] | None = self._identify()
                 self.listener.listen(BACKLOG)
             except OSError:
@@ -47,8 +47,10 @@ class SocketFile:
             ) from None
 
     def remove(self) -> None:
-        """Remove the file, the first time; before the listener is closed, which keeps the number of the file from another.
-        Connections that have been made go on."""
+        """Remove the socket file; later calls do nothing. Open connections stay open.
+
+        Call it before the listener is closed: until then no other file can get the same inode number.
+        """
         with contextlib.suppress(OSError):
             if self._identify() == self._identity:
                 self._path.unlink()
@@ -59,7 +61,11 @@ class SocketFile:
         return status.st_dev, status.st_ino
 
     def _remove_stale(self) -> None:
-        """Remove the socket of a server that has ended."""
+        """Remove the socket file of a server that has ended.
+
+        Raises:
+            OSError: another server listens on the socket, or the file is not a socket or cannot be removed.
+        """
         try:
             mode = os.lstat(self._path).st_mode
         except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""Detection of stalled clients on this machine: a stopped process reads nothing, but its kernel goes on acknowledging.
+"""Detection of stalled clients on this machine: a stopped process reads nothing, but its kernel still acknowledges data.
 
-TCP cannot tell a stalled client from a slow one until the buffers of both ends are full, which takes hundreds
-of tokens, and HTTP/1.1 has no ping (gRPC has one: `serve.grpc_api.server`). If both ends are on one machine, as with a
-gateway or a sidecar, Linux reports how many bytes the other end has received and not read. Acknowledged minus unread
-bytes is what it has read, which must grow while anything is unread.
+TCP cannot tell a stalled client from a slow one until the buffers of both ends are full, which takes hundreds of tokens,
+and HTTP/1.1 has no ping (gRPC has one: `serve.grpc_api.server`). If both ends are on the same machine, for example with a
+gateway or a sidecar, Linux reports the number of bytes that the other end has received but not read. The number of
+acknowledged bytes minus this number is what the client has read, which must grow while unread bytes are left.
 
-For clients on other machines, or behind network address translation, nothing is found and nothing happens.
+Clients on other machines or behind network address translation are not checked.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from pathlib import Path
 _TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _TICK_S = 0.25
 _UNREAD = re.compile(rb"^ *\d+: (\S+) (\S+) \S+ [^\s:]+:(?!00000000)(\S+)", re.MULTILINE)
-"""Lines of sockets that have something to read: own and other address, bytes."""
+"""Matches lines of sockets with unread bytes; groups: own address, other address, number of unread bytes in hex."""
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """`tcpi_bytes_acked` of Linux's `struct tcp_info`."""
 
 
 class StalledClientDetector:
-    """Watches connections while responses are streamed over them; one event loop.
+    """Watches connections while responses are streamed over them. Used from one event loop only.
 
     Args:
-        limit_s: time without reading after which a client is stalled.
+        limit_s: seconds without reading after which a client counts as stalled.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -44,18 +44,18 @@ class StalledClientDetector:
                 self._looking = asyncio.create_task(self._look())
 
     def forget(self, key: object) -> None:
-        """Stop watching: the response or the connection has ended."""
+        """Stop watching a connection, because its response or the connection has ended."""
         self._watched.pop(key, None)
 
     async def _look(self) -> None:
-        """Check all connections periodically, as long as any is watched."""
+        """Check all connections periodically until no connection is watched."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(_TICK_S)
         while self._watched:
-            # In this order: what is acknowledged in between is then not taken for read.
+            # In this order, so that bytes acknowledged in between do not count as read.
             acknowledged = {key: reader.acknowledged() for key, reader in self._watched.items()}
             families = {reader.family for reader in self._watched.values()}
-            # In a thread: the table has all connections of the machine, closed ones among them.
+            # In a thread, because the table has all connections of the machine, including closed ones.
             unread = await loop.run_in_executor(None, _unread, families)
             for key, reader in list(self._watched.items()):
                 if key in acknowledged and reader.has_stopped(
@@ -68,7 +68,7 @@ class StalledClientDetector:
 
 
 class _Reader:
-    """The other end of a connection."""
+    """The client's end of a connection: counts the bytes that it has read."""
 
     def __init__(self, connection: socket.socket, name: tuple[str, str], stopped: Callable[[], None]) -> None:
         self.family, self.name, self.stopped = connection.family, name, stopped
@@ -78,7 +78,7 @@ class _Reader:
 
     @staticmethod
     def of(connection: socket.socket, stopped: Callable[[], None]) -> "_Reader | None":
-        """None: the other end is on another machine as far as can be seen from here."""
+        """Return the reader of a connection; None if the other end does not seem to be on this machine."""
         try:
             here, there = connection.getsockname(), connection.getpeername()
         except OSError:
@@ -89,7 +89,7 @@ class _Reader:
         return _Reader(connection, (_in_table(family, there), _in_table(family, here)), stopped)
 
     def acknowledged(self) -> int | None:
-        """Bytes that have arrived there."""
+        """Return the number of bytes that the other end has acknowledged; None if the system does not report it."""
         try:
             data = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except (OSError, AttributeError):
@@ -97,8 +97,8 @@ class _Reader:
         return _ACKNOWLEDGED.unpack_from(data)[0] if len(data) >= _ACKNOWLEDGED.size else None
 
     def has_stopped(self, acknowledged: int | None, unread: int | None, now_s: float, limit_s: float) -> bool:
-        """Return whether bytes have stayed unread for `limit_s`."""
-        # More may be unread than was acknowledged a moment ago; the first measurement starts the clock all the same.
+        """Return whether the client has read nothing for `limit_s` seconds although bytes were unread."""
+        # More bytes may be unread than were acknowledged before; the first measurement starts the clock anyway.
         read = max((acknowledged or 0) - (unread or 0), 0)
         if not acknowledged or not unread or read > self._read:
             self._read, self._read_at_s = max(read, self._read), now_s
@@ -106,14 +106,15 @@ class _Reader:
 
 
 def _in_table(family: int, address: tuple) -> str:
-    """An address as the kernel's table writes it: words of the machine's byte order, and the port."""
+    """Return an address in the format of the kernel's table: hexadecimal words in the machine's byte order, and the
+    port."""
     packed = socket.inet_pton(family, address[0])
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return "".join(f"{word:08X}" for word in words) + f":{address[1]:04X}"
 
 
 def _unread(families: Collection[int]) -> dict[tuple[str, str], int]:
-    """Bytes that wait to be read, by the (own, other) addresses of sockets that have any."""
+    """Return the number of unread bytes by (own, other) address, for all sockets with unread bytes."""
     found = {}
     for family in families:
         try:

@@ -20,7 +20,7 @@ MISSING = "missing; give prompt, a text, or messages"
 
 
 class TokenizeBody(Record):
-    """A text."""
+    """Body of ``/tokenize`` with a text."""
 
     needed: ClassVar = {"prompt": MISSING}
     model: Model = None
@@ -52,14 +52,15 @@ class DetokenizeBody(Record, kw_only=True):
 
 
 _SLICE = 4096
-"""Values that are encoded at a time: the encoder holds the interpreter's lock."""
+"""Number of values that are encoded at a time, because the encoder holds the GIL."""
 
 
 def tokenize(parts: EngineComponents, body: Body) -> bytes:
-    """Tokenize a text, or a conversation by the chat template. Returns the body of the answer.
+    """Tokenize a text, or a conversation with the chat template. Returns the body of the response.
 
     Raises:
-        InvalidRequestError, UnknownModelError: as for `read_call`.
+        InvalidRequestError: the body is invalid, or the model has no tokenizer.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     check_model(parts, body.get("model"))
     tokenizer = parts.tokenizer
@@ -79,7 +80,7 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
             text = check_text("prompt", text)
             check_text_length(parts.limits, tokenizer, text)
             token_id = tokenizer.special_id(text)
-            # Who sends a special token alone asks for its id, as lm-eval does.
+            # A special token as the whole text asks for its id; lm-eval does this.
             special = asked.add_special_tokens is not False
             ids = tokenizer.encode(text, add_special_tokens=special) if token_id is None else [token_id]
     strings = b"null"
@@ -90,13 +91,13 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
 
 
 def _array(values: Sequence[Any]) -> bytes:
-    """A JSON array."""
+    """Return a sequence as an encoded JSON array."""
     slices = (json_bytes(values[start : start + _SLICE])[1:-1] for start in range(0, len(values), _SLICE))
     return b"[%s]" % b",".join(slices)
 
 
 def tokenizer_info(parts: EngineComponents) -> bytes:
-    """Settings of the tokenizer, as vLLM gives them; special tokens by their text. Returns the body of the answer.
+    """Return the response body with the tokenizer's settings in vLLM's format; special tokens are given as text.
 
     Raises:
         BadCallError: the model has no tokenizer.
@@ -109,10 +110,11 @@ def tokenizer_info(parts: EngineComponents) -> bytes:
 
 
 def detokenize(parts: EngineComponents, body: Body) -> bytes:
-    """Decode token ids, as many as prompt and output can have. Returns the body of the answer.
+    """Decode at most `max_model_len` token ids. Returns the body of the response.
 
     Raises:
-        InvalidRequestError, UnknownModelError: as for `read_call`.
+        InvalidRequestError: the body is invalid, or the model has no tokenizer.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     check_model(parts, body.get("model"))
     if parts.tokenizer is None:

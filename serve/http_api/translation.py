@@ -1,8 +1,8 @@
-"""Parts of the readers of other APIs, whose bodies become chat completions.
+"""Functions shared by the readers of other APIs, whose bodies become chat completions.
 
-Fields that an API does not have, but chat completions do under the same name, mean the same there: objectives, sampling
-parameters of vLLM, constraints. A name that its API has another word for is refused with that word, so that nothing is
-ignored that would change the answer.
+Further fields of chat completions that an API does not define keep their meaning: objectives, vLLM's sampling parameters,
+constraints. If the API has its own name for such a field, the field is rejected and the error gives that name, so that no
+field is ignored that would change the output.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ from serve.http_api.tool_calls.other_forms import with_tools
 _logger = logging.getLogger(__name__)
 _MAX_LEFT_OUT = 64
 _left_out: set[str] = set()
-"""Kinds of tools that the log has named."""
+"""Kinds of tools that have been logged as left out."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatedCall:
-    """The engine request of a body of another API, and the parameters of its answer."""
+    """A call of another API that is served as a chat completion or completion."""
 
     chat: CompletionCall
-    """The same call as a chat completion."""
+    """The chat completion or completion."""
     names: Mapping[str, str]
-    """Names of fields of chat completions and their names in that API."""
+    """Fields of chat completions, and their names in the other API."""
 
     @property
     def renamed(self) -> Renamer:
-        """Gives the field in an error its name in that API."""
+        """Renames the field of an error to its name in the other API."""
         return field_renamer(self.names, self.chat.renamed)
 
     @property
@@ -67,11 +67,16 @@ def read_chat(
     tenant: str | None,
     constraint: Body,
 ) -> CompletionCall:
-    """Build the request of a body that has been made one of chat completions; `names` are those of `field_renamer`, and
-    `constraint` has the fields of constraints.
+    """Build the request of a body of another API that has been converted to a chat completion.
+
+    Args:
+        parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
+        chat: the body as a chat completion.
+        names: names of fields in the other API; see `field_renamer`.
+        constraint: fields of the body's constraint.
 
     Raises:
-        InvalidRequestError: see `serve.http_api.openai_request.build_call`; `.field` is the other API's.
+        InvalidRequestError: see `serve.http_api.openai_request.build_call`; `.field` is named as in the other API.
     """
     try:
         chat.messages = with_tools({"messages": chat.messages})["messages"]
@@ -81,22 +86,23 @@ def read_chat(
 
 
 def chat_fields(asked: SharedBody) -> dict[str, Any]:
-    """The fields of a chat completion that a body of another API has as well."""
+    """Return the fields of a body of another API that have the same names in chat completions."""
     refused = type(asked).refused
     return {name: value for name, value in carried(asked, SharedBody).items() if name not in refused}
 
 
 def constraint_fields(body: Body) -> dict[str, Any]:
-    """The fields of a body of another API that hold a constraint as chat completions do."""
+    """Return the constraint fields of a body that have the same names in chat completions, except `response_format`."""
     return {name: body[name] for name in body.keys() & SharedBody.also.keys() if name != RESPONSE_FORMAT}
 
 
 def field_renamer(names: Mapping[str, str], inner: Renamer = lambda error: error) -> Renamer:
-    """Make a function that gives the field in an error of a chat completion the name that another API has for it.
+    """Return a function that renames the field of an error from its name in chat completions to that in another API.
 
     Args:
-        names: by the name of chat completions; a name stands for what it begins, up to a dot or a bracket.
-        inner: is applied before.
+        names: names in the other API by name in chat completions, without the part after the first dot or bracket, which
+            is dropped.
+        inner: renamer that is applied first.
     """
 
     def rename(error: InvalidRequestError) -> InvalidRequestError:
@@ -111,16 +117,16 @@ def field_renamer(names: Mapping[str, str], inner: Renamer = lambda error: error
 
 
 def leave_out_tools(field: str, kinds: Collection[str], are_others: bool) -> None:
-    """Leave out tools that the server would have to run, and say so in the log, once for each kind. Coding agents list
-    them beside their own tools whatever the server is.
+    """Log a warning for each new kind of tool that is left out because the server would have to run it. Coding agents
+    list such tools in addition to their own, regardless of the server.
 
     Args:
-        field: of the first one.
-        kinds: of these tools.
-        are_others: there are tools that the client runs.
+        field: field of the first such tool.
+        kinds: kinds of the tools that are left out.
+        are_others: whether the request also has tools that the client runs.
 
     Raises:
-        InvalidRequestError: there are none, so that the request asks for these.
+        InvalidRequestError: the request has only tools that the server would have to run.
     """
     for kind in kinds:
         if not are_others:
@@ -131,18 +137,18 @@ def leave_out_tools(field: str, kinds: Collection[str], are_others: bool) -> Non
 
 
 def set_thinking(chat: dict[str, Any], wanted: bool) -> None:
-    """Tell the chat template whether the model shall think, by the variable that most templates have for it; one that
-    the body sets itself stays."""
+    """Set the variable `enable_thinking`, by which most chat templates turn thinking on or off, unless the body sets it
+    itself."""
     given = chat.get("chat_template_kwargs")
     if given is None or isinstance(given, Mapping):
         chat["chat_template_kwargs"] = {"enable_thinking": wanted, **(given or {})}
 
 
 def check_items(field: str, value: object) -> Sequence[Any]:
-    """Return a list that is not empty, of no more items than a conversation may have messages.
+    """Check that a value is a list of 1 to `MAX_MESSAGES` items, and return it.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: it is not a list, is empty or has too many items.
     """
     if not isinstance(value, list):
         raise InvalidRequestError(field, f"{json_kind(value)} is not a list")

@@ -1,7 +1,7 @@
-"""Fields of other servers that would change the output and are not supported: each is rejected by its name.
+"""Fields of other servers that would change the output but are not supported. Requests that use one are rejected.
 
-Fields that change nothing (`cache_prompt`, `id_slot`, `user`, ...) are ignored, as everything that nobody knows.
-docs/serving/request_fields.md has each field of vLLM and OpenAI (tests/support/request_fields.py).
+Fields that do not change the output (`cache_prompt`, `id_slot`, `user`, ...) and unknown fields are ignored.
+docs/serving/request_fields.md lists all fields of vLLM and OpenAI (tests/support/request_fields.py).
 """
 
 from serve.http_api.records import Refused
@@ -84,4 +84,4 @@ REFUSED = {
     "top_a": _refused(0),
     "typical": _refused(1),
 }
-"""The fields, with the values that ask for nothing."""
+"""Unsupported fields of completions and chat completions, each with the values that have no effect."""

@@ -1,8 +1,8 @@
-"""Messages of Anthropic's API, made of content blocks, to messages of a chat completion.
+"""Converts messages of Anthropic's API, which consist of content blocks, to messages of a chat completion.
 
-A user's message may hold results of tools beside text: they become messages of their own, in the order of the blocks.
-Consecutive messages of one role are one turn, as Anthropic says. Thinking blocks become `reasoning_content`, which chat
-templates show or leave out as their model was trained.
+Tool results in a user's message become separate messages, in the order of the blocks. Consecutive messages of the same
+role become one turn, as in Anthropic's API. Thinking blocks become `reasoning_content`, which the chat template shows or
+leaves out.
 """
 
 import json
@@ -21,27 +21,27 @@ BLOCKS = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use"),
     "system": ("text",),
 }
-"""Types of blocks by role. Those of the assistant may also be results of tools that another server has run."""
+"""Supported block types by role. The assistant's messages may also have results of tools that another server ran."""
 _RESULT = "_tool_result"
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a line of Claude Code's that differs in every request, so that no cached prefix would be found."""
+"""Start of a line that Claude Code puts first. It differs in every request, so that no cached prefix would match."""
 _BILLING_FIELD = re.compile(r" ?[a-z_]{1,32}=[^;\s]{0,256}")
 _MAX_BILLING_FIELDS = 16
 BETWEEN_TURNS = "\n\n"
-"""Between texts of consecutive messages of one role."""
+"""Separator between the texts of consecutive messages of the same role."""
 
 Message = dict[str, Any]
 
 
 def messages_of(system: object, given: object) -> list[Message]:
-    """The conversation of a body.
+    """Return the conversation of a body as messages of a chat completion.
 
     Args:
-        system: a text or text blocks, or None; the conversation begins with it.
-        given: `messages`.
+        system: the system prompt as text or text blocks; None if there is none.
+        given: value of `messages`.
 
     Raises:
-        InvalidRequestError: something in it is malformed, or not supported.
+        InvalidRequestError: a message is malformed or not supported.
     """
     made: list[Message] = []
     if system is not None:
@@ -68,7 +68,7 @@ def messages_of(system: object, given: object) -> list[Message]:
 
 
 def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
-    """The message that these blocks belong to."""
+    """Return the message that these blocks belong to: the last one if it has the same role, else a new one."""
     if made and made[-1]["role"] == role and role != "system":
         turn = made[-1]
         text_first = blocks and isinstance(blocks[0], Mapping) and blocks[0].get("type") == "text"
@@ -80,7 +80,7 @@ def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
 
 
 def _add(made: list[Message], turn: Message, role: str, field: str, block: object) -> Message:
-    """Add a block of a message; returns the message that the next one belongs to."""
+    """Add a content block to the conversation. Returns the message that the next block belongs to."""
     if not isinstance(block, Mapping):
         raise InvalidRequestError(field, f"{json_kind(block)} is not a block")
     kind = block.get("type")
@@ -99,7 +99,7 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
         turn["content"].append({"type": "text", "text": _text(field, block.get("text"))})
     elif kind == "thinking":
         thought = _text(field, block.get("thinking"))
-        turn.setdefault("reasoning_content", []).append(thought)  # joined once all are there
+        turn.setdefault("reasoning_content", []).append(thought)  # joined at the end
     elif kind in ("tool_use", "server_tool_use", "mcp_tool_use"):
         name, call_id, arguments = _text(field, block.get("name")), _text(field, block.get("id")), block.get("input")
         if not isinstance(arguments, Mapping):
@@ -112,7 +112,7 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
         made.append(turn)
     elif kind == "tool_result":
         if turn["role"] != "tool" and not turn["content"]:
-            made.pop()  # no text of the user comes before
+            made.pop()  # the user's message has no text before the result
         call_id, content = _text(field, block.get("tool_use_id")), block.get("content")
         turn = {
             "role": "tool",
@@ -124,7 +124,7 @@ def _add(made: list[Message], turn: Message, role: str, field: str, block: objec
 
 
 def _without_billing(content: Any) -> Any:
-    """The system's content without the prefix that Claude Code adds for its own server; what follows on the line stays."""
+    """Return the system prompt without the billing prefix that Claude Code adds; any text after the prefix is kept."""
     if isinstance(content, str):
         if not content.startswith(_BILLING):
             return content
@@ -140,7 +140,8 @@ def _without_billing(content: Any) -> Any:
 
 
 def _shown(content: object) -> str:
-    """The result of a tool that another server has run: its texts, or what it holds without what is encrypted."""
+    """Return the result of a tool that another server ran, as text: its texts, and other items as JSON without encrypted
+    fields."""
     items = content if isinstance(content, list) else [content]
     texts = []
     for item in items:
@@ -154,7 +155,7 @@ def _shown(content: object) -> str:
 
 
 def _texts(field: str, content: object) -> object:
-    """A text, or text blocks as chat completions have them."""
+    """Return a text unchanged, or text blocks as text parts of a chat completion."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's Messages API, and the chat completions that they ask for."""
+"""Request bodies of Anthropic's Messages API, and their conversion to chat completions."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ ID_PREFIX = "msg_"
 THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 DISPLAYS = ("summarized", "omitted")
 USED_TIERS = {"default": "standard", "flex": "batch", "priority": "priority"}
-"""Anthropic's names of the tiers that answers name (`serve.slo_headers.USED_TIERS`)."""
+"""Service tiers in responses (`serve.slo_headers.USED_TIERS`), and Anthropic's names for them."""
 MAX_TEMPERATURE = 1.0
 MAX_USER_ID_CHARS = 512
 
@@ -179,13 +179,15 @@ COUNTED = (
     *("model", "messages", "system", "tools", "tool_choice", "thinking", "metadata", "service_tier"),
     *("container", "mcp_servers"),
 )
-"""Fields of a body that say something about the length of its prompt."""
+"""Fields of ``/v1/messages/count_tokens``: fields that affect the prompt, and further ones that Anthropic's API takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MessagesCall(TranslatedCall):
+    """A call to the Messages API."""
+
     hides_thinking: bool
-    """Thinking blocks are empty."""
+    """True if thinking blocks in the response are empty."""
 
     @property
     def call_id(self) -> str:
@@ -195,11 +197,11 @@ class MessagesCall(TranslatedCall):
 def read_call(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None = None
 ) -> MessagesCall:
-    """Check a body and build the request that it asks for; see `serve.http_api.openai_request.read_call`.
+    """Check a body and build its request; see `serve.http_api.openai_request.read_call`.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     openai_request.check_model(parts, body.get("model"))
     asked = read(MessagesBody, body)
@@ -214,10 +216,10 @@ def read_call(
 
 
 def count_tokens(parts: EngineComponents, body: Body) -> bytes:
-    """The length of the prompt that a body makes. Returns the body of the answer.
+    """Count the tokens of the prompt of a body. Returns the body of the response.
 
     Raises:
-        InvalidRequestError, UnknownModelError: as for `read_call`.
+        InvalidRequestError, UnknownModelError: see `read_call`.
     """
     openai_request.check_model(parts, body.get("model"))
     chat, _ = _conversation(read(CountTokensBody, body), body)
@@ -229,12 +231,12 @@ def count_tokens(parts: EngineComponents, body: Body) -> bytes:
 
 
 def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of a chat completion, without fields of generation, and its constraint."""
+    """Return the fields of the chat completion that make its prompt, and the fields of its constraint."""
     chat = chat_fields(asked)
     for name in ("temperature", "service_tier"):
         chat.pop(name)
     chat["messages"] = messages = messages_of(asked.system, asked.messages)
-    last = messages[-1]["role"] == "assistant"  # the answer goes on with it
+    last = messages[-1]["role"] == "assistant"  # the response continues this message
     chat |= {"continue_final_message": last, "add_generation_prompt": not last}
     tools = chat_tools(asked.tools)
     choice, parallel = chat_choice(asked.tool_choice)
@@ -248,7 +250,7 @@ def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], d
 
 
 def _take_output_config(asked: CountTokensBody, chat: dict[str, Any]) -> dict[str, Any]:
-    """Put the effort that is asked for into a chat completion; returns the constraint."""
+    """Put the effort of `output_config` into the fields of a chat completion. Returns the fields of the constraint."""
     config = asked.output_config or OutputConfig()
     wanted, field = config.format, "output_config.format"
     if asked.output_format is not None:  # the older name
@@ -266,8 +268,8 @@ def _take_output_config(asked: CountTokensBody, chat: dict[str, Any]) -> dict[st
 
 
 def _take_thinking(thinking: object, chat: dict[str, Any]) -> None:
-    """Tell the chat template whether the model shall think. Blocks of it come wherever it does, and no budget bounds
-    them."""
+    """Set the variable that tells the chat template whether the model thinks. `budget_tokens` is checked but has no
+    effect."""
     if thinking is None:
         return
     fields = check_mapping("thinking", thinking)

@@ -1,7 +1,7 @@
-"""Answers of Anthropic's Messages API: events of a stream, or the whole.
+"""Responses of Anthropic's Messages API, streamed as events or as one body.
 
-An answer is a list of blocks: what the model thought (`thinking`), what it says (`text`), the tools it uses
-(`tool_use`). One block is open at a time.
+A response is a list of blocks: reasoning (`thinking`), text (`text`) and tool calls (`tool_use`). At most one block is
+open at a time.
 """
 
 import json
@@ -21,11 +21,11 @@ Json = dict[str, Any]
 
 
 class MessagesResponse:
-    """Builds the answer to one call, a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
-        parts: of the engine.
-        call: from `serve.http_api.messages.request.read_call`.
+        parts: the engine's components; not used.
+        call: the call from `serve.http_api.messages.request.read_call`.
     """
 
     def __init__(self, parts: EngineComponents, call: MessagesCall) -> None:
@@ -58,7 +58,7 @@ class MessagesResponse:
         return json_bytes(made)
 
     def _push(self, delta: OutputDelta) -> None:
-        """Take new output."""
+        """Process new output."""
         check_end(delta)
         self._stream.num_cached = delta.metrics.num_cached_tokens
         if self._stream.last is None:
@@ -73,7 +73,7 @@ class MessagesResponse:
         return {"id": call.call_id, "type": "message", "role": "assistant", "model": call.chat.model}
 
     def _stop(self) -> Json:
-        """Why the answer has ended."""
+        """Return the fields `stop_reason` and `stop_sequence` of the response."""
         last = self._stream.last
         assert last is not None
         if last.finish_reason == "length":
@@ -85,7 +85,7 @@ class MessagesResponse:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> Json:
-        """Anthropic counts cached tokens apart from the input."""
+        """Return the token counts; as in Anthropic's API, `input_tokens` does not include cached tokens."""
         prompt = int(self._call.requests[0].prompt_token_ids.size)
         return {
             "input_tokens": prompt - self._stream.num_cached,
@@ -97,7 +97,7 @@ class MessagesResponse:
 
 
 class _Block:
-    """A content block, an `Item`."""
+    """A content block of the response; a `serve.http_api.item_stream.Item`."""
 
     def __init__(self, event: OutputEvent, index: int, hides_thinking: bool) -> None:
         self._index, self._pieces = index, []
@@ -138,7 +138,8 @@ class _Block:
 
 
 def object_of_arguments(arguments: str) -> Json:
-    """The arguments of a call as an object; they are cut off where the answer has reached its longest."""
+    """Return the arguments of a tool call as an object; empty if they are not valid JSON, for example because the output
+    was cut off at its maximum length."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

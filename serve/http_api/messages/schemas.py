@@ -6,9 +6,9 @@ from serve.http_api.messages.request import USED_TIERS
 EVENT = "MessagesEvent"
 ERROR = "MessagesError"
 PREFIX = "Messages"
-"""Begins the names of responses that are errors."""
+"""Prefix of the names of error responses in Anthropic's format."""
 OPERATIONS = ("Messages", "CountTokens")
-"""Paths whose errors have Anthropic's form."""
+"""Operations whose errors have Anthropic's format."""
 _HELLO = [{"role": "user", "content": "Hello"}]
 EXAMPLES: Schema = {
     "text": {"value": {"messages": _HELLO, "max_tokens": 8}},
@@ -20,10 +20,11 @@ COUNT_EXAMPLES: Schema = {"text": {"value": {"messages": _HELLO}}}
 
 
 def answers(served: Schema) -> dict[str, Schema]:
-    """Schemas of answers and events; objects are closed, so that every field is documented.
+    """Return the schemas of responses and events, by name. Objects allow no further fields, so that every field is
+    documented.
 
     Args:
-        served: of `aptjax`.
+        served: schema of the field `aptjax`.
     """
     names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
     usage = closed({**dict.fromkeys(names, COUNT), "service_tier": {"enum": list(USED_TIERS.values())}})

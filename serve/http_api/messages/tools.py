@@ -1,4 +1,4 @@
-"""Tools of Anthropic's API to tools of a chat completion: those of the client, none that the server would have to run."""
+"""Converts tools of Anthropic's API to tools of a chat completion. Only tools that the client runs are supported."""
 
 import re
 from collections.abc import Mapping
@@ -13,18 +13,17 @@ from serve.http_api.translation import leave_out_tools
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 OTHER_PATTERN = r"[a-z_]{1,64}_[0-9]{8}"
-"""Types of Anthropic's own tools, which have no schema in the request."""
+"""Pattern of the types of Anthropic's predefined tools, which have no schema in the request."""
 _OTHER = re.compile(OTHER_PATTERN)
 
 Tool = dict[str, Any]
 
 
 def chat_tools(tools: object) -> list[Tool]:
-    """The tools as chat completions have them. Tools that the server would have to run or to describe are left out beside
-    others.
+    """Return the tools in the format of chat completions. Anthropic's predefined tools are left out if there are others.
 
     Raises:
-        InvalidRequestError: they are malformed, or none is described by the client.
+        InvalidRequestError: a tool is malformed, or all tools are predefined by Anthropic.
     """
     if tools is None:
         return []
@@ -58,10 +57,10 @@ def chat_tools(tools: object) -> list[Tool]:
 
 
 def chat_choice(choice: object) -> tuple[object, bool | None]:
-    """Return `tool_choice` and `parallel_tool_calls` as chat completions have them.
+    """Return `tool_choice` and `parallel_tool_calls` of a chat completion for a `tool_choice` of Anthropic's API.
 
     Raises:
-        InvalidRequestError: it is malformed.
+        InvalidRequestError: `choice` is malformed.
     """
     if choice is None:
         return None, None

@@ -1,4 +1,4 @@
-"""The model that is served, in the words of Ollama's API: ``/api/tags``, ``/api/ps``, ``/api/show`` and ``/api/version``."""
+"""Descriptions of the served model for Ollama's ``/api/tags``, ``/api/ps`` and ``/api/show``, and ``/api/version``."""
 
 import datetime
 import hashlib
@@ -14,7 +14,7 @@ from serve.http_api.records import read
 from serve.http_api.tool_calls.reasoning import reasoning_parser_of
 
 API_VERSION = "0.13.0"
-"""The version of Ollama whose API this is: clients ask whether it is new enough for them."""
+"""Ollama version reported to clients, which check that it is new enough for them."""
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -22,17 +22,17 @@ Json = dict[str, Any]
 
 
 def version() -> bytes:
-    """The body of ``/api/version``."""
+    """Return the response body of ``/api/version``."""
     return json_bytes({"version": API_VERSION})
 
 
 def tags(parts: EngineComponents, created_s: int) -> bytes:
-    """The body of ``/api/tags``: each name of the model, and its adapters."""
+    """Return the response body of ``/api/tags``: an entry for each name of the model and each adapter."""
     return json_bytes({"models": [_entry(parts, created_s, name) for name in _names(parts)]})
 
 
 def running(parts: EngineComponents, created_s: int) -> bytes:
-    """The body of ``/api/ps``: what is served is loaded, for ever."""
+    """Return the response body of ``/api/ps``: the model and its adapters, which are always loaded."""
     more = {
         "expires_at": "9999-12-31T23:59:59Z",
         "size_vram": 0 if getattr(parts.executor, "platform", "cpu") == "cpu" else _size(parts),
@@ -42,10 +42,11 @@ def running(parts: EngineComponents, created_s: int) -> bytes:
 
 
 def show(parts: EngineComponents, body: Body) -> bytes:
-    """The body of ``/api/show``.
+    """Return the response body of ``/api/show``.
 
     Raises:
-        InvalidRequestError, UnknownModelError: the body names no model of this server.
+        InvalidRequestError: the model name is not text.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     name = served_name(parts, read(ShowBody, body))
     if isinstance(name, str) and name:
@@ -74,7 +75,7 @@ def show(parts: EngineComponents, body: Body) -> bytes:
 
 
 def capabilities(parts: EngineComponents) -> list[str]:
-    """Abilities of the model, in Ollama's words."""
+    """Return the capabilities of the model, by Ollama's names."""
     source = "" if parts.chat_template is None else parts.chat_template.source
     found = {
         "completion": True,
@@ -104,12 +105,12 @@ def _entry(parts: EngineComponents, created_s: int, name: str) -> Json:
 
 
 def _size(parts: EngineComponents) -> int:
-    """Bytes of the weights in memory; 0 for an executor without a model."""
+    """Return the size of the weights in memory in bytes; 0 for an executor without a model."""
     return getattr(parts.executor, "weight_bytes", 0)
 
 
 def _precision(parts: EngineComponents) -> str:
-    """Format of the weights as they are used."""
+    """Return the number format of the weights in memory, as Ollama's `quantization_level`."""
     if parts.config.quantization == "gguf":
         return parts.stored[1]
     return "INT8" if parts.config.quantization == "int8" else _DTYPES.get(parts.config.dtype, "unknown")

@@ -1,7 +1,7 @@
-"""Bodies of Ollama's API, and the completions, chat completions and embeddings that they ask for.
+"""Request bodies of Ollama's API, and their conversion to completions, chat completions and embeddings.
 
-Options of how a model is loaded are ignored: the server's flags decide. Options of sampling that are not given have Ollama's
-defaults.
+Options for loading a model are ignored, because the server's flags decide that. Sampling options that are not given have
+Ollama's defaults.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ Json = dict[str, Any]
 B = TypeVar("B", bound="_AnswerBody")
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-"""Ollama's default options."""
+"""Ollama's default sampling options."""
 EFFORTS = ("low", "medium", "high", "max")
 _LATEST = ":latest"
 _OPTIONS = "options."
 
 
 class Options(Record):
-    """Options of sampling. Those of how a model is loaded are ignored: the server's flags decide."""
+    """Sampling options. Options for loading a model are ignored, because the server's flags decide that."""
 
     refused: ClassVar = {name: REFUSED[name] for name in ("mirostat", "tfs_z", "typical_p")}
     temperature: EngineField = None
@@ -104,7 +104,7 @@ class ShowBody(Record):
 
 
 class _NamedBody(Addressed):
-    """Fields of all bodies but that of ``/api/show``."""
+    """Fields of all bodies except for ``/api/show``."""
 
     model: Annotated[Any, shaped(_names)] = None
     name: Annotated[Any, HIDDEN] = None
@@ -150,12 +150,14 @@ class OldEmbedBody(_NamedBody):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OllamaCall(TranslatedCall):
+    """A call to ``/api/chat`` or ``/api/generate``."""
+
     shape: Shape
-    """Form of the answer."""
+    """Format of the response."""
     model: str
-    """Its name in the answer."""
+    """Name of the model in the response."""
     loads: bool = False
-    """It asks that the model be loaded: nothing is said."""
+    """True if the call only asks to load the model, so that the response has no text."""
 
     @property
     def call_id(self) -> str:
@@ -163,12 +165,13 @@ class OllamaCall(TranslatedCall):
 
 
 def is_slow_embedding(body: Body) -> bool:
-    """Return whether `read_embed` tokenizes much, and so belongs in a thread."""
+    """Return whether `read_embed` tokenizes long texts, so that it must run in a thread."""
     return embeddings.is_slow({"input": body.get("input", body.get("prompt"))})
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether a template may be rendered, or much is tokenized."""
+    """Return whether reading the body may render a chat template or tokenize long texts, so that it must run in a
+    thread."""
     prompt = body.get("prompt")
     return not (body.get("raw") is True and isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
 
@@ -179,8 +182,8 @@ def read_chat_call(
     """Check a body of ``/api/chat`` and build its request; see `serve.http_api.openai_request.read_call`.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     asked = _read(ChatBody, body)
     if not asked.messages and asked.messages in (None, []):
@@ -200,7 +203,11 @@ def read_chat_call(
 def read_generate(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None = None
 ) -> OllamaCall:
-    """Check a body of ``/api/generate`` and build its request; raises as `read_chat_call`."""
+    """Check a body of ``/api/generate`` and build its request.
+
+    Raises:
+        InvalidRequestError, UnknownModelError: see `read_chat_call`.
+    """
     asked = _read(GenerateBody, body)
     prompt, system, suffix = asked.prompt or "", asked.system or "", asked.suffix or ""
     if not prompt and not suffix:
@@ -226,8 +233,11 @@ def read_generate(
 def read_embed(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None
 ) -> embeddings.EmbeddingsCall:
-    """Check a body of ``/api/embed``, or of the older ``/api/embeddings`` with one `prompt`, and build its requests; raises
-    as `read_chat_call`."""
+    """Check a body of ``/api/embed``, or of the older ``/api/embeddings`` with one `prompt`, and build its requests.
+
+    Raises:
+        InvalidRequestError, UnknownModelError: see `read_chat_call`.
+    """
     name = "prompt" if "prompt" in body and body.get("input") is None else "input"
     asked = read(EmbedBody if name == "input" else OldEmbedBody, body)
     texts = asked.input if isinstance(asked, EmbedBody) else asked.prompt
@@ -247,10 +257,10 @@ def read_embed(
 
 
 def served_name(parts: EngineComponents, body: _NamedBody | ShowBody) -> object:
-    """The name of the model in a body, without ``:latest`` if no model is served under it with that.
+    """Return the model name in a body. ``:latest`` is removed if the name is served only without it.
 
     Raises:
-        InvalidRequestError: it is not text.
+        InvalidRequestError: the name is not text.
     """
     name = body.name if body.model is None else body.model
     if name is not None and not isinstance(name, str):
@@ -262,7 +272,12 @@ def served_name(parts: EngineComponents, body: _NamedBody | ShowBody) -> object:
 
 
 def messages_of(given: object) -> object:
-    """Messages as chat completions have them. Calls without an id get one, which their results get in their order."""
+    """Return the messages in the format of chat completions. Tool calls without an id get one, and results without an id
+    get the ids of the calls before them in order.
+
+    Raises:
+        InvalidRequestError: a message is malformed or not supported.
+    """
     if not isinstance(given, list):
         raise InvalidRequestError("messages", f"{json_kind(given)} is not a list of messages")
     made: list[Any] = []
@@ -302,7 +317,7 @@ def _read(record: type[B], body: Body) -> B:
 
 
 def _fields(parts: EngineComponents, asked: _AnswerBody) -> tuple[Json, Json]:
-    """The fields of a completion that both kinds of calls have, and its constraint."""
+    """Return the fields that completions and chat completions share, and the fields of the constraint."""
     options = asked.options or Options()
     given = {name: value for name, value in carried(options, Options).items() if value is not None}
     most = given.pop("num_predict", 0)
@@ -321,7 +336,7 @@ def _fields(parts: EngineComponents, asked: _AnswerBody) -> tuple[Json, Json]:
 
 
 def _thinking(think: object) -> Json:
-    """Fields of a chat completion that say whether and how much the model shall think."""
+    """Return the fields of a chat completion that set whether and how much the model thinks."""
     fields: Json = {}
     if isinstance(think, str) and think in EFFORTS:
         set_thinking(fields, True)
@@ -355,7 +370,7 @@ def _call(
 
 
 def _room(parts: EngineComponents, prompt: str, suffix: str) -> int:
-    """An upper bound on the output of a text, so that it may fill the context."""
+    """Return the number of output tokens that fit after a prompt; at least 1."""
     tokenizer, most = parts.tokenizer, parts.limits.max_model_len
     if tokenizer is None:
         return 1
@@ -377,7 +392,8 @@ def _load(
     arrival_s: float,
     tenant: str | None,
 ) -> OllamaCall:
-    """A call without a prompt, which is answered when the model is there: one token is computed and not shown."""
+    """Return a call without a prompt, which Ollama's clients send to load the model: one token is generated and not
+    shown."""
     fields, _ = _fields(parts, asked)
     _thinking(asked.think)
     carries = {name: fields[name] for name in Addressed.__struct_fields__}

@@ -1,4 +1,4 @@
-"""Answers of Ollama's API: a JSON object a line while they stream, or one object."""
+"""Responses of Ollama's API, streamed as one JSON object per line or as a single object."""
 
 import datetime
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ Json = dict[str, Any]
 
 
 class OllamaResponse:
-    """Builds the answer to one call, a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
-        parts: of the engine.
-        call: from `serve.http_api.ollama.request`.
+        parts: the engine's components.
+        call: the call from `serve.http_api.ollama.request`.
     """
 
     def __init__(self, parts: EngineComponents, call: OllamaCall) -> None:
@@ -35,10 +35,10 @@ class OllamaResponse:
         self._chat = CompletionResponseBuilder(parts, call.chat)
         self._parser = call.chat.output.parser()
         self._open: tuple[CallStart, list[str]] | None = None
-        """The call whose arguments are still coming."""
+        """The tool call whose arguments are not complete yet, and the pieces of its arguments."""
         self._num_tokens = 0
         self._logprobs: list[Json] = []
-        """Log probabilities of tokens whose text is still to come."""
+        """Log probabilities of tokens that have not been sent yet."""
         self._last: OutputDelta | None = None
 
     def events(self, index: int, delta: OutputDelta) -> bytes:
@@ -60,7 +60,8 @@ class OllamaResponse:
     # --- output
 
     def _push(self, delta: OutputDelta, *, whole: bool = False) -> Json:
-        """Take new output. Returns what it says, if it says something or is the whole."""
+        """Process new output. Returns its fields in the response; empty if it has no new text or call and `whole` is
+        false."""
         if delta.finish_reason not in (None, "stop", "length"):
             raise RequestFailedError("the request was aborted")
         self._last = delta
@@ -87,7 +88,7 @@ class OllamaResponse:
         return self._said("".join(content), "".join(thinking), calls) | self._rest()
 
     def _closed(self) -> list[Json]:
-        """The open call, which has ended."""
+        """End the open tool call. Returns it as a list of one call; empty if no call is open."""
         if self._open is None:
             return []
         (start, pieces), self._open = self._open, None
@@ -102,7 +103,7 @@ class OllamaResponse:
         return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def _rest(self) -> Json:
-        """Log probabilities of tokens since the last line, if any were asked for."""
+        """Return the field with log probabilities of tokens since the last line; empty if there are none."""
         logprobs, self._logprobs = self._logprobs, []
         return {"logprobs": logprobs} if logprobs else {}
 
@@ -127,7 +128,7 @@ class OllamaResponse:
 
 
 class EmbedResponse(EmbeddingsResponse):
-    """The answer of ``/api/embed``, which is always whole."""
+    """Builds the response of ``/api/embed``, which is never streamed."""
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
         """See `serve.http_api.endpoints.ResponseBuilder`."""
@@ -148,7 +149,7 @@ class EmbedResponse(EmbeddingsResponse):
 
 
 class OldEmbedResponse(EmbedResponse):
-    """The answer of ``/api/embeddings``: that of one text."""
+    """Builds the response of ``/api/embeddings``, which has the embedding of one text."""
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
         """See `serve.http_api.endpoints.ResponseBuilder`."""
@@ -156,7 +157,7 @@ class OldEmbedResponse(EmbedResponse):
 
 
 def durations(metrics: RequestMetrics) -> dict[str, int]:
-    """Durations of a request that has ended, nanoseconds: in all, of its prompt and of its output."""
+    """Return the durations of an ended request in nanoseconds: in total, of its prompt and of its output."""
     begun, ended = metrics.arrival_s, metrics.finished_s
     times = metrics.token_times_s
     scheduled = begun if metrics.first_scheduled_s is None else metrics.first_scheduled_s

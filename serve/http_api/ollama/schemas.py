@@ -3,7 +3,7 @@
 from serve.http_api.json_schemas import COUNT, FLAG, STRING, Schema, closed, many
 
 PREFIX = "Ollama"
-"""Begins the names of its operations and of its schemas."""
+"""Prefix of the names of operations and schemas of Ollama's API."""
 ERROR = "OllamaError"
 EXAMPLES: Schema = {
     "OllamaChat": {"text": {"value": {"messages": [{"role": "user", "content": "Hello"}], "options": {"num_predict": 8}}}},
@@ -15,7 +15,7 @@ EXAMPLES: Schema = {
 
 
 def answers() -> dict[str, Schema]:
-    """Schemas of answers; objects are closed, so that every field is documented."""
+    """Return the schemas of responses, by name. Objects allow no further fields, so that every field is documented."""
     durations = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
     counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), COUNT)
     named = {"token": STRING, "logprob": {"type": "number"}, "bytes": many(COUNT)}

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without anything that is stored."""
+"""OpenAI's Responses API without its stored objects, such as earlier responses and conversations."""

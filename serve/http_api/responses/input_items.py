@@ -1,8 +1,7 @@
-"""Input items of the Responses API to the messages of a chat completion.
+"""Converts input items of the Responses API to the messages of a chat completion.
 
-Function calls become calls of the assistant's message before them, or of one without text. Reasoning becomes the
-`reasoning_content` of the assistant's message after it, which chat templates show or leave out as their model was
-trained.
+Function calls are added to the assistant's message before them, or to a new message without text. Reasoning becomes
+`reasoning_content` of the assistant's message after it, which the chat template shows or leaves out.
 """
 
 import json
@@ -33,20 +32,21 @@ LEFT_OUT = (
     "mcp_list_tools",
     "web_search_call",
 )
-"""Items of tools that another server has run: what the model made of them stands in its messages."""
+"""Types of items about tools that another server ran. They are left out, because the model's messages already reflect
+their results."""
 
 Message = dict[str, Any]
 
 
 def messages_of(instructions: object, given: object) -> list[Message]:
-    """The conversation of a body.
+    """Return the conversation of a body as messages of a chat completion.
 
     Args:
-        instructions: a text, or None; the conversation begins with it.
-        given: `input`: a text of the user, or a list of items.
+        instructions: the system prompt; None if there is none.
+        given: value of `input`, a text of the user or a list of items.
 
     Raises:
-        InvalidRequestError: something in it is malformed, or not supported.
+        InvalidRequestError: an item is malformed or not supported.
     """
     messages: list[Message] = []
     if instructions is not None:
@@ -118,13 +118,13 @@ def _add_call(messages: list[Message], call: dict[str, Any]) -> None:
 
 
 def _is_thought(messages: list[Message]) -> bool:
-    """True if the last message is reasoning, and nothing has followed from it yet."""
+    """True if the last message has only reasoning, without content or tool calls."""
     last = messages[-1] if messages else {}
     return "reasoning_content" in last and not last["content"] and "tool_calls" not in last
 
 
 def _reasoning(field: str, item: Mapping[str, Any]) -> str:
-    """The text of a reasoning item: what was thought, or else its summary."""
+    """Return the text of a reasoning item: its content, or else its summary; may be empty."""
     for name in ("content", "summary"):
         parts = item.get(name)
         if parts is None or parts == []:
@@ -137,7 +137,7 @@ def _reasoning(field: str, item: Mapping[str, Any]) -> str:
 
 
 def _content(field: str, content: object) -> object:
-    """A text, or text parts as chat completions have them."""
+    """Return a text unchanged, or text parts in the format of chat completions."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,6 +1,7 @@
-"""Bodies of the Responses API, and the chat completions that they ask for.
+"""Request bodies of the Responses API, and their conversion to chat completions.
 
-Nothing is stored: whatever needs an earlier response, a conversation or a file of the server is refused by name.
+The server stores nothing, so that fields that refer to an earlier response, a conversation or a stored prompt are
+rejected.
 """
 
 import dataclasses
@@ -36,10 +37,10 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""Names for `include`. Only the first adds something: the others belong to tools and contents that no answer has."""
+"""Accepted names for `include`. Only the first has an effect; the others are about content that responses never have."""
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 SHOWN = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""Fields that mean nothing here and come back in the answer."""
+"""Fields that have no effect and are returned in the response."""
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -198,8 +199,10 @@ class ResponsesBody(SharedBody):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponsesCall(TranslatedCall):
+    """A call to the Responses API."""
+
     facts: bytes
-    """JSON object of the fields of the answer that only the body decides."""
+    """Encoded JSON object of the fields of the response that do not depend on the output."""
 
     @property
     def call_id(self) -> str:
@@ -213,11 +216,11 @@ class ResponsesCall(TranslatedCall):
 def read_call(
     parts: EngineComponents, body: Body, headers: Mapping[str, str], arrival_s: float, tenant: str | None = None
 ) -> ResponsesCall:
-    """Check a body and build the request that it asks for; see `serve.http_api.openai_request.read_call`.
+    """Check a body and build its request; see `serve.http_api.openai_request.read_call`.
 
     Raises:
-        InvalidRequestError: one line; `.field` names a field of the body or a header.
-        UnknownModelError: another model is asked for.
+        InvalidRequestError: the body is invalid; `.field` names a field of the body or a header.
+        UnknownModelError: the body names a model that the server does not serve.
     """
     openai_request.check_model(parts, body.get("model"))
     asked = read(ResponsesBody, body)
@@ -230,8 +233,8 @@ def read_call(
 
 
 def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the part of a body that the answer shows, and the fields of the requested chat completion. Adds `text.format` to
-    its constraint."""
+    """Return the fields of the body that the response shows, and the fields of the chat completion. Adds `text.format` to
+    `constraint`."""
     chat = chat_fields(asked) | {
         "messages": messages_of(asked.instructions, asked.input),
         "max_completion_tokens": asked.max_output_tokens,
@@ -270,7 +273,7 @@ def _translated(asked: ResponsesBody, constraint: dict[str, Any]) -> tuple[dict[
 
 
 def _format_of(given: object, constraint: dict[str, Any]) -> dict[str, Any]:
-    """Put `text.format` into a constraint; returns what the answer shows of it."""
+    """Add `text.format` to `constraint`. Returns the format as the response shows it."""
     wanted = {"type": "text"} if given is None else check_mapping("text.format", given)
     match wanted.get("type"):
         case "text" | "json_object":
@@ -292,7 +295,7 @@ def _format_of(given: object, constraint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logprobs(asked: ResponsesBody, chat: dict[str, Any]) -> int:
-    """Put the log probabilities that are asked for into a chat completion; returns how many most likely tokens."""
+    """Set the fields for log probabilities of a chat completion. Returns `top_logprobs`."""
     for name in asked.include or ():
         if name not in INCLUDABLE:
             raise InvalidRequestError("include", f"{quoted(name)} must be one of {', '.join(INCLUDABLE)}")
@@ -303,7 +306,7 @@ def _logprobs(asked: ResponsesBody, chat: dict[str, Any]) -> int:
 
 
 def _metadata(value: object) -> Mapping[str, object]:
-    """Return pairs of texts, as OpenAI bounds them."""
+    """Check that metadata is a mapping of texts within OpenAI's limits, and return it."""
     if value is None:
         return {}
     pairs = check_mapping("metadata", value)

@@ -1,7 +1,7 @@
-"""Answers of the Responses API: events of a stream, or the whole.
+"""Responses of the Responses API, streamed as events or as one body.
 
-An answer is a list of items: what the model thought (`reasoning`), what it says (`message`), the functions it calls
-(`function_call`). One item is open at a time; it grows by deltas, and is shown whole when the next one begins.
+A response is a list of items: reasoning (`reasoning`), text (`message`) and tool calls (`function_call`,
+`custom_tool_call`). At most one item is open at a time; it grows by deltas, and is sent complete when it ends.
 """
 
 import time
@@ -22,11 +22,11 @@ Json = dict[str, Any]
 
 
 class ResponsesResponse:
-    """Builds the answer to one call, a `serve.http_api.endpoints.ResponseBuilder`.
+    """Builds the response to one call; a `serve.http_api.endpoints.ResponseBuilder`.
 
     Args:
-        parts: of the engine.
-        call: from `serve.http_api.responses.request.read_call`.
+        parts: the engine's components.
+        call: the call from `serve.http_api.responses.request.read_call`.
     """
 
     def __init__(self, parts: EngineComponents, call: ResponsesCall) -> None:
@@ -34,7 +34,7 @@ class ResponsesResponse:
         self._chat = CompletionResponseBuilder(parts, call.chat)
         self._stream = ItemStream(call.chat, self._item, numbered=True)
         self._logprobs: list[Json] = []
-        """Log probabilities of tokens whose text is still to come; messages take them."""
+        """Log probabilities of tokens that have not been sent yet; the next text of a message takes them."""
         self._num_reasoning = 0
 
     def events(self, index: int, delta: OutputDelta) -> bytes:
@@ -49,18 +49,18 @@ class ResponsesResponse:
 
     def failure(self, error: HttpError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        # `error` is for clients that look for OpenAI's usual body of an error in events, as the official ones do.
+        # `error` is for clients that look for OpenAI's usual error body in events, such as the official ones.
         self._stream.emit("error", code=code, message=error.message, param=error.param, **error.body())
         self._emit_response("response.failed", "failed", {"code": code, "message": error.message})
         return self._stream.taken()
 
     def whole(self, deltas: Sequence[OutputDelta]) -> bytes:
-        for delta in deltas:  # of one output, as they came: each says whose its tokens are
+        for delta in deltas:  # the pieces of one output, so that tokens are counted for the right items
             self._push(delta)
         return self._response(self._status())
 
     def _push(self, delta: OutputDelta) -> None:
-        """Take new output."""
+        """Process new output."""
         check_end(delta)
         stream = self._stream
         if stream.last is None:
@@ -72,14 +72,14 @@ class ResponsesResponse:
 
         def count(events: list[OutputEvent]) -> None:
             kinds = set(map(type, events))
-            if kinds and ContentText not in kinds:  # tokens of reasoning and calls have none in an answer
+            if kinds and ContentText not in kinds:  # only tokens of messages have log probabilities in a response
                 self._logprobs.clear()
             if kinds == {ReasoningText}:
                 self._num_reasoning += len(delta.token_ids)
 
         stream.take(delta, count)
         if delta.finished:
-            if not stream.has_items:  # an answer without text is a message without text
+            if not stream.has_items:  # an empty output becomes a message without text
                 stream.begin(ContentText(""))
             stream.end(cut=delta.finish_reason == "length")
 
@@ -101,7 +101,7 @@ class ResponsesResponse:
     # --- the response object
 
     def _status(self) -> str:
-        """Status of a response that has ended."""
+        """Return the status of a response that has ended."""
         return (
             "incomplete"
             if self._stream.last is not None and self._stream.last.finish_reason == "length"
@@ -138,7 +138,7 @@ class ResponsesResponse:
 
 
 class _Item:
-    """A part of an answer, a `serve.http_api.item_stream.Item`."""
+    """An item of the response; a `serve.http_api.item_stream.Item`."""
 
     kind = ""
 
@@ -166,15 +166,15 @@ class _Item:
         return {"id": self.id, "type": self.kind, "status": self.status, **self._fields()}
 
     def _fields(self, *, is_new: bool = False) -> Json:
-        """Fields beside id, type and status; `is_new`: of an item that has just begun."""
+        """Return the item's fields other than id, type and status; `is_new` is true when the item has just begun."""
         raise NotImplementedError
 
     def _grown(self, text: str) -> list[Json]:
-        """Events of new text."""
+        """Return the events of new text."""
         raise NotImplementedError
 
     def _ended(self) -> list[Json]:
-        """Events of the end, before that of the whole item."""
+        """Return the events of the item's end that come before the event with the complete item."""
         raise NotImplementedError
 
     def _shown(self, what: str, fields: Json) -> Json:
@@ -183,7 +183,7 @@ class _Item:
 
 
 class _WithPart(_Item):
-    """An item of one content part."""
+    """An item with one content part."""
 
     event = ""
 
@@ -213,7 +213,7 @@ class _Message(_WithPart):
         super().__init__(item_id, number)
         self._logprobs: list[Json] = []
         self._waiting = waiting
-        """Log probabilities of the tokens of the text to come."""
+        """Log probabilities of the tokens of the next text."""
 
     def _take(self) -> list[Json]:
         taken = self._waiting[:]
@@ -232,7 +232,7 @@ class _Message(_WithPart):
         return [self._text_event("delta", delta=text, logprobs=self._take())]
 
     def _ended(self) -> list[Json]:
-        self._take()  # of tokens without text, such as the last one
+        self._take()  # log probabilities of tokens without text, such as the last token
         return super()._ended()
 
 
@@ -268,7 +268,7 @@ class _FunctionCall(_Item):
 
 
 class _CustomCall(_FunctionCall):
-    """A call of a custom tool: its input comes when it is whole."""
+    """A call of a custom tool, whose input is sent once it is complete."""
 
     kind = "custom_tool_call"
 

@@ -32,11 +32,12 @@ _OPEN: Schema = {"type": "object"}
 
 
 def answers(served: Schema, logprobs: Schema) -> dict[str, Schema]:
-    """Schemas of answers and events; objects are closed, so that every field is documented.
+    """Return the schemas of responses and events, by name. Objects allow no further fields, so that every field is
+    documented.
 
     Args:
-        served: of `aptjax`.
-        logprobs: of the log probabilities of some tokens.
+        served: schema of the field `aptjax`.
+        logprobs: schema of a list of tokens with log probabilities.
     """
     status = {"enum": ["in_progress", "completed", "incomplete"]}
     text = closed(

@@ -1,5 +1,5 @@
-"""Tools of the Responses API to tools of a chat completion: functions and custom tools, and nothing that the server would
-have to run."""
+"""Converts tools of the Responses API to tools of a chat completion. Only functions and custom tools are supported, not
+tools that the server would have to run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +17,11 @@ Tool = dict[str, Any]
 
 
 def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
-    """Return the tools as chat completions have them, and as the answer shows them. Tools that the server would have to
-    run are left out beside others.
+    """Return the tools in the format of chat completions, and as the response shows them. Tools that the server would have
+    to run are left out if there are others.
 
     Raises:
-        InvalidRequestError: they are malformed, or all are to be run by the server.
+        InvalidRequestError: a tool is malformed, or the server would have to run all of them.
     """
     if tools is None:
         return [], []
@@ -62,10 +62,10 @@ def chat_tools(tools: object) -> tuple[list[Tool], list[Tool]]:
 
 
 def chat_choice(choice: object) -> object:
-    """Return `tool_choice` as chat completions have it.
+    """Return `tool_choice` in the format of chat completions.
 
     Raises:
-        InvalidRequestError: it is malformed, or asks for a tool that the server would run.
+        InvalidRequestError: it is malformed, or asks for a tool that the server would have to run.
     """
     if isinstance(choice, str) and choice in CHOICES:
         return choice
@@ -85,7 +85,7 @@ def chat_choice(choice: object) -> object:
 def _allowed(choice: Mapping[str, Any]) -> object:
     given = choice.get("tools")
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        return {"type": "allowed_tools", "allowed_tools": None}  # refused as that of a chat completion
+        return {"type": "allowed_tools", "allowed_tools": None}  # rejected when the chat completion is checked
     tools = []
     for tool in given:
         kind = tool.get("type") if isinstance(tool, Mapping) else None

@@ -1,7 +1,7 @@
-"""Tool calls and reasoning in the text of a model: what is asked of it, and how its text is read.
+"""Tool calls and reasoning in the text of a model: constraints on the output, and its parsing.
 
-1. `definitions.read_tools` checks what a client says about tools, whichever API it speaks.
-2. `plan.plan_output` makes of it the constraint on the output, and the parser of its text.
-3. Each choice of a response pushes its text through an `events.OutputParser` of its own, whose events say what is
-   content, reasoning or a call. Streamed or not, the events are the same, because the parser is.
+1. `definitions.read_tools` checks the tools of a request, for all APIs.
+2. `plan.plan_output` makes the constraint on the output and the parser of its text.
+3. The text of each choice of a response is pushed through its own `events.OutputParser`, whose events are pieces of
+   content, reasoning and calls. Streamed responses and others use the same parser, so that they always agree.
 """

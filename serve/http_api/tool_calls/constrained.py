@@ -1,5 +1,5 @@
-"""Calls in text that a grammar constrains (`serve.http_api.tool_calls.grammar`): its form is known to the character, so
-arguments come out as they are generated."""
+"""Parser of calls in text that a grammar constrains (`serve.http_api.tool_calls.grammar`). The exact text around
+arguments is known, so that pieces of arguments are returned as soon as they are generated."""
 
 from serve.http_api.tool_calls.call_ids import new_call_id
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent
@@ -12,11 +12,11 @@ class ConstrainedCalls:
     """A parser of the calls of one form.
 
     Args:
-        form: of the calls.
-        names: of the functions.
-        single: there is one call at most, without the form's prefix and suffix.
-        free_text: there may be content; where the form has no mark, content or calls.
-        only_calls: there is no content: what a cut has left of a call is left out.
+        form: form of the calls.
+        names: names of the functions.
+        single: there is at most one call, without the form's prefix and suffix.
+        free_text: the output may have content: between calls, or instead of calls if the form has no mark.
+        only_calls: the output has no content, so that an incomplete call at the end of a cut-off output is dropped.
     """
 
     def __init__(
@@ -27,17 +27,17 @@ class ConstrainedCalls:
         self._prefix, self._suffix = ("", "") if single else (form.prefix, form.suffix)
         self._has_text = free_text and bool(form.mark)
         self._text = ""
-        """Not given out yet."""
+        """Text that has not been returned in events yet."""
         self._space = ""
-        """Whitespace before `_text`, not part of the content if a call follows."""
+        """Whitespace before `_text`, which is dropped if a call follows and content otherwise."""
         self._state = "text" if self._has_text else "head"
         self._num_calls = 0
         self._end = JsonEnd()
         self._value_len = 0
-        """Characters of the arguments that have been given out."""
+        """Number of characters of the current arguments that have been returned in events."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """See `OutputParser`. A long text is taken in slices, as every call or mark in it copies what follows."""
+        """See `OutputParser`. A long text is processed in slices, because each call or mark in it copies the rest."""
         events: list[OutputEvent] = []
         steps = {"text": self._free, "head": self._head, "value": self._value, "close": self._close, "over": self._over}
         for start in range(0, max(len(text), 1), SLICE_CHARS):
@@ -47,7 +47,7 @@ class ConstrainedCalls:
         return events
 
     def _free(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Content up to the mark of a call."""
+        """Process content up to the mark of a call. Like all steps, returns whether another step may follow."""
         at = self._text.find(self._form.mark)
         if at < 0:
             size = len(self._text)
@@ -63,10 +63,10 @@ class ConstrainedCalls:
         return True
 
     def _head(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Text before the arguments, or the end of the calls."""
+        """Process the text before the arguments of a call, or the end of the calls."""
         form, text = self._form, self._text
         lead = self._prefix if not self._num_calls else form.separator
-        if self._has_text:  # each call stands alone
+        if self._has_text:  # calls have no prefix or separator
             lead = ""
         heads = {name: f"{lead}{form.opening}{name}{form.middle}" for name in self._names}
         for name, head in heads.items():
@@ -83,7 +83,7 @@ class ConstrainedCalls:
                 self._text = ""
             return False
         if any(head.startswith(text) for head in heads.values()):
-            if finished and (self._num_calls or self._has_text):  # a call that was cut off before its name
+            if finished and (self._num_calls or self._has_text):  # a call cut off before its name is dropped
                 self._text = self._space = ""
             if not finished or not self._text:
                 return False
@@ -91,7 +91,7 @@ class ConstrainedCalls:
         return True
 
     def _value(self, events: list[OutputEvent], finished: bool) -> bool:
-        """The arguments."""
+        """Process the arguments of a call."""
         del finished
         text = self._text
         end = self._end.find(text, -self._value_len)
@@ -106,7 +106,7 @@ class ConstrainedCalls:
         return True
 
     def _close(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Text after the arguments."""
+        """Process the text after the arguments of a call."""
         del events
         closing = self._form.closing
         if self._text.startswith(closing):
@@ -114,14 +114,14 @@ class ConstrainedCalls:
             self._state = "text" if self._has_text else "head"
             return True
         if closing.startswith(self._text):
-            if finished:  # cut off: the call is whole all the same
+            if finished:  # the output was cut off after complete arguments
                 self._text = ""
             return False
         self._state = "over"
         return True
 
     def _over(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Text that is not a call, and all text after it."""
+        """Process text that is not a call, and all text after it, as content."""
         del finished
         if self._only_calls:
             self._text = self._space = ""

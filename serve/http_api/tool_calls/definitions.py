@@ -1,4 +1,4 @@
-"""Tools of a request: the functions, and which of them the model may or must call."""
+"""The tools of a request: functions, and which of them the model may or must call."""
 
 import dataclasses
 import re
@@ -23,11 +23,11 @@ class Function:
 
     name: str
     parameters: Mapping[str, Any]
-    """JSON schema of its arguments, which describes an object."""
+    """JSON schema of the arguments, which describes an object."""
     strict: bool
-    """The arguments must follow the schema, not only where a call is required."""
+    """True if arguments must match the schema exactly, also if no call is required."""
     is_custom: bool = False
-    """It stands for a custom tool."""
+    """True if the function represents a custom tool."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,28 +35,31 @@ class ToolSet:
     """Functions, and how the model may use them."""
 
     definitions: Sequence[Mapping[str, Any]] | None = None
-    """For the chat template, in OpenAI's form; None: the prompt shall not tell of tools."""
+    """Tool definitions for the chat template, in OpenAI's format; None: the prompt does not describe tools."""
     functions: Sequence[Function] = ()
-    """Tools that may be called."""
+    """Functions that the model may call."""
     mode: Mode = "none"
+    """Use of the functions: "auto" allows calls, "required" demands at least one, and the third mode forbids calls."""
     max_calls: int = MAX_TOOL_CALLS
+    """Maximum number of calls in one output."""
 
 
 NO_TOOLS = ToolSet()
 
 
 def read_tools(tools: object, choice: object = None, parallel: object = None) -> ToolSet:
-    """Check a client's tools.
+    """Check the tools of a request, in the format of chat completions.
 
     Args:
-        tools: a list of ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}`` and of
-            ``{"type": "custom", "custom": {"name", "description", "format"}}``; None or empty: there are none.
-        choice: ``"none"``, ``"auto"``, ``"required"``, ``{"type": "function", "function": {"name": ...}}`` or the same
-            of a custom tool, or ``{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}``; None: auto.
-        parallel: False: one call at most; None: True.
+        tools: a list of ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}`` and
+            ``{"type": "custom", "custom": {"name", "description", "format"}}``; None or empty: no tools.
+        choice: ``"none"``, ``"auto"``, ``"required"``, ``{"type": "function", "function": {"name": ...}}``,
+            ``{"type": "custom", "custom": {"name": ...}}`` or
+            ``{"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}``; None means ``"auto"``.
+        parallel: False allows at most one call; None means True.
 
     Raises:
-        InvalidRequestError: one line; the field is ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
+        InvalidRequestError: a value is invalid; `.field` is in ``tools``, ``tool_choice`` or ``parallel_tool_calls``.
     """
     custom: list[bool] = []
     if isinstance(tools, list) and len(tools) <= MAX_TOOLS:
@@ -100,7 +103,7 @@ def read_tools(tools: object, choice: object = None, parallel: object = None) ->
 
 
 def _named(choice: object) -> str | None:
-    """The name in a choice that names a tool."""
+    """Return the name in a choice that names a tool; None for other choices."""
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     tool = choice.get(kind) if isinstance(choice, Mapping) and kind in ("function", "custom") else None
     name = tool.get("name") if isinstance(tool, Mapping) else None
@@ -108,7 +111,7 @@ def _named(choice: object) -> str | None:
 
 
 def _allowed(choice: Mapping[str, Any], known: Mapping[str, Function]) -> tuple[str, frozenset[str]]:
-    """The mode of a choice among some of the tools, and their names."""
+    """Return the mode and the tool names of an ``allowed_tools`` choice."""
     allowed = choice.get("allowed_tools")
     mode, tools = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else (None, None)
     if mode not in ("auto", "required") or not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
@@ -143,6 +146,6 @@ def _function(number: int, given: Mapping[str, Any], is_custom: bool) -> Functio
 
 
 def _for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The definition without fields that models were trained without: `strict`."""
+    """Return a tool definition without `strict`, which models do not know from their training."""
     function = {key: value for key, value in tool["function"].items() if key != "strict"}
     return {**tool, "function": function}

@@ -1,30 +1,30 @@
-"""Calls of one output, each once.
+"""Removes repeated calls from an output.
 
-A constraint on calls goes on until the model ends it, and small models write one call again and again. What equals an
-earlier call of the output is left out. Arguments come out as they are generated from where they differ from those of
-every earlier call of the function.
+Under a constraint on calls the model itself must end the output, and small models repeat the same call many times. A
+call that equals an earlier call of the output is dropped. Arguments are returned in pieces as soon as they differ from
+the arguments of all earlier calls of the same function.
 """
 
 from serve.http_api.tool_calls.events import CallArguments, CallStart, OutputEvent, OutputParser
 
 
 class DistinctCalls:
-    """A parser without the calls that equal an earlier one, whole or as far as the output goes.
+    """A parser that drops calls that equal an earlier call, or are the cut-off beginning of one.
 
     Args:
-        parser: of the output; it gives calls one by one, each with all of its arguments.
+        parser: parser of the output; it must return the arguments of a call before the next call starts.
     """
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
         self._said: list[tuple[str, str]] = []
-        """Names and arguments of the calls that have come out whole."""
+        """Name and arguments of each complete call that has been returned."""
         self._start: CallStart | None = None
-        """The call that is being read, not yet told from an earlier one."""
+        """Start of the current call while it may still equal an earlier call; None once it has been returned."""
         self._arguments: list[str] = []
-        """Arguments of the call that is being read."""
+        """Pieces of the arguments of the current call."""
         self._others: list[str] = []
-        """Arguments of earlier calls that it may still equal."""
+        """Arguments of the earlier calls that the current call may still equal."""
         self._name, self._held_len = "", 0
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:

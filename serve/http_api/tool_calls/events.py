@@ -1,4 +1,4 @@
-"""The contract of parsers of a model's text: pieces of text in, events out."""
+"""The interface of parsers of a model's output, which turn pieces of text into events."""
 
 import dataclasses
 from typing import Protocol
@@ -6,33 +6,33 @@ from typing import Protocol
 
 @dataclasses.dataclass(frozen=True)
 class ContentText:
-    """More content."""
+    """A piece of content."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningText:
-    """More reasoning before the content."""
+    """A piece of the reasoning before the content."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class CallStart:
-    """A call of a function begins; its arguments follow."""
+    """The start of a function call; its arguments follow."""
 
     index: int
-    """0 for the first call of the output, then 1, and so on."""
+    """Index of the call in the output, from 0."""
     id: str
-    """Id of the call, for the message with its result."""
+    """Id of the call, which the message with its result repeats."""
     name: str
     """Name of the function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CallArguments:
-    """More of the arguments of the call that began last, JSON text."""
+    """A piece of the arguments of the current call, as JSON text."""
 
     index: int
     text: str
@@ -42,16 +42,16 @@ OutputEvent = ContentText | ReasoningText | CallStart | CallArguments
 
 
 class OutputParser(Protocol):
-    """Reads the text of one output. However the text is divided into pieces, the events say the same: pieces of one kind
-    that follow each other only add up differently. All text comes out again, except for the marks of calls and of
-    reasoning, and for whitespace beside them."""
+    """Parses the text of one output. The division of the text into pieces only affects how consecutive events of the same
+    kind are divided. The events contain all text, except for the marks of calls and reasoning and the whitespace around
+    them."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """Take more text, in order.
+        """Process the next piece of text, and return its events.
 
         Args:
-            text: may be empty.
-            finished: it is the last one; everything that was held back comes out.
+            text: the next piece; may be empty.
+            finished: whether this is the last piece, so that all text that was held back is returned.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""How models write calls: one form a family of chat templates."""
+"""The forms in which models write calls, one form per family of chat templates."""
 
 import dataclasses
 import re
@@ -8,29 +8,30 @@ from serve.http_api.tool_calls import hermes, llama3_json, mistral, plain_json
 from serve.http_api.tool_calls.events import OutputParser
 
 PARSERS = ("hermes", "llama3_json", "mistral", "json")
-"""Names for `--tool-call-parser`, besides the words for automatic choice and off."""
+"""Parsers that `--tool-call-parser` can name, in addition to automatic choice and off."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """The text of calls as a constraint writes it: `prefix`, the calls with `separator` between them, `suffix`. A call is
+    """The text of calls under a constraint: `prefix`, the calls with `separator` between them, `suffix`. A call is
     `opening`, the name, `middle`, the arguments as a JSON object, and `closing`."""
 
     parser: Callable[[frozenset[str], int], OutputParser]
-    """Makes the parser for unconstrained output, from the names of functions and the number of calls."""
+    """Makes the parser of unconstrained output from the function names and the maximum number of calls."""
     opening: str
     middle: str
     closing: str = ""
     separator: str = ""
     prefix: str = ""
-    """Text before several calls; a single one has none."""
+    """Text before the first call, unless only one call is allowed."""
     suffix: str = ""
+    """Text after the last call, unless only one call is allowed."""
     mark: str = ""
-    """Text that tells a call from content wherever it stands. Empty: calls begin the output or there are none."""
+    """Text that begins a call anywhere in the output; empty: calls can only begin the output."""
     other_marks: tuple[str, ...] = ()
     """Other texts that models write around calls."""
     alphanumeric_ids: bool = False
-    """Ids of calls are nine letters and digits, as the templates demand."""
+    """True if ids of calls are nine letters and digits, as the chat templates require."""
 
 
 _FORMS = {
@@ -80,14 +81,14 @@ _TOOLS_WORD = re.compile(r"\btools\b")
 
 
 def form_of(parser: str, template: str) -> CallForm | None:
-    """The form of calls of a model.
+    """Return the form in which a model writes calls.
 
     Args:
-        parser: one of `PARSERS`, ``auto`` for the template's, or ``none``.
-        template: text of the chat template; empty: there is none.
+        parser: one of `PARSERS`, ``auto`` to choose by the chat template, or ``none``.
+        template: text of the chat template; empty if there is none.
 
     Returns:
-        None: text is never read as a call.
+        The form; None for ``none``: text is never parsed for calls.
     """
     if parser == "none":
         return None
@@ -97,7 +98,7 @@ def form_of(parser: str, template: str) -> CallForm | None:
 
 
 JSON_FORM = _FORMS["json"]
-"""Form of required calls where text is not read for calls."""
+"""Form of required calls if text is not parsed for calls."""
 
 
 def _by_template(template: str) -> str:

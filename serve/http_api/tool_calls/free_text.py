@@ -1,4 +1,4 @@
-"""Calls in text that nothing constrains: a call comes out when it is complete and parses, else it stays content."""
+"""Parser of calls in unconstrained text. A call is returned once it is complete and valid; other text is content."""
 
 import abc
 import dataclasses
@@ -10,20 +10,20 @@ from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentTe
 from serve.http_api.tool_calls.json_text import JsonEnd, ParsedCall
 
 MAX_CALL_CHARS = 2**16
-"""Longest text of a call; a longer one is content."""
+"""Maximum length of the text of a call in characters; longer text is content."""
 MAX_FAILED = 64
-"""Marks of calls with something else after them; further ones are not looked at."""
+"""Number of marks without a valid call after which all further text is content."""
 MAX_SPACE_CHARS = 64
-"""Whitespace between a call and content that is left out; more of it is content."""
+"""Maximum number of whitespace characters between a call and content that are dropped; more whitespace is content."""
 _NAME = re.compile(NAME_PATTERN)
 SLICE_CHARS = 1024
-"""Characters of a text that are taken at a time."""
+"""Number of characters of a text that are processed at a time."""
 _MARKS_CHARS = 256
-"""Upper bound on the text around the JSON of a call, in characters."""
+"""Upper bound in characters on the text around the JSON of a call."""
 
 
 def held_len(text: str, mark: str) -> int:
-    """The number of characters at the end of a text that may be the beginning of a mark."""
+    """Return the number of characters at the end of a text that may be the beginning of a mark."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return size
@@ -31,48 +31,48 @@ def held_len(text: str, mark: str) -> int:
 
 
 def space_len(text: str) -> int:
-    """The length of the whitespace at the end of a text, `MAX_SPACE_CHARS` at most."""
+    """Return the number of whitespace characters at the end of a text, at most `MAX_SPACE_CHARS`."""
     end = text[-MAX_SPACE_CHARS:]
     return len(end) - len(end.rstrip())
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Calls that have been read; empty: no calls."""
+    """Result of parsing text for calls."""
 
     end: int
-    """Place after them, or after text that is not a call."""
+    """Offset after the calls, or after text that is not a call."""
     calls: list[ParsedCall]
-    """Empty: what was read is content."""
+    """The calls; empty if the text is content."""
 
 
 class CallsInText(abc.ABC):
-    """A parser of content and calls; subclasses read the calls.
+    """A parser of content and calls; subclasses parse the calls.
 
     Args:
-        names: of the functions.
-        max_calls: more calls are content.
+        names: names of the functions.
+        max_calls: maximum number of calls; further calls are content.
     """
 
     mark = ""
-    """Begins calls; empty: the output begins with them."""
+    """Text that begins calls; empty if calls can only begin the output."""
     alphanumeric_ids = False
 
     def __init__(self, names: frozenset[str], max_calls: int) -> None:
         self._names, self._max_calls = names, max_calls
         self._text = ""
-        """Not given out yet."""
+        """Text that has not been returned in events yet."""
         self._call_at: int | None = None
-        """Place in `_text` of a possible call; before it is only whitespace."""
+        """Offset in `_text` of a possible call, after whitespace only; None if there is none."""
         self._is_over = False
-        """No call may follow."""
+        """True if all further text is content."""
         self._num_calls = self._num_failed = 0
         self._after_call = False
-        """The last thing that was given out is a call: whitespace after it is none's."""
+        """True if the last event is about a call, so that whitespace after it is dropped."""
         self._end = JsonEnd()
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
-        """See `OutputParser`. A long text is taken in slices, as every call or mark in it copies what follows."""
+        """See `OutputParser`. A long text is processed in slices, because each call or mark in it copies the rest."""
         events: list[OutputEvent] = []
         for start in range(0, max(len(text), 1), SLICE_CHARS):
             self._text += text[start : start + SLICE_CHARS]
@@ -82,14 +82,16 @@ class CallsInText(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, text: str, finished: bool) -> Found | None:
-        """Read the calls at the beginning of a text, after the mark. None: more text is needed, or would have been.
-        `_json_end` finds the end of the first value in it."""
+        """Parse the calls at the beginning of a text, which begins after the mark. Returns None if the text is incomplete.
+
+        `_json_end` finds the end of the first JSON value in the text.
+        """
 
     def _json_end(self, text: str, start: int) -> int | None:
         return self._end.find(text, start)
 
     def _step(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Consume complete parts of the text. Returns whether more may follow."""
+        """Process the next complete part of the text. Returns whether another step may follow."""
         if self._call_at is not None:
             return self._call(events, finished)
         if self._is_over:
@@ -114,7 +116,7 @@ class CallsInText(abc.ABC):
         return True
 
     def _find_start(self, events: list[OutputEvent], finished: bool) -> bool:
-        """Calls where the output begins, or where another has ended."""
+        """Look for a call at the beginning of the output or after another call."""
         stripped = self._text.lstrip()
         at = len(self._text) - len(stripped)
         if not stripped and not finished and at <= MAX_SPACE_CHARS:
@@ -136,7 +138,7 @@ class CallsInText(abc.ABC):
         if found is None and not finished and len(body) <= MAX_CALL_CHARS + _MARKS_CHARS:
             return False
         self._call_at = None
-        if found is None or found.end > MAX_CALL_CHARS:  # nothing is looked at twice, so the rest is content too
+        if found is None or found.end > MAX_CALL_CHARS:  # no text is parsed twice, so that the rest is content too
             self._is_over = True
             return True
         is_call = (
@@ -157,12 +159,15 @@ class CallsInText(abc.ABC):
         return True
 
     def _is_name(self, name: str) -> bool:
-        """A mark says that it is a call, whatever the name: clients tell the model of its mistake. Without one an answer
-        in JSON could be taken for a call."""
+        """Return whether a name is accepted as that of a function.
+
+        After a mark any well-formed name is accepted, so that clients can tell the model of its mistake. Without a mark
+        only names of functions are, because an answer in JSON could look like a call.
+        """
         return _NAME.fullmatch(name) is not None if self.mark else name in self._names
 
     def _content(self, events: list[OutputEvent], size: int) -> None:
-        """Give out the first characters of the text as content; whitespace right after a call is left out."""
+        """Return the first characters of the text as content in `events`; whitespace directly after a call is dropped."""
         text, self._text = self._text[:size], self._text[size:]
         if self._after_call:
             text = text.lstrip()

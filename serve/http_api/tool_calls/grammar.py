@@ -1,8 +1,8 @@
 """Grammars of outputs with calls, in llguidance's dialect of Lark.
 
-Every function has a rule of its own with its JSON schema in it, so that references in a schema stay within it. The text
-around the arguments is fixed to the character, and there is no whitespace in arguments but that of `json.dumps`, which
-models were trained on: `serve.http_api.tool_calls.constrained` reads what comes of it.
+Each function has its own rule with its JSON schema, so that references in a schema stay within it. The text around
+arguments is fixed exactly, and arguments have only the whitespace that `json.dumps` writes, on which models were trained.
+`serve.http_api.tool_calls.constrained` parses the output.
 """
 
 import json
@@ -26,11 +26,12 @@ _FREE = "FREE"
 _NL = "\n"
 
 Literal = Callable[[str], str]
-"""Writes a text as a Lark expression."""
+"""Function that writes a text as a Lark expression."""
 
 
 def literals_of(tokenizer: Tokenizer) -> Literal:
-    """Texts as Lark expressions for this tokenizer: special tokens in them by their ids, as no text makes them."""
+    """Return a function that writes a text as a Lark expression, with special tokens as token ids, because normal tokens
+    never form them."""
     pattern = tokenizer.special_pattern
 
     def literal(text: str) -> str:
@@ -60,16 +61,17 @@ def calls_grammar(
     answer: str | None = None,
     reasoning: str | None,
 ) -> str:
-    """The grammar of outputs with calls.
+    """Return the grammar of outputs with calls.
 
     Args:
-        form: how calls are written.
-        functions: which may be called.
-        literal: from `literals_of`.
-        max_calls: at most so many.
-        free_text: there may be content, and no call; else there is at least one call and no content.
-        answer: rules of what may stand in place of calls, from `answer_rules`; then there is no other content.
-        reasoning: ``inside`` an output begins, ``optional``, or None for no reasoning.
+        form: form in which calls are written.
+        functions: functions that may be called.
+        literal: function from `literals_of`.
+        max_calls: maximum number of calls.
+        free_text: True: content is allowed and calls are optional; False: at least one call and no content.
+        answer: rules from `answer_rules` for the only content that is allowed in place of calls; None: no such rules.
+        reasoning: ``inside`` if the output begins within reasoning, ``optional`` if it may begin with reasoning, None if
+            it has no reasoning.
     """
     rules = [_start(literal, reasoning)]
     if free_text and form.mark and answer is None:
@@ -88,21 +90,25 @@ def calls_grammar(
 
 
 def answer_grammar(answer: str, literal: Literal, reasoning: str) -> str:
-    """The grammar of reasoning and then an answer.
+    """Return the grammar of reasoning followed by an answer.
 
     Args:
-        answer: from `answer_rules`.
-        literal, reasoning: as for `calls_grammar`.
+        answer: rules from `answer_rules`.
+        literal, reasoning: see `calls_grammar`.
     """
     return f"{_start(literal, reasoning)}\noutput: answer\n{answer}\n"
 
 
 def answer_rules(constraint: StructuredOutputsParams) -> str | None:
-    """The rule ``answer`` of a checked constraint; None: it has rules of its own."""
+    """Return the rule ``answer`` for a checked constraint; None if the constraint is a grammar with its own rules.
+
+    Raises:
+        InvalidRequestError: the JSON schema is not supported.
+    """
     if constraint.grammar is not None:
         return None
     if constraint.regex is not None:
-        # A slash would end the expression, and so would a line.
+        # An unescaped slash or line break would end the expression.
         regex = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), constraint.regex)
         return f"answer: ANSWER\nANSWER: /{regex}/"
     if constraint.choice is not None:
@@ -114,7 +120,7 @@ def answer_rules(constraint: StructuredOutputsParams) -> str | None:
 
 
 def _start(literal: Literal, reasoning: str | None) -> str:
-    """The first rules: reasoning if there is some, then ``output``."""
+    """Return the first rules: reasoning, if the output may have it, followed by ``output``."""
     if reasoning is None:
         return "start: output"
     closing = literal(CLOSING)
@@ -127,8 +133,8 @@ def _start(literal: Literal, reasoning: str | None) -> str:
 
 
 def _sequence(form: CallForm, literal: Literal, max_calls: int) -> list[str]:
-    """Calls and nothing else. What the first begins with is one lexeme: a lexer that has seen a part of it can still go
-    on with other text."""
+    """Return the rules of a sequence of calls without content. The text before the first name is one lexeme, so that
+    other text is still possible after a part of it."""
     if max_calls == 1:
         return [f"calls: {_call(form, form.opening, literal)}"]
     suffix = f" {literal(form.suffix)}" if form.suffix else ""
@@ -144,20 +150,20 @@ def _call(form: CallForm, opening: str, literal: Literal) -> str:
 
 
 def _leading_text(form: CallForm, reasoning: str | None) -> str:
-    """Text that does not begin as a call, nor as reasoning where there may be some."""
+    """Return the rule of text that does not begin like a call, nor like reasoning if the output may have it."""
     openings = [rf'(\[{_SPACE}*)?\{{{_SPACE}*"name"'] if form.opening.startswith("{") else []
     openings += [OPENING] if reasoning == "optional" else []
     return f"{_FREE}: /{_ANY}/ & ~/{_SPACE}*({'|'.join(openings)}){_ANY}/"
 
 
 def _marked(form: CallForm, literal: Literal, max_calls: int, reasoning: str | None) -> list[str]:
-    """Content, and calls after their marks. After as many calls as are allowed nothing follows."""
+    """Return the rules of content with calls after marks. No text follows after the maximum number of calls."""
     mark = literal(form.mark)
-    # Reasoning is none of the content: a mark in it begins no call.
+    # Reasoning is not content: a mark in it does not begin a call.
     first = f" & ~/{_SPACE}*{OPENING}{_ANY}/" if reasoning == "optional" else ""
     calls = ["first_call"]
     if max_calls > 1:
-        # The text after the last call that is allowed would be read for another one.
+        # Text after the last allowed call would be parsed for another call.
         before_text = f" (more_call){{0,{max_calls - 2}}}" if max_calls > 2 else ""
         calls = [f"first_call (more_call){{0,{max_calls - 1}}}", f"first_call{before_text} {_FREE}"]
     rules = [f"output: {' | '.join(['FIRST', *calls])}", f"FIRST: /{_ANY}/{first}", f"{_FREE}: /{_ANY}/"]
@@ -186,8 +192,12 @@ def _function_rules(form: CallForm, functions: Sequence[Function], literal: Lite
 
 
 def _arguments_schema(function: Function) -> dict[str, Any]:
-    """The schema of arguments as llguidance compiles it: to the letter for functions that are strict, else without the
-    keywords that cannot be enforced."""
+    """Return the schema of a function's arguments for llguidance: exact for strict functions, else without the keywords
+    that llguidance cannot enforce.
+
+    Raises:
+        InvalidRequestError: the schema of a strict function cannot be enforced.
+    """
     schema = {"type": "object", **function.parameters}
     try:
         exact = exact_schema(schema, _WHITESPACE)

@@ -1,4 +1,4 @@
-"""JSON values in text that grows."""
+"""Finds and parses JSON values in growing text."""
 
 import json
 import re
@@ -10,22 +10,22 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class JsonEnd:
-    """Finds where an object or an array ends; text that was looked at is not looked at again."""
+    """Finds the end of an object or array in growing text, scanning each character only once."""
 
     def __init__(self) -> None:
         self._at = 0
-        """Characters of the value that have been looked at."""
+        """Number of characters of the value that have been scanned."""
         self._depth = 0
         self._in_string = False
         self._end: int | None = None
-        """After the value, from its start."""
+        """Length of the value in characters; None until its end has been found."""
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Return the place after the value; None: it is still to come.
+        """Return the offset after the value; None if the value is not complete.
 
         Args:
-            text: the same as before and more; what was looked at may have been taken from its beginning.
-            start: of the value, a bracket; always the same, less what was taken.
+            text: the text of the last call with more text added; scanned text may be removed from its beginning.
+            start: offset of the value's first bracket, which is negative if the bracket has been removed.
         """
         if self._end is not None:
             return start + self._end
@@ -36,7 +36,7 @@ class JsonEnd:
                 at = len(text)
                 break
             if found[0] == "\\":
-                at = found.end() + 1  # what it escapes may be still to come
+                at = found.end() + 1  # the escaped character may not be in the text yet
                 continue
             at = found.end()
             if found[0] == '"':
@@ -53,24 +53,25 @@ class JsonEnd:
 
 
 class ParsedCall(NamedTuple):
-    """A call in the text of a model."""
+    """A function call in the text of a model."""
 
     name: str
     arguments: str
-    """JSON text of an object, as the model wrote it."""
+    """Arguments as the JSON text of an object, as the model wrote it."""
 
 
 def skip_space(text: str, at: int = 0) -> int:
-    """The place of the next character other than whitespace."""
+    """Return the offset of the first character at or after `at` that is not whitespace."""
     found = _SPACE.match(text, at)
     return at if found is None else found.end()
 
 
 def calls_in(text: str) -> list[ParsedCall] | None:
-    """The calls in a JSON text: an object with `name` and `arguments` or `parameters`, or an array of such objects.
+    """Return the calls in a JSON text.
 
     Returns:
-        None: it is anything else.
+        The calls of an object with `name` and `arguments` or `parameters`, or of an array of such objects; None for any
+        other text.
     """
     try:
         pieces = _items(text) if text.startswith("[") else [text]
@@ -97,21 +98,21 @@ def _call(text: str) -> ParsedCall | None:
         if key in members:
             raw = members[key]
             break
-    if raw is None or raw == "null":  # models leave out what is empty
+    if raw is None or raw == "null":  # models leave out empty arguments
         raw = "{}"
     found = json.loads(name)
     if not isinstance(found, str):
         return None
-    if raw.startswith('"'):  # JSON in a string, as clients have it
+    if raw.startswith('"'):  # JSON in a string, as in OpenAI's API
         raw = json.loads(raw)
     return ParsedCall(found, raw) if isinstance(raw, str) and is_object(raw) else None
 
 
 def _members(text: str) -> dict[str, str]:
-    """The values of an object by key, as they are written.
+    """Return the JSON text of each value of an object, by key.
 
     Raises:
-        ValueError, RecursionError: it is not one.
+        ValueError, RecursionError: the text is not a JSON object, or nested too deeply.
     """
     members: dict[str, str] = {}
     at = skip_space(text, _expect(text, 0, "{"))
@@ -133,7 +134,11 @@ def _members(text: str) -> dict[str, str]:
 
 
 def _items(text: str) -> list[str]:
-    """The values of an array, as they are written. Raises as `_members`."""
+    """Return the JSON text of each value of an array.
+
+    Raises:
+        ValueError, RecursionError: the text is not a JSON array, or nested too deeply.
+    """
     items: list[str] = []
     at = skip_space(text, 1)
     if text.startswith("]", at):

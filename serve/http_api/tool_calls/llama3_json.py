@@ -1,5 +1,5 @@
-"""Calls as Llama 3 writes them: the output begins with ``{"name": ..., "parameters": {...}}``, perhaps after
-``<|python_tag|>``, and more of them may follow after semicolons."""
+"""Parser of calls in Llama 3's form: the output begins with ``{"name": ..., "parameters": {...}}``, possibly after
+``<|python_tag|>``, and further calls may follow after semicolons."""
 
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, CallsInText, Found
 from serve.http_api.tool_calls.json_text import calls_in, skip_space
@@ -8,12 +8,12 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LeadingCalls(CallsInText):
-    """Finds JSON where the output begins, and where the JSON before it has ended."""
+    """Parses calls in JSON at the beginning of the output, and directly after another call."""
 
     prefixes: tuple[str, ...] = ()
-    """Texts that may stand before the JSON."""
+    """Texts that may come before the JSON."""
     brackets = "{"
-    """Characters that the JSON may begin with."""
+    """Characters with which the JSON may begin."""
 
     def _read(self, text: str, finished: bool) -> Found | None:
         at = skip_space(text, 1) if self._num_calls and text[0] in ";," else 0
@@ -34,6 +34,6 @@ class LeadingCalls(CallsInText):
 
 
 class Llama3Calls(LeadingCalls):
-    """Llama 3's calls."""
+    """Parses calls in Llama 3's form."""
 
     prefixes = (PYTHON_TAG,)

@@ -1,5 +1,5 @@
-"""Calls as Mistral's models write them, after ``[TOOL_CALLS]``: an array of objects with ``name`` and ``arguments``, or
-since version 11 of their tokenizer ``name[ARGS]{...}``."""
+"""Parser of calls in the form of Mistral's models: after ``[TOOL_CALLS]`` an array of objects with ``name`` and
+``arguments``, or since version 11 of their tokenizer ``name[ARGS]{...}``."""
 
 import re
 
@@ -12,7 +12,7 @@ _ID = re.compile(r"[a-zA-Z0-9_-]{0,64}")
 
 
 class MistralCalls(CallsInText):
-    """Finds the calls after ``[TOOL_CALLS]``."""
+    """Parses the calls after ``[TOOL_CALLS]``."""
 
     mark = "[TOOL_CALLS]"
     alphanumeric_ids = True

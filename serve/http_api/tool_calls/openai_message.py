@@ -1,4 +1,4 @@
-"""The message of one choice of a chat completion, in OpenAI's form."""
+"""The message of one choice of a chat completion, in OpenAI's format."""
 
 from collections.abc import Collection
 from typing import Any
@@ -10,13 +10,13 @@ Json = dict[str, Any]
 
 
 class OpenAIMessage:
-    """Turns the text of one output into deltas and, at its end, into the whole message.
+    """Turns the text of one output into deltas and, at its end, into the complete message.
 
     Args:
-        parser: of the output.
-        custom_tools: names of functions that stand for custom tools. The input of a call of one comes when it is whole.
-        only_calls: there is no content, also where there is no call because the output was cut off.
-        old_form: the call is `function_call`, as it was before there were `tool_calls`.
+        parser: parser of the output.
+        custom_tools: names of functions that represent custom tools, whose input is sent once it is complete.
+        only_calls: the message has no content, even if it has no call because the output was cut off.
+        old_form: the call is given as `function_call`, which OpenAI has replaced by `tool_calls`.
     """
 
     def __init__(
@@ -31,14 +31,13 @@ class OpenAIMessage:
         self._only_calls = only_calls
         self._custom, self._old_form = custom_tools, old_form
         self._num_inputs_said = 0
-        """Calls whose input has been sent, if they are of custom tools."""
+        """Number of calls that are complete; if they are of custom tools, their input has been sent."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallStart, list[str]]] = []
 
     def push(self, text: str, finished: bool) -> Json:
-        """Take more text. Returns the delta; a call in it comes with its name first, then with pieces of its
-        arguments."""
+        """Process more text. Returns the delta, in which a call has first its name and then pieces of its arguments."""
         delta: Json = {}
         content, reasoning = len(self._content), len(self._reasoning)
         calls: dict[int, Json] = {}
@@ -75,7 +74,7 @@ class OpenAIMessage:
         return delta
 
     def _say_inputs(self, calls: dict[int, Json]) -> None:
-        """Add the input of the last call to the changes, if it is of a custom tool and not there yet."""
+        """Add the input of the last call to the delta's calls, if it is of a custom tool and has not been sent yet."""
         if self._num_inputs_said == len(self._calls):
             return
         self._num_inputs_said = len(self._calls)
@@ -85,7 +84,7 @@ class OpenAIMessage:
             call["custom"]["input"] = input_of("".join(pieces))
 
     def whole(self) -> Json:
-        """The whole message, after the last text."""
+        """Return the complete message. Call it after the last `push`."""
         content = "".join(self._content)
         shown = content or None if self._calls or self._reasoning or self._only_calls else content
         message: Json = {"role": "assistant", "content": shown, "refusal": None}
@@ -104,7 +103,7 @@ class OpenAIMessage:
         return {"id": start.id, "type": "function", "function": {"name": start.name, "arguments": arguments}}
 
     def finish_reason(self, of_engine: str | None) -> str | None:
-        """The finish reason in OpenAI's words."""
+        """Return the finish reason of the choice by OpenAI's names, from the engine's finish reason."""
         if of_engine != "stop" or not self._calls:
             return of_engine
         return "function_call" if self._old_form else "tool_calls"

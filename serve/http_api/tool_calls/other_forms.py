@@ -1,7 +1,7 @@
-"""Other forms of tools in chat completions, as the functions of `tools`: OpenAI's `functions` and `function_call`, which
-came before, and its custom tools, whose input is text.
+"""Converts other kinds of tools in chat completions to functions in `tools`: OpenAI's older fields `functions` and
+`function_call`, and its custom tools, whose input is text.
 
-A custom tool is a function of one argument, the text `input`; a call of it comes back in its own form.
+A custom tool becomes a function with one argument, the text `input`. Responses show its calls as calls of a custom tool.
 """
 
 import json
@@ -11,24 +11,25 @@ from typing import Any
 from apt_jax.errors import InvalidRequestError, json_kind
 
 INPUT = "input"
-"""The argument of a custom tool."""
+"""Name of the argument of a function that represents a custom tool."""
 OLD_NAMES = {"tools": "functions", "tool_choice": "function_call"}
-"""Names of fields, and their older forms."""
+"""Field names, and the names of the older fields with the same meaning."""
 _SYNTAXES = ("lark", "regex")
 
 Json = dict[str, Any]
 
 
 def uses_functions(body: Mapping[str, Any]) -> bool:
-    """Return whether a body has `functions`, so that its answer has `function_call`."""
+    """Return whether a body has `functions`, so that its response has `function_call`."""
     return bool(body.get("functions"))
 
 
 def with_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a chat completion with `functions` as `tools`, and with the calls in its messages as function calls.
+    """Return the body of a chat completion with `functions` converted to `tools`, and all calls in its messages converted
+    to function calls.
 
     Raises:
-        InvalidRequestError: the fields are malformed, or both forms are given.
+        InvalidRequestError: a field is malformed, or both `functions` and `tools` are given.
     """
     functions, choice = body.get("functions"), body.get("function_call")
     changed: Json = {}
@@ -70,7 +71,7 @@ def _has_other_form(message: object) -> bool:
 
 
 def _messages(messages: list[Any]) -> Iterator[Any]:
-    """The messages with calls of functions only. An id joins an older call and its result."""
+    """Yield the messages with all calls converted to function calls. A `function_call` and its result get the same id."""
     last_id: str | None = None
     for number, message in enumerate(messages):
         if not _has_other_form(message):
@@ -96,7 +97,7 @@ def _messages(messages: list[Any]) -> Iterator[Any]:
 
 
 def _call(field: str, call: Any) -> Any:
-    """A call in a message as that of a function."""
+    """Return a call in a message converted to a function call."""
     if not isinstance(call, Mapping) or call.get("type") != "custom":
         return call
     custom = call.get("custom")
@@ -107,14 +108,14 @@ def _call(field: str, call: Any) -> Any:
 
 
 def function_of(field: str, tool: Mapping[str, Any]) -> Json:
-    """The function that a custom tool is.
+    """Return the function that represents a custom tool.
 
     Args:
-        field: of the tool, for messages.
+        field: field of the tool, for errors.
         tool: ``{"type": "custom", "custom": {"name", "description", "format"}}``.
 
     Raises:
-        InvalidRequestError: it is malformed, or its format cannot be enforced.
+        InvalidRequestError: the tool is malformed, or its format cannot be enforced.
     """
     custom = tool.get("custom")
     if not isinstance(custom, Mapping) or not isinstance(custom.get("name"), str):
@@ -137,7 +138,7 @@ def function_of(field: str, tool: Mapping[str, Any]) -> Json:
 
 
 def _pattern(field: str, wanted: object) -> Json:
-    """The constraint on the input, as a part of its schema."""
+    """Return the constraint on the input of a custom tool as a part of the input's JSON schema."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else None
     if wanted is None or kind == "text":
         return {}
@@ -159,7 +160,8 @@ def _pattern(field: str, wanted: object) -> Json:
 
 
 def input_of(arguments: str) -> str:
-    """The input of a call of a custom tool; of arguments that are cut off, or not those of `function_of`, what there is."""
+    """Return the input of a call of a custom tool from its arguments. Cut-off arguments are completed if possible; if the
+    arguments have no `input`, they are returned unchanged."""
     for text in (arguments, arguments + '"}'):
         try:
             value = json.loads(text)

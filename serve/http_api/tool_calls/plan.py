@@ -24,25 +24,25 @@ from serve.http_api.tool_calls.reasoning import (
 )
 
 _PROMPT_END = 16
-"""Tokens of the prompt that show whether reasoning has begun."""
+"""Number of tokens at the end of the prompt that are checked for the beginning of reasoning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputPlan:
-    """How the outputs of one call are sampled and read."""
+    """How the outputs of one call are sampled and parsed."""
 
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Raw fields of `SamplingParams` that replace the body's."""
+    """Fields of `SamplingParams`, not validated, that override the fields of the body."""
     parser: Callable[[], OutputParser] = PlainText
     """Makes the parser of one output."""
     is_plain: bool = True
-    """The text is only content."""
+    """True if all text is content."""
     only_calls: bool = False
-    """The output has no content."""
+    """True if the output has no content."""
     constrains_calls: bool = False
-    """The constraint is that of calls, from the schemas in `tools`."""
+    """True if the output is constrained by a grammar of calls, made from the schemas in `tools`."""
     custom_tools: frozenset[str] = frozenset()
-    """Names of the functions that stand for custom tools."""
+    """Names of the functions that represent custom tools."""
 
 
 def plan_output(
@@ -53,18 +53,18 @@ def plan_output(
     *,
     continues: bool = False,
 ) -> OutputPlan:
-    """Plan the outputs of a conversation.
+    """Return the plan for the outputs of a conversation.
 
     Args:
-        parts: of the engine.
-        tools: from `serve.http_api.tool_calls.definitions.read_tools`.
-        prompt_token_ids: of the prompt, made with the definitions of the tools.
-        asked: the constraint of the body. Where a call is required, `response_format` is without effect: it is a format of
-            text, which there is none of then.
-        continues: the output goes on with a message, which has no reasoning any more.
+        parts: the engine's components.
+        tools: tools from `serve.http_api.tool_calls.definitions.read_tools`.
+        prompt_token_ids: token ids of the prompt, which includes the definitions of the tools.
+        asked: the constraint of the body. If a call is required, `response_format` has no effect, because it is about
+            content, which the output then does not have.
+        continues: whether the output continues the last message, which then has no further reasoning.
 
     Raises:
-        InvalidRequestError: the constraint is malformed, or does not go together with the tools or with reasoning.
+        InvalidRequestError: the constraint is malformed, or cannot be combined with the tools or with reasoning.
     """
     template, tokenizer = parts.chat_template, parts.tokenizer
     assert tokenizer is not None  # there is a prompt
@@ -87,7 +87,7 @@ def plan_output(
         marks += [form.prefix, form.opening, form.middle, form.closing, *form.other_marks]
         names = frozenset(function.name for function in tools.functions)
         make_inner = _free(form, names, tools.max_calls)
-        # Without a mark a call and an answer in JSON begin alike, so that the constraint holds alone.
+        # Without a mark a call and an answer in JSON begin alike, so that only the constraint is used.
         beside = answer is not None and bool(form.mark)
         if beside or (constraint is None and _needs_grammar(tools)):
             constrains, free_text = True, tools.mode == "auto"
@@ -135,7 +135,8 @@ def _needs_grammar(tools: ToolSet) -> bool:
 
 
 def _reasoning(parts: EngineComponents, template: str, prompt_token_ids: list[int], continues: bool) -> str | None:
-    """How reasoning stands in the output: the output begins ``inside`` of it, it is ``optional``, or there is none."""
+    """Return where reasoning can be in the output: ``inside`` if the output begins within reasoning, ``optional`` if it may
+    begin with reasoning, None if it has no reasoning."""
     parser = reasoning_parser_of(parts.config.reasoning_parser, template)
     if parser is None or parts.tokenizer is None:
         return None

@@ -1,20 +1,20 @@
-"""Reasoning of a model, told apart from its content: ``<think>...</think>`` before the answer."""
+"""Parser that separates a model's reasoning, ``<think>...</think>`` before the answer, from its content."""
 
 from serve.http_api.tool_calls.events import OutputEvent, OutputParser, ReasoningText
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len
 
 PARSERS = ("think", "deepseek_r1")
-"""Names for `--reasoning-parser`, besides the words for automatic choice and off."""
+"""Parsers that `--reasoning-parser` can name, in addition to automatic choice and off."""
 OPENING = "<think>"
 CLOSING = "</think>"
 
 
 def reasoning_parser_of(parser: str, template: str) -> str | None:
-    """The parser of a model's reasoning.
+    """Return the name of the parser of a model's reasoning; None if reasoning is not parsed.
 
     Args:
-        parser: one of `PARSERS`, ``auto`` for the template's, or ``none``.
-        template: text of the chat template; empty: there is none.
+        parser: one of `PARSERS`, ``auto`` to choose by the chat template, or ``none``.
+        template: text of the chat template; empty if there is none.
     """
     if parser == "auto":
         return "think" if CLOSING in template or OPENING in template else None
@@ -22,11 +22,11 @@ def reasoning_parser_of(parser: str, template: str) -> str | None:
 
 
 def begins_inside(parser: str, prompt_end: str) -> bool:
-    """Return whether an output begins with reasoning, its opening not in it.
+    """Return whether an output begins within reasoning, that is, without ``<think>``.
 
     Args:
         parser: one of `PARSERS`.
-        prompt_end: the end of the prompt's text.
+        prompt_end: end of the text of the prompt.
     """
     if prompt_end.rstrip().endswith(OPENING):
         return True
@@ -34,11 +34,11 @@ def begins_inside(parser: str, prompt_end: str) -> bool:
 
 
 class ReasoningFirst:
-    """A parser of reasoning; what follows goes to another parser. Whitespace around the reasoning is left out.
+    """A parser of reasoning at the beginning of an output. Whitespace around the reasoning is dropped.
 
     Args:
-        inside: the output begins with reasoning; else only with its opening.
-        after: of what follows.
+        inside: the output begins within reasoning; otherwise reasoning begins only with ``<think>``.
+        after: parser of the text after the reasoning.
     """
 
     def __init__(self, inside: bool, after: OutputParser) -> None:
@@ -47,7 +47,7 @@ class ReasoningFirst:
         self._without_opening = "inside" if inside else "after"
         self._text = ""
         self._begun = False
-        """Some reasoning has been emitted."""
+        """True if some reasoning has been returned."""
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
         """See `OutputParser`."""
@@ -67,11 +67,11 @@ class ReasoningFirst:
         return events
 
     def _start(self, finished: bool) -> None:
-        """Look for the opening."""
+        """Look for ``<think>`` at the beginning of the output."""
         stripped = self._text.lstrip()
         if len(self._text) - len(stripped) > MAX_SPACE_CHARS:
             self._state = self._without_opening
-        elif stripped.startswith(OPENING):  # some write it though the prompt has it
+        elif stripped.startswith(OPENING):  # some models write it although the prompt has it
             self._text, self._state = stripped[len(OPENING) :], "inside"
         elif finished or not OPENING.startswith(stripped):
             self._state = self._without_opening
@@ -82,7 +82,7 @@ class ReasoningFirst:
             self._reasoning(events, at - space_len(self._text[:at]))
             self._text = self._text.partition(CLOSING)[2]
             self._state = "space"
-        elif finished:  # it was cut off within
+        elif finished:  # the output was cut off within the reasoning
             self._reasoning(events, len(self._text))
             self._state = "after"
         else:
