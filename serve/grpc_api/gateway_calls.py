@@ -9,7 +9,7 @@ from apt_jax.validation.limits import MAX_TOOL_CALLS
 
 
 def bounded_calls(text: str) -> str:
-    """Return a gateway's schema of function calls with at most `MAX_CALLS` calls and only the listed properties.
+    """Return a gateway's schema of function calls with at most `MAX_TOOL_CALLS` calls and only the listed properties.
 
     Without these limits small models add calls and properties endlessly. Any other schema is returned unchanged.
 
