@@ -33,15 +33,16 @@ from apt_jax.ops.lowered_once import lowered_once
 logger = logging.getLogger(__name__)
 
 JAX_WITH_TRITON = "<0.13"
-"""Versions of JAX that are known to have Pallas' Triton backend, which is deprecated: the extras for CUDA ask for them."""
+"""Versions of JAX known to have Pallas' Triton backend, which is deprecated; the CUDA extras of the package require
+them."""
 
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
-"""The custom call that Pallas' Triton backend lowers a kernel to."""
+"""Name of the custom call that Pallas' Triton backend lowers a kernel to."""
 
 
 class _MissingBackendError(Exception):
-    """This version of JAX lacks the kernels' language."""
+    """This version of JAX lacks the language that the kernels are written in."""
 
 
 def _xla(chip: str | None) -> KernelBackend:
@@ -86,7 +87,7 @@ def _cpu(chip: str | None) -> KernelBackend:
 
 
 def _has_collectives(call: DecodeCall | PrefillCall) -> bool:
-    """True if the devices of a call exchange layer inputs or scores."""
+    """True if a call makes its devices exchange layer inputs or scores."""
     reads = call if isinstance(call, DecodeCall) else call.hidden_prefixes
     return reads is not None and reads.tensor is not None
 
@@ -108,7 +109,7 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         ) from None
 
     def bound(op: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        """The op, traced and lowered once for all layers and programs with equal calls: Pallas takes 0.1 s for a
+        """Return the op, traced and lowered once for all layers and programs with equal calls: Pallas takes 0.1 s per
         kernel."""
         made = functools.partial(op, interpret=interpret, chip=chip)
         in_program = jax.jit(made, static_argnames=static)
@@ -182,8 +183,8 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
 
 def with_sharded_hidden(ops: KernelBackend) -> KernelBackend:
-    """The ops for layer inputs sharded over devices by feature, which take `tensor` (`ops.calls.Shards`) wherever
-    they read layer inputs: XLA's where those of `ops` do not. Rows of keys and values keep their kernels."""
+    """Return the ops for layer inputs that are sharded over devices by feature. Ops that read layer inputs and do not
+    support such shards (`KernelBackend.takes_shards`) are replaced by XLA's; ops on keys and values stay."""
 
     def prefill(q: Array, k: Array, v: Array, call: PrefillCall) -> Array:
         op = ops.prefill if call.hidden_prefixes is None else xla_prefill.prefill
@@ -212,19 +213,19 @@ _LABORATORY = ("triton-onepass", "jax-triton")
 
 _GPU = ("gpu", "cuda")
 _PLATFORMS = {"cpu": ("cpu",), "tpu": ("tpu",)} | dict.fromkeys(("triton", *_LABORATORY), _GPU)
-"""Platforms of JAX that an implementation runs on; those that are not here run on all."""
+"""JAX platforms that an implementation runs on; implementations not listed run on all platforms."""
 _DEVICES = {"cpu": "CPUs", "tpu": "TPUs"} | dict.fromkeys(("triton", *_LABORATORY), "NVIDIA GPUs")
 
 _PLATFORM_DEFAULT = {"cpu": "cpu", "gpu": "triton", "cuda": "triton", "tpu": "tpu"}
 
 
 def known_attention_ops() -> list[str]:
-    """Names that `attention_ops` takes."""
+    """Return the names that `attention_ops` accepts, sorted."""
     return sorted((*_IMPLEMENTATIONS, *_LABORATORY))
 
 
 def check_platform(name: str, platform: str) -> None:
-    """Raises ValueError where a known implementation does not run on a JAX platform."""
+    """Raise ValueError if a known implementation does not run on a JAX platform."""
     if platform not in _PLATFORMS.get(name, (platform,)):
         others = ", ".join(n for n in known_attention_ops() if platform in _PLATFORMS.get(n, (platform,)))
         raise ValueError(
@@ -233,7 +234,7 @@ def check_platform(name: str, platform: str) -> None:
 
 
 def _maker(name: str) -> Callable[[str | None], KernelBackend]:
-    """The function that makes a known implementation."""
+    """Return the function that creates a known implementation."""
     if name in _LABORATORY:
         return importlib.import_module("apt_jax.lab.kernels").BACKENDS[name]
     return _IMPLEMENTATIONS[name]
@@ -241,11 +242,11 @@ def _maker(name: str) -> Callable[[str | None], KernelBackend]:
 
 @functools.cache
 def attention_ops(platform: str, name: str | None = None, chip: str | None = None) -> KernelBackend:
-    """The implementation called `name`, or the default of a JAX platform.
+    """Return the implementation called `name`, or the default of a JAX platform.
 
     Args:
-        chip: what kernels are laid out for, one of `triton_tiles.CHIPS` or a TPU generation as in
-            `executor.attention_choice.CHECKED_TPUS`; None: as any of them takes.
+        chip: chip that kernels are tiled for, one of `triton_tiles.CHIPS` or a TPU generation of
+            `executor.attention_choice.CHECKED_TPUS`; None: tiles that every chip supports.
 
     Raises:
         ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.

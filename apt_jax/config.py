@@ -18,7 +18,7 @@ CacheMode = Literal["kv", "hidden", "hybrid"]
 """Cache kinds that the scheduler may use: only keys and values, only layer inputs, or either per request."""
 
 HiddenAttention = Literal["auto", "reproject", "absorb"]
-"""Algorithm of attention over a hidden cache; `auto` takes `absorb` wherever it is exact."""
+"""Algorithm of attention over a hidden cache; `auto` uses `absorb` if it is exact for the model."""
 
 DType = Literal["float32", "bfloat16", "float16", "auto"]
 DEFAULT_MAX_SEQUENCES = 128
@@ -44,12 +44,13 @@ def _require_seconds(name: str, value: float) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SLO:
-    """Latency SLO of one request. A request attains its SLO when its TTFT and its P99 TBT both do."""
+    """Latency SLO of one request. A request attains its SLO if both its TTFT and its P99 TBT are within these
+    limits."""
 
     ttft_s: float = math.inf
-    """Time from arrival to the first token, seconds."""
+    """Maximum time from arrival to the first token, in seconds."""
     tbt_s: float = math.inf
-    """Gap between two consecutive tokens, seconds."""
+    """Maximum gap between two consecutive tokens, in seconds."""
 
     def __post_init__(self) -> None:
         _require_seconds("slo ttft_s", self.ttft_s)
@@ -63,33 +64,36 @@ Quantization = Literal["int8", "gguf"] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The unified block pool (Apt-Serve §4.3)."""
+    """Options of the unified block pool (Apt-Serve §4.3)."""
 
     mode: CacheMode = option("hybrid", flag="--cache", keyword="cache")
     """Cache kinds that the scheduler may use."""
     hidden_attention: HiddenAttention = option("auto")
-    """Algorithm of attention over a hidden cache; auto: absorb wherever it is exact."""
+    """Algorithm of attention over a hidden cache; auto: absorb if it is exact for the model."""
     block_size: int = option(16, metavar="TOKENS", low=1, high=1024)
-    """Tokens whose keys, or values, one block holds. Of layer inputs it holds `ModelConfig.hidden_block_size`."""
+    """Number of tokens whose keys, or values, fit in one block. For layer inputs the number is
+    `ModelConfig.hidden_block_size`."""
     num_blocks_override: int | None = option(None, metavar="BLOCKS", low=2, rule="be at least 2, one K and one V block")
     """Number of cache blocks (default: derived from free memory). The reserved block 0 is not counted."""
     device_memory_utilization: float = option(0.9, metavar="SHARE", above=0, high=1)
-    """Share of the device memory that is free after loading the weights to use for the cache, in (0, 1]."""
+    """Share of the device memory left free by the weights that the cache may use, in (0, 1]."""
     enable_prefix_caching: bool = option(True)
     """Share the cache of common prompt prefixes between requests (default: on)."""
     share_prefixes: bool = option(False, is_setting=True)
-    """Share cached prefixes between API keys too. The time to a first token then tells a key whether another has sent the
-    same beginning of a prompt (docs/design/prefix_caching.md)."""
+    """Share cached prefixes between API keys too. The time to first token then reveals whether another key has sent a
+    prompt with the same beginning (docs/design/prefix_caching.md)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
-    """Host memory for cached blocks that leave the device, in GiB: preempted requests and prefixes come back by copying
-    (docs/design/host_tier.md; default: 0, none)."""
+    """Host memory for cached blocks that leave the device, in GiB. The cache of preempted requests and of prefixes is
+    copied back from it instead of being recomputed (docs/design/host_tier.md; default: 0, none)."""
     prefix_cache_dir: str | None = option(None, metavar="DIR")
-    """Directory where cached prefixes that leave host memory are kept, over restarts; it takes a directory of its own, of
-    mode 0700, and --swap-space (docs/design/host_tier.md; default: none)."""
+    """Directory that keeps cached prefixes evicted from host memory, across restarts. It must have mode 0700 and be
+    used for nothing else; requires --swap-space (docs/design/host_tier.md; default: none)."""
     prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20, is_setting=True)
-    """Bound of all files in --prefix-cache-dir, in GiB: those used least recently are removed first (default: 16)."""
+    """Maximum total size of the files in --prefix-cache-dir, in GiB; the least recently used files are removed first
+    (default: 16)."""
     share_blocks: bool = option(True, is_setting=True)
-    """Let real-time and best-effort requests share blocks, under a policy that does so (bros) and with swap space."""
+    """Let real-time and best-effort requests share blocks; takes effect with swap space under a policy that shares
+    blocks (bros)."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -110,33 +114,34 @@ class SchedulerConfig:
     """Scheduling policy, batch limits and admission."""
 
     policy: str = option("apt-plus", flag="--scheduling-policy", keyword="scheduling_policy", metavar="POLICY")
-    """Scheduling policy: a name from `apt_jax.sched.all_policies`, an installed one, or ``package.module:Class``; with
-    options as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
+    """Scheduling policy: a name from `apt_jax.sched.all_policies`, an installed policy, or ``package.module:Class``.
+    Options follow as in ``apt?violation_decay=0.4`` (docs/policies.md)."""
     max_num_seqs: int = option(64, metavar="REQUESTS", low=1, high=4096)
-    """Maximum number of requests in one step, and of requests that hold cache."""
+    """Maximum number of requests in one step, and of requests that hold cache at the same time."""
     max_num_batched_tokens: int = option(512, metavar="TOKENS")
     """Maximum number of tokens in one step; longer prompts are split into chunks."""
     max_num_queued_reqs: int = option(1024, metavar="REQUESTS", low=1)
-    """Maximum number of waiting requests; more are rejected."""
+    """Maximum number of waiting requests; further requests are rejected."""
     max_num_queued_tokens: int | None = option(None, metavar="TOKENS", low=1)
-    """Maximum number of prompt tokens of waiting requests; more are rejected (default: unlimited)."""
+    """Maximum number of prompt tokens of all waiting requests together; further requests are rejected (default:
+    unlimited)."""
     max_prompt_logprobs: int = option(262_144, metavar="NUMBERS", low=1, is_setting=True)
-    """Maximum number of log probabilities that a call may ask for of its prompts, `prompt_logprobs` + 1 for each
+    """Maximum number of prompt log probabilities that one call may ask for: `prompt_logprobs` + 1 for each prompt
     token."""
     max_queue_s: float = option(600.0, metavar="S", positive=True, is_setting=True)
-    """Maximum queueing time in seconds; a server rejects requests that were not scheduled by then."""
+    """Maximum queueing time in seconds; a server rejects requests that wait longer."""
     slo_admission: Literal["off", "warn", "on"] = option("off", rule="be 'off', 'warn' or 'on'", is_setting=True)
-    """Admission of requests whose TTFT SLO cannot be met by the cost model: off admits, warn admits with a warning, on
-    rejects."""
+    """Admission of requests whose TTFT SLO cannot be met according to the cost model: off admits them, warn admits them
+    with a warning, on rejects them."""
     default_slo: SLO = SLO()
-    """Default SLO of real-time requests without objectives."""
+    """Default SLO of real-time requests."""
     default_slo_class: SloClass = option("rt", rule="be 'rt' or 'be'", is_setting=True)
-    """Default class of requests: rt, real time, or be, best effort."""
+    """Default class of requests: rt (real time) or be (best effort)."""
     best_effort_last: bool = option(False, is_setting=True)
-    """Run best-effort requests only with capacity left by real-time ones, under every policy (default: only with
+    """Under every policy, run best-effort requests only with capacity that real-time requests leave (default: only with
     --batch-dir; docs/policies.md)."""
     overlap: bool = True
-    """Dispatch the next step before the last one's tokens are fetched."""
+    """Dispatch the next step before the tokens of the previous step are fetched."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -151,22 +156,21 @@ class ParallelConfig:
     """Devices and hosts of one replica."""
 
     tensor_parallel_size: int = option(1, flag=("--tensor-parallel-size", "-tp"), metavar="DEVICES", low=1, high=1024)
-    """Number of devices that every layer is sharded over, on all hosts together."""
+    """Number of devices that every layer is sharded over, counted over all hosts."""
     nnodes: int = option(1, metavar="HOSTS", low=1)
     """Number of ranks (processes, usually one per host) that share the devices (docs/parallel.md)."""
     node_rank: int = option(0, metavar="RANK")
     """Rank of this process; 0 schedules and serves."""
     master_addr: str = option("127.0.0.1", metavar="HOST")
-    """Address of rank 0, unencrypted: use a private network."""
+    """Address of rank 0. Connections to it are unencrypted: use a private network."""
     master_port: int = option(
         29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next one be free too"
     )
     """Port of rank 0; the next port is used too, by JAX."""
     join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True, is_setting=True)
-    """Seconds that ranks wait for each other at startup."""
+    """Maximum time that ranks wait for each other at startup, in seconds."""
     join_key_file: str | None = option(None, metavar="FILE")
-    """File with the secret that all ranks prove to each other to have, one line; needed unless --master-addr is of this
-    machine alone."""
+    """File with the secret that all ranks share, one line; required unless --master-addr is a loopback address."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -186,15 +190,16 @@ class EngineConfig:
     """Configuration of one engine, for `apt_jax.build_engine`."""
 
     model: str
-    """A bundled name (``tiny-opt``), a directory in Hugging Face format or in ours for Orbax, a ``.gguf`` file, a hub
-    id (``owner/model`` or ``owner/model@revision``), or with `load_format="dummy"` any known size (``opt-13b``)."""
+    """Model to serve: a bundled name (``tiny-opt``), a directory in Hugging Face format or in this package's Orbax
+    format, a ``.gguf`` file, a hub id (``owner/model`` or ``owner/model@revision``), or with `load_format="dummy"` any
+    known size (``opt-13b``)."""
     tokenizer: str | None = option(None, metavar="DIR")
     """Directory with a tokenizer.json, or .gguf file (default: the model's)."""
     chat_template: str | None = option(None, metavar="FILE")
-    """File of the chat template (Jinja) (default: the model's)."""
+    """File with the chat template in Jinja (default: the model's)."""
     dtype: DType = option("float32")
-    """Data type of weights, activations and cache; auto: float32 on CPUs, else the 16-bit type of the model's files,
-    bfloat16 where they have none."""
+    """Data type of weights, activations and cache; auto: float32 on CPUs, else the 16-bit type of the model's files, or
+    bfloat16 if the files have another type."""
     load_format: LoadFormat = option("auto")
     """Checkpoint format; dummy: random weights; pt: PyTorch .bin files, opened with weights_only loading."""
     max_model_len: int | None = option(None, metavar="TOKENS", low=2)
@@ -204,33 +209,34 @@ class EngineConfig:
     served_model_aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
     max_sequences_per_call: int = option(DEFAULT_MAX_SEQUENCES, metavar="N", low=1, high=1024, is_setting=True)
-    """Maximum number of outputs of one call, its prompts times n."""
+    """Maximum number of outputs of one call: number of prompts times n."""
     max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256, is_setting=True)
     """Maximum number of stop strings of a request."""
     quantization: Quantization = option(
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
     )
-    """Weights as integers: int8 (1 byte a weight; extra int8), or on one device gguf, those of a GGUF file in Q4_0,
-    Q4_1 and Q8_0 (0.56 to 1.06 bytes); the cache keeps its dtype (default: weights as they are; docs/models.md)."""
+    """Store weights as integers: int8 (1 byte per weight; needs the extra int8), or on one device gguf, which keeps
+    Q4_0, Q4_1 and Q8_0 weights of a GGUF file as integers (0.56 to 1.06 bytes per weight). The cache keeps its dtype
+    (default: no quantization; docs/models.md)."""
     lora_modules: Mapping[str, str] | None = None
-    """LoRA adapters that requests may name in place of the model: directories in PEFT's format by name, all loaded
-    at start (docs/lora.md; default: none)."""
+    """LoRA adapters that requests may select as their model: name to directory in PEFT format. All are loaded at start
+    (docs/lora.md; default: none)."""
     max_lora_rank: int = option(16, metavar="R", low=1, high=512)
-    """Largest rank of a LoRA adapter; one with a larger rank is refused."""
+    """Maximum rank of a LoRA adapter; adapters of a larger rank are refused."""
     max_loras: int = option(16, metavar="ADAPTERS", low=1, high=256, is_setting=True)
-    """Maximum number of LoRA adapters; all of them may be in one step."""
+    """Maximum number of LoRA adapters; one step may use all of them."""
     attention_backend: str | None = option(None, metavar="NAME")
-    """Implementation of the attention kernels, see docs/kernels.md (default: the platform's)."""
+    """Implementation of the attention kernels; see docs/kernels.md (default: chosen by platform)."""
     tool_call_parser: str = "auto"
-    """How calls of tools are read in chat completions: ``auto`` (by the chat template), ``none``, or a name of
+    """Parser of tool calls in chat completions: ``auto`` (chosen by the chat template), ``none``, or a name in
     `serve.http_api.tool_calls.forms.PARSERS`."""
     reasoning_parser: str = "auto"
-    """How reasoning is told apart in chat completions: ``auto`` (by the chat template), ``none``, or a name of
-    `serve.http_api.tool_calls.reasoning.PARSERS`."""
+    """Parser that separates reasoning from the answer in chat completions: ``auto`` (chosen by the chat template),
+    ``none``, or a name in `serve.http_api.tool_calls.reasoning.PARSERS`."""
     load_executables: bool = option(True, is_setting=True)
-    """Load programs that an earlier start has compiled, on one host, without tracing and lowering them again."""
+    """On one host, load programs compiled by an earlier start instead of tracing and lowering them again."""
     seed: int = option(0, metavar="SEED", low=0, high=2**32 - 1, rule="lie in [0, 2**32)")
-    """Random seed of dummy weights and of sampled requests without a seed."""
+    """Random seed of dummy weights, and of sampled requests without a seed."""
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -8,7 +8,7 @@
      +- UnknownRequestError (KeyError)  abort of an id that is not alive
      +- QueueFullError                  admission limit reached; try again later
      +- EngineDeadError                 the engine stopped after an error that it could not survive
-     +- HostError                       ranks of a replica do not meet, do not fit together, or one is gone
+     +- HostError                       ranks of a replica do not connect, do not match, or one is gone
 
 Ordinary outcomes inside the engine (no free block, nothing to schedule) are return values, not errors.
 """
@@ -18,23 +18,24 @@ from collections.abc import Iterable, Mapping
 
 
 class AptJaxError(Exception):
-    """Base of every error that apt-jax raises on purpose."""
+    """Base class of all errors that apt-jax raises deliberately."""
 
 
 class ConfigError(AptJaxError, ValueError):
-    """A configuration value that cannot be used; one line that names the flag and the rule."""
+    """A configuration value is invalid. The message is one line that names the flag and the rule."""
 
 
 EXCLUDED = "excluded: "
-"""Begins the text of an error of an output that its own request has left no token; a field and why follow."""
+"""Prefix of the error of an output whose request has ruled out every token; the field and the reason follow."""
 
 
 class InvalidRequestError(AptJaxError, ValueError):
-    """A request that can never be served as it stands.
+    """A request is invalid and can never be served unchanged.
 
     Attributes:
-        field: the input that is wrong, as the user typed it (``"prompt"``, ``"temperature"``, ...).
-        code: a word for programs, where the kind of mistake has one: ``"context_length_exceeded"``, ``"duplicate_id"``.
+        field: name of the wrong input, as the user typed it (``"prompt"``, ``"temperature"``, ...).
+        code: machine-readable code such as ``"context_length_exceeded"`` or ``"duplicate_id"``; None: this kind of
+            mistake has no code.
     """
 
     def __init__(self, field: str, message: str, *, code: str | None = None) -> None:
@@ -43,12 +44,12 @@ class InvalidRequestError(AptJaxError, ValueError):
         self.code = code
 
     def renamed(self, field: str) -> "InvalidRequestError":
-        """The same error under another name of its field."""
+        """Return the same error with another field name."""
         return InvalidRequestError(field, str(self).removeprefix(f"{self.field}: "), code=self.code)
 
 
 class DuplicateRequestError(InvalidRequestError):
-    """A request with the same id is alive."""
+    """Another live request has the same id."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
@@ -59,29 +60,30 @@ class DuplicateRequestError(InvalidRequestError):
 
 
 class ModelLoadError(AptJaxError, ValueError):
-    """A model that cannot be found or whose files are damaged or contradict each other."""
+    """A model cannot be found, or its files are damaged or contradict each other."""
 
 
 class HostError(AptJaxError):
-    """Ranks of one replica have not met, do not fit together, or one of them is gone; a new start may help.
+    """Ranks of one replica did not connect, do not match, or one of them is gone; restarting may help.
 
-    What another host says is this error and never a `ConfigError`, after which a supervisor starts nothing again.
+    Problems reported by another host are raised as this error and never as a `ConfigError`, after which a supervisor
+    would not restart the process.
     """
 
 
 class UnknownRequestError(AptJaxError, KeyError):
-    """Raised where no live request has the id."""
+    """No live request has the given id."""
 
     def __str__(self) -> str:
         return f"no live request has the id {self.args[0]!r}"
 
 
 class QueueFullError(AptJaxError):
-    """There is too much to do for the request to wait (`apt_jax.engine.admission`), or it has waited too long.
+    """The queue is too full to admit the request (`apt_jax.engine.admission`), or the request has waited too long.
 
     Attributes:
-        retry_after_s: an estimate of when it would be admitted, in seconds.
-        has_waited: it was in the queue, for as long as it may be.
+        retry_after_s: estimated seconds until the request would be admitted.
+        has_waited: True if the request was queued and reached the maximum queueing time.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0, *, has_waited: bool = False) -> None:
@@ -91,17 +93,19 @@ class QueueFullError(AptJaxError):
 
 
 class EngineDeadError(AptJaxError):
-    """The engine loop has ended after an error; every open request ends with this error."""
+    """The engine loop has ended after an error; every live request fails with this error."""
 
 
 def one_line(text: str) -> str:
-    """`text` as it can stand in a message: other people's names and errors may hold newlines and control characters."""
+    """Return `text` on one line, escaped if needed: names and errors from outside may hold newlines and control
+    characters."""
     text = " ".join(text.split())
     return text if text.isprintable() else repr(text)
 
 
 def json_kind(value: object) -> str:
-    """Name the kind of a value as JSON does: ``"null"``, ``"an object"``. Other objects keep the name of their class."""
+    """Return the JSON name of a value's type, such as ``"null"`` or ``"an object"``; for other types, the name of the
+    class."""
     if value is None:
         return "null"
     kinds = (
@@ -115,11 +119,11 @@ def json_kind(value: object) -> str:
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:
-    """``"1 request"``, ``"2 requests"``; `nouns` is a plural that is not made by an s."""
+    """Return a number with its noun, such as ``"1 request"`` or ``"2 requests"``; `nouns` is an irregular plural."""
     return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean X?"``, or nothing where nothing is near."""
+    """Return ``"; did you mean X?"`` for the known word closest to `word`, or an empty string if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,7 +1,7 @@
 """Latency metrics, computed from recorded token times (docs/metrics.md has every symbol and unit).
 
-A request arrives at a and its tokens are delivered at t_1 <= t_2 <= ... <= t_n. TTFT = t_1 - a; the gaps are
-TBT_j = t_{j+1} - t_j; a request attains its SLO when TTFT and the 99th percentile of its own gaps both do.
+A request arrives at a and its tokens are delivered at t_1 <= t_2 <= ... <= t_n. TTFT = t_1 - a; the gaps are TBT_j =
+t_{j+1} - t_j; a request attains its SLO if its TTFT and the 99th percentile of its gaps are within the SLO.
 """
 
 import bisect
@@ -22,7 +22,7 @@ _RATE_WINDOW_S = 10.0
 
 
 def percentile(values: Iterable[float], q: float) -> float | None:
-    """The q-th percentile, q in [0, 100], numpy's linear interpolation; None of nothing."""
+    """Return the q-th percentile by NumPy's linear interpolation, q in [0, 100]; None: no values."""
     array = np.sort(np.asarray(list(values), np.float64))
     if not array.size:
         return None
@@ -37,31 +37,30 @@ def percentile(values: Iterable[float], q: float) -> float | None:
 
 
 def gaps_s(token_times_s: Sequence[float]) -> list[float]:
-    """Times between consecutive tokens, seconds; one fewer than there are tokens."""
+    """Return the n - 1 times between n consecutive tokens, in seconds."""
     return np.diff(np.asarray(token_times_s, np.float64)).tolist()
 
 
 def p99_tbt_s(token_times_s: Sequence[float]) -> float | None:
-    """P99 over all gaps of one request, seconds; None with fewer than two tokens."""
+    """Return the P99 over all gaps of one request, in seconds; None: fewer than two tokens."""
     return percentile(gaps_s(token_times_s), 99)
 
 
 def p99_tbt_drop_first_s(token_times_s: Sequence[float]) -> float | None:
-    """`p99_tbt_s` without the first gap (that after a prefill, where requests are often preempted); None without a
-    second gap."""
+    """Return `p99_tbt_s` without the first gap, which follows the prefill and is often long because of a preemption;
+    None: fewer than three tokens."""
     return percentile(gaps_s(token_times_s)[1:], 99)
 
 
 class Distribution:
-    """A histogram of constant size, which takes a microsecond per value.
+    """A histogram with fixed buckets; adding a value takes a microsecond.
 
     Args:
-        bounds: upper bounds of the buckets, rising; a value belongs to the first bucket whose bound is at least it, or
-            to a last one without a bound.
+        bounds: inclusive upper bounds of the buckets, ascending; larger values belong to a last bucket without a bound.
 
     Attributes:
-        counts: values by bucket, one more than there are bounds.
-        sum: of all values.
+        counts: number of values in each bucket; one entry more than `bounds`.
+        sum: sum of all values.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -95,7 +94,7 @@ class Distribution:
         self.sum += float(values.sum())
 
     def plus(self, other: "Distribution") -> "Distribution":
-        """The distribution of the values of both, whose bounds are the same."""
+        """Return the distribution of the values of both; their bounds must be equal."""
         made = Distribution(self.bounds)
         made.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         made.sum = self.sum + other.sum
@@ -107,20 +106,22 @@ class Distribution:
         return made
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """(upper bound, values of at most it) by bucket; the last bound is infinite."""
+        """Return (upper bound, number of values up to it) for each bucket; the last bound is infinite."""
         return list(zip((*self.bounds, math.inf), itertools.accumulate(self.counts), strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """One request as its sender saw it. Create one for every request sent, whatever its outcome."""
+    """Times and outcome of one request as its sender saw them. Every request sent needs a record, whatever its
+    outcome."""
 
     arrival_s: float
-    """Time of sending."""
+    """Time at which the request was sent, in seconds."""
     token_times_s: Sequence[float] = ()
     finished_s: float | None = None
     ok: bool = True
-    """It ended with "stop" or "length"; False: an error, a rejection, an abort, a lost connection."""
+    """True if the request ended with "stop" or "length"; False for an error, a rejection, an abort or a lost
+    connection."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
 
     @classmethod
@@ -139,7 +140,7 @@ class RequestRecord:
 
     @functools.cached_property
     def tbt_s(self) -> float | None:
-        """P99 over its gaps."""
+        """Return the P99 over the gaps between the request's tokens, in seconds; None: fewer than two tokens."""
         return p99_tbt_s(self.token_times_s)
 
     @property
@@ -148,7 +149,7 @@ class RequestRecord:
 
     @property
     def completed(self) -> bool:
-        """It ended well and delivered something."""
+        """True if the request ended without an error and delivered at least one token."""
         return self.ok and len(self.token_times_s) > 0
 
     @property
@@ -157,7 +158,7 @@ class RequestRecord:
 
     @property
     def tbt_attained(self) -> bool:
-        """True with a single token: there is no gap to miss."""
+        """True if the request completed and its P99 gap is within the SLO, or it has no gap."""
         return self.completed and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
 
     @property
@@ -167,7 +168,7 @@ class RequestRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Percentiles of one quantity over requests; None where no request has it."""
+    """Percentiles of one quantity over requests; None: no request has the quantity."""
 
     p50: float | None
     p90: float | None
@@ -181,7 +182,7 @@ class Percentiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in numbers. Fractions are of all requests sent."""
+    """Summary of a run. Fractions refer to all requests sent."""
 
     num_sent: int
     num_completed: int
@@ -189,28 +190,28 @@ class Summary:
     ttft_attainment: float
     tbt_attainment: float
     ttft_s: Percentiles
-    """Over completed requests."""
+    """Percentiles of TTFT over completed requests, in seconds."""
     tbt_s: Percentiles
-    """Over completed requests, of each one's P99 gap."""
+    """Percentiles, over completed requests, of each request's P99 gap, in seconds."""
     p99_tbt_drop_first_s: Percentiles
-    """`tbt_s` without the first gap of each request."""
+    """Like `tbt_s`, but without the first gap of each request."""
     duration_s: float
-    """First arrival to last token."""
+    """Time from the first arrival to the last token, in seconds."""
     tokens_per_s: float
-    """Output tokens delivered over `duration_s`."""
+    """Output tokens delivered per second of `duration_s`."""
     goodput: float
-    """Requests that attained their SLO over `duration_s`, requests per second."""
+    """Requests that attained their SLO per second of `duration_s`."""
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Return the fields as plain values for JSON."""
         return dataclasses.asdict(self)
 
 
 def summarize(records: Sequence[RequestRecord]) -> Summary:
-    """Attainment, latencies and rates of all requests sent.
+    """Return attainment, latencies and rates over all requests sent.
 
     Raises:
-        ValueError: no record.
+        ValueError: `records` is empty.
     """
     if not records:
         raise ValueError("no requests to summarise")
@@ -239,16 +240,17 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
 
 
 class TokenRate:
-    """Tokens per second of step time, over the last ten seconds, from counters that are read now and then.
+    """Tokens per second of step time over the last ten seconds, from counters that are read at irregular times.
 
-    Gateways divide the tokens that wait by it. Over idle time as well, a server with little to do would look slow.
+    Gateways divide the number of waiting tokens by this rate. Idle time does not count, or a server with little load
+    would look slow.
     """
 
     def __init__(self) -> None:
         self._samples: collections.deque[tuple[float, int, float]] = collections.deque(maxlen=1024)
 
     def update(self, now_s: float, tokens: int, busy_s: float) -> float:
-        """Take a reading; the rate since the oldest one in the window, 0 at the first and without steps since."""
+        """Add a reading and return the rate since the oldest reading in the window; 0.0 if no step ran since."""
         samples = self._samples
         samples.append((now_s, tokens, busy_s))
         while len(samples) > 2 and samples[1][0] <= now_s - _RATE_WINDOW_S:

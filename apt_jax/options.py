@@ -1,6 +1,6 @@
 """Declaration of configuration options: one dataclass field each, with its docstring, default, bounds and flag.
 
-`option` makes the field, `check_options` holds the values against the bounds and names the flag in its message, and
+`option` creates the field, `check_options` checks the values against the bounds and names the flag in its message, and
 `field_docs` reads the attribute docstrings for help texts and tables. `serve.cli.flags` derives the command line from
 the same fields.
 """
@@ -19,10 +19,10 @@ from apt_jax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """Metadata of one field; `None` bounds are absent."""
+    """Metadata of one field. A bound of None means no bound."""
 
     flags: tuple[str, ...]
-    """Names on the command line; none: not a flag."""
+    """Names of the flag on the command line; empty: the field's name with ``--``."""
     keyword: str
     """Name as a keyword argument and in messages."""
     metavar: str | None
@@ -31,20 +31,20 @@ class Option:
     above: float | None
     """Exclusive lower bound."""
     positive: bool
-    """A positive number; its flag rejects others too."""
+    """True if the value must be a finite number above 0; the flag's parser checks this too."""
     rule: str | None
-    """End of the message "NAME=VALUE must ..." where it is not the bounds."""
+    """End of the message "NAME=VALUE must ..."; None: derived from the bounds."""
     is_setting: bool
-    """True if it has no flag of its own but is given by ``--set NAME=VALUE``."""
+    """True if the option has no flag of its own and is set by ``--set NAME=VALUE``."""
 
     @property
     def given_by(self) -> str:
-        """Its flag or setting, as messages name it."""
+        """Flag or setting as error messages name it."""
         return f"{SET_FLAG} {self.dest}" if self.is_setting else self.flags[-1]
 
     @property
     def dest(self) -> str:
-        """Name of the parsed flag."""
+        """Attribute name of the flag in the parsed arguments."""
         return self.flags[0].lstrip("-").replace("-", "_")
 
     def allows(self, value: Any) -> bool:
@@ -67,11 +67,11 @@ class Option:
 
 
 SET_FLAG = "--set"
-"""Flag that gives values which few need to change."""
+"""Flag that sets options which are rarely changed."""
 
 _OPTION = "option"
 _UNITS = {"GIB": " GiB", "SECONDS": " s"}
-"""Units of values, by the placeholder in help texts."""
+"""Unit of a value in messages, by the option's placeholder in help texts."""
 
 
 def _short(bound: float | None) -> str:
@@ -94,15 +94,16 @@ def option(
     """Return a dataclass field that is a configuration option.
 
     Args:
-        default: value where none is given.
-        flag: names of its flag, with dashes; None: the field's name with ``--``.
-        keyword: name in messages and as a keyword of `apt_jax.LLM`; empty: the field's name.
-        metavar: placeholder of its value in help texts.
+        default: value if none is given.
+        flag: name or names of the flag, with dashes; None: the field's name with ``--``.
+        keyword: name in messages and as a keyword argument of `apt_jax.LLM`; empty: the field's name.
+        metavar: placeholder of the value in help texts.
         low, high: inclusive bounds.
         above: exclusive lower bound.
-        positive: a finite number above 0; the flag checks it too. For an integer give `low` too.
-        rule: end of the message "NAME=VALUE must ..." in place of the bounds.
-        is_setting: no flag of its own; ``--set NAME=VALUE`` gives it.
+        positive: the value must be a finite number above 0; the flag's parser checks this too. An integer needs `low`
+            as well.
+        rule: end of the message "NAME=VALUE must ..."; None: derived from the bounds.
+        is_setting: the option has no flag of its own and is set by ``--set NAME=VALUE``.
     """
     flags = (flag,) if isinstance(flag, str) else flag or ()
     made = Option(
@@ -114,7 +115,7 @@ def option(
 
 @functools.cache
 def options_of(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Option]]:
-    """Fields of a dataclass that are options, by name, with flag and keyword filled in."""
+    """Return the fields of a dataclass that are options, by name, with flags and keyword filled in."""
     return {
         field.name: (
             field,
@@ -135,21 +136,21 @@ def _types(cls: type) -> dict[str, Any]:
 
 
 def unwrap_optional(kind: Any) -> Any:
-    """The type T of ``T | None``; other types as they are."""
+    """Return the type T of ``T | None``; other types are returned unchanged."""
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
     return parts[0] if type(None) in typing.get_args(kind) and len(parts) == 1 else kind
 
 
 def option_type(cls: type, name: str) -> Any:
-    """Type of an option, None left out: int, float, bool, str or a Literal."""
+    """Return the type of an option without None: int, float, bool, str or a Literal."""
     return unwrap_optional(_types(cls)[name])
 
 
 def check_options(config: Any) -> None:
-    """Check choices and bounds of every option of a dataclass; for `__post_init__`.
+    """Check choices and bounds of every option of a dataclass; called from `__post_init__`.
 
     Raises:
-        ConfigError: one line that names the value, the rule and the flag.
+        ConfigError: a value is not allowed; one line names the value, the rule and the flag.
     """
     cls = type(config)
     for name, (field, made) in options_of(cls).items():
@@ -169,7 +170,8 @@ def check_options(config: Any) -> None:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass, by name: the string literal below each field, on one line."""
+    """Return the docstrings of a dataclass's fields, by name: the string literal below each field, joined to one
+    line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {

@@ -1,11 +1,11 @@
 """The types of a request on its way through the engine.
 
-1. A front end collects raw user input and calls `apt_jax.validation.build_request`, the only maker of
-2. `EngineRequest`: frozen, complete and checked; nothing else reaches the loop.
-3. The engine answers with `RequestOutput`s: growing text and tokens, and at the end a finish reason and
+1. A front end collects raw user input and calls `apt_jax.validation.build_request`, the only function that creates an
+2. `EngineRequest`: frozen, complete and validated. The engine loop accepts no other requests.
+3. The engine returns `RequestOutput`s with the text and tokens so far; the last has a finish reason and
    `RequestMetrics`.
 
-Field names and defaults follow vLLM, so that code written for it reads the same.
+Field names and defaults follow vLLM.
 """
 
 import dataclasses
@@ -23,32 +23,33 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the whole output; exactly one of the first five. See docs/structured_output.md."""
+    """A constraint on the whole output: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is set.
+    See docs/structured_output.md."""
 
     json: str | bool | Mapping[str, object] | None = None
-    """JSON schema, as JSON text or as an object; an output is one JSON value that it allows."""
+    """JSON schema, as JSON text or as an object; the output is one JSON value that the schema allows."""
     regex: str | None = None
-    """Regular expression that the whole output matches; no look-around, no references back."""
+    """Regular expression that the whole output matches, without look-around and backreferences."""
     choice: Sequence[str] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
-    """Context-free grammar in llguidance's dialect of Lark; ``start`` is the output. Or in GBNF, where ``root`` is."""
+    """Context-free grammar in llguidance's dialect of Lark (start rule ``start``) or in GBNF (start rule ``root``)."""
     json_object: bool | None = None
-    """True: any JSON object."""
+    """True: the output is any JSON object."""
     disable_any_whitespace: bool = False
-    """With `json` and `json_object`: no whitespace between the parts of a value."""
+    """True: no whitespace between the tokens of the JSON; applies to `json` and `json_object`."""
     whitespace_pattern: str | None = None
-    """With `json` and `json_object`: regular expression of whitespace between parts; None: as pretty-printers put
-    it."""
+    """Regular expression of the whitespace allowed between JSON tokens, for `json` and `json_object`; None: whitespace
+    of common pretty-printers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters. Bounds are declared in `apt_jax.validation.REQUEST_FIELDS` and checked for every front end
-    alike."""
+    """Sampling parameters. Bounds are declared in `apt_jax.validation.REQUEST_FIELDS` and checked for all front
+    ends."""
 
     max_tokens: int = 16
-    """Maximum number of output tokens. None, as in vLLM: as many as there is room for after the prompt."""
+    """Maximum number of output tokens. None, as in vLLM: up to the maximum model length."""
     temperature: float = 1.0
     """Sampling temperature; 0: greedy."""
     top_k: int = 0
@@ -58,42 +59,46 @@ class SamplingParams:
     min_p: float = 0.0
     """Sample only tokens at least this likely relative to the most likely one; 0: off."""
     seed: int | None = None
-    """Random seed for sampling; draws depend on it and the token's position alone. None: the engine picks one."""
+    """Random seed for sampling; each draw depends only on the seed and the token's position. None: the engine picks a
+    seed."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; 1: off."""
+    """Factor by which positive logits of tokens in prompt or output are divided and negative ones multiplied; 1:
+    off."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token in the output; 0: off."""
+    """Amount subtracted once from the logit of every token that is in the output; 0: off."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it is in the output; 0: off."""
+    """Amount subtracted from a token's logit for each occurrence in the output; 0: off."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these tokens."""
+    """Amount added to a token's logit, by token id."""
     min_tokens: int = 0
-    """Number of output tokens before which neither EOS, a stop token nor a stop string ends the output."""
+    """Minimum number of output tokens: until then neither EOS, stop tokens nor stop strings end the output."""
     stop: tuple[str, ...] = ()
     """Stop strings: generation ends when one of them appears in the output text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Stop tokens: generation ends after one of them."""
+    """Stop tokens: generation ends when one of them is sampled."""
     ignore_eos: bool = False
     """Ignore the end-of-sequence token."""
     include_stop_str_in_output: bool = False
-    """Keep the matched stop string in the text."""
+    """Keep the matched stop string in the output text."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Leave special tokens out of the output text."""
     logprobs: int | None = None
-    """Return the log probabilities of the sampled token and of this many most likely ones."""
+    """Return the log probabilities of each sampled token and of this number of most likely tokens."""
     prompt_logprobs: int | None = None
-    """Return the log probability of each token of the prompt after the first, and of this many most likely ones in its
-    place."""
+    """Return the log probability of each prompt token after the first, and of this number of most likely tokens at its
+    position."""
     pooling: Literal["mean", "last"] | None = None
-    """Return the hidden states of the prompt after the final norm, their mean or the last token's."""
+    """Return a hidden state of the prompt after the final norm: the mean over its tokens or the last token's."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Structured output constraint: tokens that lead to no allowed output are masked at every step."""
+    """Structured output constraint: in every step, tokens that no allowed output continues with are masked."""
     bad_words: tuple[str, ...] = ()
-    """Words that the output must not hold: of each the last token is masked where the tokens before it have just come."""
+    """Words that the output must not contain: when all tokens of a word but the last have been generated, the last is
+    masked."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be sampled, end tokens among them. None: all."""
+    """Ids of the only tokens that may be sampled; end tokens must be listed too. None: all tokens."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the prompt's last tokens, at most this many; -1: as many as leave room for the output. None: all."""
+    """Maximum number of prompt tokens; tokens before the last ones are dropped. -1: as many as leave room for the
+    output; None: no limit."""
 
     @property
     def is_greedy(self) -> bool:
@@ -101,100 +106,101 @@ class SamplingParams:
 
     @property
     def needs_penalties(self) -> bool:
-        """True if the logits depend on the tokens so far, or on a bias."""
+        """True if logits are changed by penalties, a bias or `min_tokens`."""
         return self.counts_tokens or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def counts_tokens(self) -> bool:
-        """True if the logits depend on the tokens so far."""
+        """True if a penalty depends on the tokens of prompt or output."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class TokenConstraint(Protocol):
-    """The tokens that one request may generate next, given its output so far. It may raise: that ends its request
-    alone."""
+    """State of a constraint: the tokens that one request may generate next, given its output so far. An exception ends
+    only the request concerned."""
 
     @property
     def ended(self) -> bool:
-        """Return True if the output is complete and nothing may follow."""
+        """True if the output is complete and nothing may follow."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Take the next token of the output; never a stop token."""
+        """Advance by the next token of the output, which is never a stop token."""
         ...
 
     def fill_mask(self, row: NDArray[np.int32]) -> bool:
-        """Write the mask of allowed next tokens: bit i % 32 of ``row[i // 32]`` for token i, every word of it.
+        """Write the mask of allowed next tokens into all words of `row`: bit i % 32 of ``row[i // 32]`` for token i.
 
         Returns:
-            False: nothing may follow, the output is complete (or no token of the vocabulary leads on).
+            False if no token may follow: the output is complete, or no token of the vocabulary continues it.
         """
         ...
 
 
 class Grammar(Protocol):
-    """A constraint on outputs, ready to use; shared by requests."""
+    """A compiled constraint on outputs; requests may share it."""
 
     def start(self) -> TokenConstraint:
-        """A constraint at the beginning of an output; quick, called from the engine's thread."""
+        """Return the constraint's state at the beginning of an output. Must be fast: the engine's thread calls it."""
         ...
 
 
 def engine_id(tenant: str | None, label: str) -> str:
-    """The engine's id of a tenant's request: tenants cannot collide, as no label holds a colon."""
+    """Return the engine's id of a tenant's request. Ids of different tenants never collide, as labels contain no
+    colon."""
     return label if tenant is None else f"{tenant}:{label}"
 
 
 def split_engine_id(request_id: str) -> tuple[str | None, str]:
-    """The tenant and the label of an engine's id; a tenant of None: its request has none."""
+    """Return tenant and label of an engine's request id; tenant None: the request has no tenant."""
     tenant, colon, label = request_id.rpartition(":")
     return (tenant if colon else None), label
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EngineRequest:
-    """A checked request. Made by `apt_jax.validation.build_request` only."""
+    """A validated request, created only by `apt_jax.validation.build_request`."""
 
     request_id: str
-    """The engine's id, unique among live requests: `engine_id` of tenant and label."""
+    """Id unique among live requests: `engine_id` of tenant and label."""
     prompt: str | None
-    """The prompt's text where there was one."""
+    """Text of the prompt; None: the prompt was given as tokens."""
     prompt_token_ids: NDArray[np.int32]
-    """(prompt_len,), not writeable."""
+    """Token ids of the prompt, (prompt_len,), read-only."""
     params: SamplingParams
-    """With `seed` filled in and `stop_token_ids` merged with the model's EOS unless `ignore_eos`."""
+    """Sampling parameters with `seed` filled in, and the model's EOS added to `stop_token_ids` unless `ignore_eos`."""
     slo: SLO
     arrival_s: float
     """Arrival time on the engine's clock."""
     slo_class: SloClass = "rt"
-    """Real time, or best effort."""
+    """Class of the request: real time or best effort."""
     grammar: Grammar | None = None
-    """Compiled from `params.structured_outputs`."""
+    """Constraint compiled from `params.structured_outputs`."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    """`params.bad_words` as tokens, with and without a space before each."""
+    """Token sequences of `params.bad_words`, each word with and without a preceding space."""
     num_outputs: int = 1
-    """Outputs that its call asks for to the same prompt (`n`)."""
+    """Number of outputs that the call asks for per prompt (`n`)."""
     max_queue_s: float | None = None
-    """Time from arrival after which it is rejected unless it was scheduled by then, seconds; None: the server's. It
-    shortens that one only."""
+    """Maximum queueing time in seconds, after which the request is rejected; None: the server's. Values above the
+    server's have no effect."""
     adapter: str | None = None
-    """LoRA adapter that it runs with, by name; None: the model alone. Requests of different adapters share no cached
-    prefixes: what is cached depends on the adapter."""
+    """Name of the LoRA adapter; None: no adapter. Requests with different adapters share no cached prefixes, as the
+    cache depends on the adapter."""
     cache_salt: str | None = None
-    """Only requests of the same salt share cached prefixes; None: a salt of its own."""
+    """Requests share cached prefixes only with requests of the same salt; None is a salt too."""
     tenant: str | None = None
-    """The tenant, by API key; never what the request claims. Tenants share neither queue places nor ids, nor cached
-    prefixes unless `CacheConfig.share_prefixes`."""
+    """Tenant, derived from the API key and never from the request. Tenants share neither queue places nor ids, and
+    cached prefixes only with `CacheConfig.share_prefixes`."""
 
     @property
     def has_token_rules(self) -> bool:
-        """True if tokens are masked for other reasons than `grammar`."""
+        """True if `allowed_token_ids` or bad words mask tokens, independently of `grammar`."""
         return self.params.allowed_token_ids is not None or bool(self.bad_words_token_ids)
 
     @property
     def label(self) -> str:
-        """The client's id, at most 128 of ``[A-Za-z0-9._-]``. ``#1`` and so on follow it in the further requests of
-        `apt_jax.validation.build_requests`."""
+        """The client's request id, at most 128 characters of ``[A-Za-z0-9._-]``. Further requests of one
+        `apt_jax.validation.build_requests` call get the suffixes ``#1``, ``#2`` and so on."""
         return split_engine_id(self.request_id)[1]
 
 
@@ -204,27 +210,27 @@ class Logprob:
 
     logprob: float
     rank: int | None
-    """1 for the most likely token; None where it was not among the returned ones."""
+    """Rank of the token, 1 for the most likely; None: the token is not among the returned most likely tokens."""
     decoded_token: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLogprobs:
-    """Log probabilities of m tokens of a prompt, each given the tokens before it; natural logarithms."""
+    """Natural log probabilities of m prompt tokens, each given the tokens before it."""
 
     logprob: NDArray[np.float32]
-    """(m,)"""
+    """Log probability of each token, (m,)."""
     rank: NDArray[np.int32]
-    """(m,) 1 where no token was more likely."""
+    """Rank of each token, (m,); 1 for the most likely."""
     top_ids: NDArray[np.int32]
-    """(m, k) most likely tokens in its place, best first."""
+    """Ids of the k most likely tokens at each position, (m, k), most likely first."""
     top_logprobs: NDArray[np.float32]
-    """(m, k)"""
+    """Log probabilities of `top_ids`, (m, k)."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class RequestMetrics:
-    """Times of one request, on the engine's clock."""
+    """Times and counts of one request. Times are seconds on the engine's clock."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -234,25 +240,25 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_kind_switches: int = 0
     num_conversions: int = 0
-    """Times that its layer inputs became keys and values while it ran."""
+    """Number of times that the cached layer inputs were converted to keys and values while the request ran."""
     recomputed_tokens: int = 0
-    """Positions computed again after preemptions."""
+    """Number of positions computed again after preemptions."""
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed because their cache was there already, when it was first scheduled."""
+    """Number of prompt tokens that were already cached when the request was first scheduled."""
     cache_kind: CacheKindName | None = None
-    """The kind held last."""
+    """Cache kind that the request held last; None: never held any."""
     num_blocks: int | None = None
-    """Blocks of its cache when it was last released, shared ones included; None: never released."""
+    """Number of blocks, shared ones included, when the cache was last released; None: never released."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
 
     @property
     def ttft_s(self) -> float | None:
-        """Arrival to first token; None before it."""
+        """Time from arrival to first token, in seconds; None: no token yet."""
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
     @property
     def tbt_s(self) -> float | None:
-        """P99 over the gaps between tokens (numpy's linear interpolation); None with fewer than two tokens."""
+        """P99 over the gaps between tokens in seconds (NumPy's linear interpolation); None: fewer than two tokens."""
         if len(self.token_times_s) < 2:
             return None
         return float(np.percentile(np.diff(self.token_times_s), 99))
@@ -263,7 +269,7 @@ class RequestMetrics:
 
     @property
     def tbt_attained(self) -> bool:
-        """True with a single token: there is no gap to miss."""
+        """True if the P99 gap is within the SLO, or the only token leaves no gap."""
         return bool(self.token_times_s) and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
 
     @property
@@ -280,15 +286,15 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    """One entry per token: the sampled token and the most likely ones."""
+    """One entry per token: log probabilities, by id, of the sampled token and the most likely tokens."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for EOS."""
+    """Stop token or stop string that ended the output; None: another reason, such as EOS."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class RequestOutput:
-    """The state of one request, whole so far (not a delta)."""
+    """State of one request: everything generated so far, not a delta."""
 
     request_id: str
     prompt: str | None
@@ -297,9 +303,9 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None
-    """Reason for which it ended with `finish_reason == "error"`."""
+    """Error message if the request ended with `finish_reason == "error"`."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token where the request asked for it, None for the first: the token and the most likely
-    ones in its place."""
+    """One entry per prompt token: log probabilities, by id, of the token and the most likely tokens at its position;
+    the first entry is None. None: not requested."""
     pooled: NDArray[np.float32] | None = None
-    """(D,) pooled states of the prompt, not normalised, where `SamplingParams.pooling` asked for them."""
+    """Pooled hidden state of the prompt, (D,), not normalised; None: `SamplingParams.pooling` is not set."""

@@ -1,1 +1,1 @@
-"""The vocabulary of the engine's parts, under all of them: NumPy only."""
+"""Types shared by all parts of the engine. Depends on NumPy only."""

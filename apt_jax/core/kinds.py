@@ -1,17 +1,17 @@
 """The kinds of cache that a request can hold: keys and values, or the layer inputs that these are computed from.
 
-A kind is its number, which is its column wherever an array has one column a kind. The numbers are plain integers:
-against a member of an enum NumPy compares an array in twice the time, a single element in ten times, and makes int64 of
-int8.
+A kind is an integer, and also its column in arrays with one column per kind. Plain integers are used because comparing
+a NumPy array with an enum member takes twice as long, comparing a single element ten times as long, and both convert
+int8 to int64.
 """
 
 import dataclasses
 from typing import Literal, NamedTuple
 
 KV = 0
-"""Keys and values."""
+"""Kind of a cache of keys and values."""
 HIDDEN = 1
-"""Layer inputs."""
+"""Kind of a cache of layer inputs."""
 KINDS = (KV, HIDDEN)
 NUM_KINDS = len(KINDS)
 NO_KIND = -1
@@ -19,11 +19,11 @@ NO_KIND = -1
 
 CacheKindName = Literal["kv", "hidden"]
 KIND_NAMES: tuple[CacheKindName, ...] = ("kv", "hidden")
-"""Names of the kinds, by number: in events, metrics and the names of files."""
+"""Names of the kinds by number, used in events, metrics and file names."""
 
 
 class KindSet(NamedTuple):
-    """One flag a kind: those that a program handles, or that are on offer."""
+    """One flag per cache kind: whether a program handles the kind, or whether the kind is offered."""
 
     kv: bool
     hidden: bool
@@ -31,18 +31,21 @@ class KindSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheKindSpec:
-    """A cache kind as data: its memory and its extra time over the KV kind (docs/design/scheduling.md, Value of a
-    request; Apt-Serve Eq. 6)."""
+    """Memory of a cache kind, and its extra time over the KV kind (docs/design/scheduling.md, Value of a request;
+    Apt-Serve Eq. 6)."""
 
     name: str
     blocks_per_group: int
-    """Blocks of a group of token positions (`SchedulerView.block_sizes`): 2 for keys and values, 1 for layer inputs."""
+    """Number of blocks per group of token positions (`SchedulerView.block_sizes`): 2 for keys and values, 1 for layer
+    inputs."""
     offered: bool = True
-    """False: the model or the `--cache` flag rules this kind out."""
+    """False if the model or the `--cache` flag excludes this kind."""
     reprojected: bool = True
-    """Attention first restores the keys and values of all cached positions, in every step (Apt-Serve §3.1). False: it
-    works on what is cached."""
+    """True if attention recomputes keys and values of all cached positions in every step (Apt-Serve §3.1); False if it
+    reads the cache directly."""
     extra_base_s: float = 0.0
-    """c0 of t = c0 + c1 * tokens, seconds per request and decode iteration over KV; may be negative."""
+    """c0 of the extra time t = c0 + c1 * tokens over KV, in seconds per request and decode iteration; may be
+    negative."""
     extra_per_token_s: float = 0.0
-    """c1, seconds a cached token and decode iteration over KV; may be negative."""
+    """c1 of the extra time t = c0 + c1 * tokens over KV, in seconds per cached token and decode iteration; may be
+    negative."""

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from apt_jax.request import PromptLogprobs, SamplingParams
 
 TOKEN_ON_DEVICE = -1
-"""Placeholder in `StepBatch.token_ids` for the last token sampled for this row's slot, which the host has not seen
+"""Placeholder in `StepBatch.token_ids`: use the last token sampled for the row's slot, which the host has not fetched
 yet."""
 
 NO_TOKEN = -1
 """Placeholder in `StepResult.token_ids`: the row did not sample in this step, or its mask left no token."""
 
 NULL_BLOCK = 0
-"""Padding in block tables: reserved, never allocated, never read."""
+"""Id of the reserved block that pads block tables; never allocated, never read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +24,11 @@ class Conversions:
     """Rows of a step whose cached layer inputs become keys and values before the step writes anything."""
 
     rows: NDArray[np.int64]
-    """(m,) rows of the batch, ascending. They are KV rows in the batch: their block tables name the blocks that
-    positions `[0, start)` are written to, which no other request holds."""
+    """Rows of the batch, (m,), ascending. They are KV rows: their block tables name the blocks that the keys and values
+    of positions `[0, start)` are written to. No other request holds these blocks."""
     inputs: NDArray[np.int32]
-    """(m, J) the X blocks of these positions, padded with `NULL_BLOCK`. Other rows may read them; no row of the step
-    writes to them."""
+    """X blocks with the layer inputs of these positions, (m, J), padded with `NULL_BLOCK`. Other rows may read them; no
+    row of the step writes to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,15 @@ class PromptTargets:
     """Tokens of a prompt whose log probabilities a step returns for one of its rows."""
 
     position: int
-    """Position of the token before the first of them; it is computed in the step, as are those before the others."""
+    """Position of the token before the first target. The step computes this position and the one before every other
+    target."""
     token_ids: NDArray[np.int32]
-    """(m,) at least one."""
+    """Target tokens, (m,), m at least 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolSpan:
-    """Positions of a prompt whose hidden states a step sums."""
+    """Range of prompt positions whose hidden states a step sums."""
 
     position: int
     num_tokens: int
@@ -51,87 +52,93 @@ class PoolSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """One step, on the host. `n` rows; T = sum of `num_tokens`; J = most blocks of one row (of one half for KV).
+    """One step, as host arrays. n rows; T = sum of `num_tokens`; J = maximum number of blocks of one row (of one half
+    for KV).
 
     Position t of a row lies in its block `t // size`, size being the executor's `block_size` or `hidden_block_size`.
 
     Row r computes positions `[start[r], start[r] + num_tokens[r])`, writes their cache through its block table, and
-    attends to positions `[0, start[r] + num_tokens[r])`. Where `samples[r]` a token is sampled from the last position.
+    attends to positions `[0, start[r] + num_tokens[r])`. If `samples[r]`, a token is sampled from the last position.
     """
 
     slots: NDArray[np.int32]
-    """(n,) place of the request in the executor's per-request device state, in [0, max_num_seqs)."""
+    """Slot of each row's request in the executor's per-request device state, (n,), in [0, max_num_seqs)."""
     num_tokens: NDArray[np.int32]
-    """(n,) at least 1."""
+    """Number of tokens that each row computes, (n,), at least 1."""
     start: NDArray[np.int32]
-    """(n,) positions cached before this step."""
+    """Number of positions of each row cached before this step, (n,)."""
     kind: NDArray[np.int8]
-    """(n,) `core.kinds.KV` or `HIDDEN`."""
+    """Cache kind of each row, (n,): `core.kinds.KV` or `HIDDEN`."""
     token_ids: NDArray[np.int32]
-    """(T,) row after row. `TOKEN_ON_DEVICE` only in rows with `num_tokens == 1`, or as the last token of a row."""
+    """Tokens to compute, (T,), row after row. `TOKEN_ON_DEVICE` occurs only as the last token of a row."""
     block_tables: NDArray[np.int32]
-    """(n, 2, J): [:, 0] the K or X blocks, [:, 1] the V blocks (`NULL_BLOCK` for hidden rows). Negative, where the
-    executor takes blocks from both ends: the row has positions in the block from its right end (`cache.placement`)."""
+    """Block tables, (n, 2, J): K or X blocks in [:, 0], V blocks in [:, 1] (`NULL_BLOCK` for hidden rows). If the
+    executor takes blocks from both ends, a negative id means that the row fills the block from its right end
+    (`cache.placement`)."""
     samples: NDArray[np.bool_]
-    """(n,)"""
+    """True for rows that sample a token, (n,)."""
     position: NDArray[np.int32]
-    """(n,) index of the token to be sampled within the request's outputs (0 for the first): keys the random draw."""
+    """Index of the token to be sampled among the request's outputs, (n,), 0 for the first; seeds the random draw."""
     params: Sequence[SamplingParams]
-    """(n,) of the row's request."""
+    """Sampling parameters of each row's request, (n,)."""
     history: Sequence[NDArray[np.int32]]
-    """(n,) prompt then known output tokens of the row's request; read only for penalties, by the row's slot: what the slot
-    has not counted yet is sent."""
+    """Prompt and known output tokens of each row's request, (n,). Read only for penalties: tokens that the row's slot
+    has not counted yet are sent to the device."""
     prompt_len: NDArray[np.int32]
-    """(n,) how much of `history` is the prompt."""
+    """Number of prompt tokens in `history`, (n,)."""
     masked: NDArray[np.int64] | None = None
-    """Rows that sample under a mask, ascending; None: none. `Executor.execute` then gives a `MaskedStepHandle`."""
+    """Rows that sample under a mask, ascending; None: no masks. With masks, `Executor.execute` returns a
+    `MaskedStepHandle`."""
     copies: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """(m, 2) blocks (source, destination): before the step writes anything, all sources are read, then written to their
-    destinations. No destination occurs twice. Those of prefixes, at most 2 * max_num_seqs, come first; the sources of the
-    others, which leave groups of two users, are nobody's destinations."""
+    """Block copies, (m, 2): source and destination. Before the step writes anything, all sources are read and then
+    written to their destinations; no destination occurs twice. Copies of prefixes, at most 2 * max_num_seqs, come
+    first. The other copies separate users that share a group; their sources are not destinations of other copies."""
     saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """(m, 2) blocks (device, host) that go to host memory as they are before the step writes anything, its copies and
-    loads among it. No host block occurs twice, nor is it loaded in the step."""
+    """Blocks saved to host memory, (m, 2): device block and host block. They are read before the step writes anything,
+    including its copies and loads. No host block occurs twice or is loaded in the same step."""
     loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """(m, 2) blocks (host, device) that come from host memory: written after the copies, and before conversions and the
-    step. No device block occurs twice; `HostMemory.ready_to_load` has said that all host blocks are good."""
+    """Blocks loaded from host memory, (m, 2): host block and device block. They are written after the copies and before
+    conversions and the step. No device block occurs twice; `HostMemory.ready_to_load` must have returned True for all
+    host blocks."""
     slot_saves: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 5), np.int32))
-    """(m, 5) block on the device, host block, first slot, number of slots, and kind of the request: slots that go to the
-    same place of a host block, when `saves` do."""
+    """Slots saved together with `saves`, (m, 5): device block, host block, first slot, number of slots, and cache kind.
+    Slots keep their places in the block."""
     slot_loads: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros((0, 5), np.int32))
-    """(m, 5) host block, block on the device, first slot, number of slots, and kind: they come back when `loads` do."""
+    """Slots loaded together with `loads`, (m, 5): host block, device block, first slot, number of slots, and cache
+    kind."""
     adapters: NDArray[np.int32] | None = None
-    """(n,) LoRA adapter of the row's request: its place among `Executor.adapters` plus 1, 0: none; None: no row has
-    one."""
+    """LoRA adapter of each row, (n,): index in `JaxExecutor.adapters` plus 1, or 0 for no adapter; None: no row has an
+    adapter."""
     conversions: Conversions | None = None
-    """Done after the copies and loads, and before the step; None: there are none."""
+    """Conversions of layer inputs to keys and values, done after copies and loads and before the step; None: no
+    conversions."""
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
-    """By row, where the row's request asks for log probabilities of its prompt."""
+    """Prompt tokens to score, by row, for requests that ask for log probabilities of their prompt."""
     pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
-    """By row, where the row's request asks for pooled states of its prompt."""
+    """Prompt positions to sum, by row, for requests that ask for pooled states of their prompt."""
 
     @property
     def needs_all_states(self) -> bool:
-        """True if results need the hidden states of tokens that do not sample."""
+        """True if results need hidden states of tokens besides the last token of sampling rows."""
         return bool(self.prompt_targets or self.pool_spans)
 
     @property
     def num_converted_tokens(self) -> int:
-        """Positions whose layer inputs are converted to keys and values."""
+        """Number of positions whose layer inputs are converted to keys and values."""
         return 0 if self.conversions is None else int(self.start[self.conversions.rows].sum())
 
     def moved_blocks(self, block_sizes: Sequence[int]) -> tuple[float, float]:
-        """Blocks that go to host memory and that come from there; slots count as parts of blocks.
+        """Return the numbers of blocks saved to and loaded from host memory; slots count as fractions of blocks.
 
         Args:
-            block_sizes: positions that a block holds, by kind.
+            block_sizes: number of positions in a block, by cache kind.
         """
         sizes = np.asarray(block_sizes)
         slots = [float((spans[:, 3] / sizes[spans[:, 4]]).sum()) for spans in (self.slot_saves, self.slot_loads)]
         return len(self.saves) + slots[0], len(self.loads) + slots[1]
 
     def part(self, rows: NDArray[np.int64]) -> "StepBatch":
-        """A step of some rows, ascending, without masks, copies, transfers and conversions."""
+        """Return a step with only the given rows, ascending, without masks, copies, transfers and conversions."""
         starts = np.cumsum(self.num_tokens) - self.num_tokens
         lens = self.num_tokens[rows]
         within = np.arange(int(lens.sum())) - np.repeat(np.cumsum(lens) - lens, lens)
@@ -159,19 +166,19 @@ class StepBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Results of a step. Rows as in the batch."""
+    """Results of a step; rows are in the order of the batch."""
 
     token_ids: NDArray[np.int32]
-    """(n,) sampled token, `NO_TOKEN` where the row did not sample or its mask excluded all tokens."""
+    """Sampled token of each row, (n,); `NO_TOKEN` if the row did not sample or its mask excluded all tokens."""
     finite: NDArray[np.bool_]
-    """(n,) False: the row's logits were not finite, its token is meaningless."""
+    """False if a row's logits were not finite, which makes its token meaningless, (n,)."""
     logprob: NDArray[np.float32] | None = None
-    """(n,) log probability of the sampled token, where any row asked for logprobs."""
+    """Log probability of each sampled token, (n,); None: no row asked for log probabilities."""
     top_ids: NDArray[np.int32] | None = None
-    """(n, k) most likely tokens, best first."""
+    """Ids of the k most likely tokens of each row, (n, k), most likely first."""
     top_logprobs: NDArray[np.float32] | None = None
-    """(n, k)"""
+    """Log probabilities of `top_ids`, (n, k)."""
     prompt_logprobs: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
-    """By row, of the tokens of `StepBatch.prompt_targets`."""
+    """Log probabilities of `StepBatch.prompt_targets`, by row."""
     pooled: Mapping[int, NDArray[np.float32]] = dataclasses.field(default_factory=dict)
-    """By row, (D,) sums of the hidden states in `StepBatch.pool_spans`."""
+    """Sums of the hidden states in `StepBatch.pool_spans`, (D,), by row."""

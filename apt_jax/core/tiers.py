@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 
 class HostMemory(Protocol):
-    """Blocks of host memory beside the pool of an executor, for `StepBatch.saves` and `loads`."""
+    """Blocks of host memory in addition to an executor's pool, for `StepBatch.saves` and `loads`."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks as large as the executor's, with ids in [1, num_blocks]."""
+        """Number of host blocks, each as large as a block of the executor, with ids in [1, num_blocks]."""
         ...
 
     @property
@@ -23,109 +23,110 @@ class HostMemory(Protocol):
         ...
 
     def save_now(self, saves: NDArray[np.int32]) -> None:
-        """Save blocks between two steps, as `StepBatch.saves`."""
+        """Save blocks between two steps, given like `StepBatch.saves`."""
         ...
 
     def slots_ready(self, spans: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """The same of slots: (n, 4) host block, first slot, number of slots, and kind."""
+        """Like `ready_to_load`, but for slots: (n, 4) host block, first slot, number of slots, and cache kind."""
         ...
 
     def ready_to_load(self, blocks: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Wait until these blocks have been saved, and check their contents.
 
         Returns:
-            (n,) False: the contents are lost, by a transfer that failed or a checksum that differs.
+            (n,) bool; False if the contents are lost because a transfer failed or a checksum differs.
         """
         ...
 
 
 @dataclasses.dataclass(eq=False)
 class DiskRead:
-    """Groups that are being read, one after the other, in a thread of their own."""
+    """Groups of one prefix that a separate thread reads one after the other."""
 
     kind: int
     groups: "collections.deque[DiskGroup]" = dataclasses.field(default_factory=collections.deque)
-    """Groups that have been read and not been taken from the left yet, in their order."""
+    """Groups read so far, in order; the reader of this object takes them from the left."""
     is_done: bool = False
-    """No more will come: all have been read, or one could not be."""
+    """True if no more groups follow: all have been read, or one could not be read."""
     is_cancelled: bool = False
-    """Cancel reads that have not begun."""
+    """Set to True to cancel the reads that have not begun."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiskGroup:
-    """A group that was read, for `DiskStore.place`."""
+    """A group read from disk, for `DiskStore.place`."""
 
     contents: Any
     num_bytes: int
     read_s: float
-    """Seconds that this took."""
+    """Duration of the read, in seconds."""
     is_downward: bool
-    """Its positions lie from the right end of the blocks (`apt_jax.cache.placement`)."""
+    """True if positions fill the blocks from their right end (`apt_jax.cache.placement`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiskCounts:
-    """Counts of a `DiskStore` since it was made."""
+    """Counts of a `DiskStore` since its creation."""
 
     num_bytes: int = 0
-    """Bytes of all its files, including known files of other servers."""
+    """Bytes of all files in the directory, including known files of other servers."""
     read_bytes: int = 0
     written_bytes: int = 0
     num_dropped_files: int = 0
-    """Files that were removed because they did not match."""
+    """Number of files removed because their contents did not match."""
     num_unwritten: int = 0
-    """Groups that were not written: the disk failed, was full or too slow."""
+    """Number of groups not written because the disk failed, was full or was too slow."""
 
 
 class DiskStore(Protocol):
-    """Groups of blocks in files that outlive the process, by the digests of their prefixes. No method waits for a disk,
-    but where it says so; none raises for one."""
+    """Groups of blocks, found by the digests of their prefixes, in files that outlive the process. Methods do not wait
+    for the disk unless stated, and never raise because of it."""
 
     salt: bytes
-    """Start of the digests, of all servers that shall find each other's groups."""
+    """Initial bytes of the digests, equal on all servers that share groups."""
 
     def has(self, kind: int, digest: bytes) -> bool:
         """True if a group is likely to be found."""
         ...
 
     def group_bytes(self, kind: int) -> int:
-        """Bytes that are read for a group."""
+        """Return the number of bytes read for a group."""
         ...
 
     def write(self, kind: int, digest: bytes, depth: int, blocks: Sequence[int], is_downward: bool) -> None:
-        """Write a group from host memory, after the saves announced for its blocks. The blocks
-        may be given to others at once. Where it is there already, that is noted as a use of it.
+        """Write a group from host memory, after the saves announced for its blocks. The caller may reuse the blocks
+        immediately. If the group is already stored, its time of last use is updated.
 
         Args:
-            depth: of the group in its prefix, from 1; of those that are written at one time the deepest is removed first.
-            blocks: of host memory.
-            is_downward: see `DiskGroup`.
+            depth: depth of the group in its prefix, from 1; of groups written at the same time the deepest is removed
+                first.
+            blocks: host blocks of the group.
+            is_downward: see `DiskGroup.is_downward`.
         """
         ...
 
     def read(self, kind: int, digests: Sequence[bytes], begin: int) -> DiskRead:
-        """Read groups `[begin, len(digests))` of a prefix; those before are noted as used."""
+        """Start reading groups `[begin, len(digests))` of a prefix; the groups before `begin` are marked as used."""
         ...
 
     def place(self, group: DiskGroup, blocks: Sequence[int]) -> None:
-        """Put a group that was read into blocks of host memory that have been allocated for it."""
+        """Copy a group that was read into host blocks allocated for it."""
         ...
 
     def remove(self, kind: int, digests: Sequence[bytes]) -> None:
-        """Remove damaged groups."""
+        """Remove groups, because they are damaged."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something has been read, at most for this time."""
+        """Wait until a group has been read or a read has ended, at most `timeout_s` seconds."""
         ...
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was to be written is; False: not within so long."""
+        """Wait until all pending groups are written; False if that takes more than `timeout_s` seconds."""
         ...
 
     def close(self) -> None:
-        """Read and write no more."""
+        """Stop reading and writing."""
         ...
 
     def counts(self) -> DiskCounts: ...

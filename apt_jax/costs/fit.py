@@ -1,17 +1,18 @@
-"""Time of a step as a model fitted to measured ones (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS §4.1).
+"""Models of step time fitted to measured steps (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS §4.1).
 
-Two models from the same points, both by non-negative least squares on relative errors:
+Two models are fitted to the same points, both by non-negative least squares on relative errors:
 
-* linear, what policies weigh (`StepCosts`), both phases together:
+* linear (`StepCosts`), for policies, both phases together:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  a step with both is their sum where it is two programs; where it is one, its decodes count as tokens and by what they
-  read, as `StepCosts` has it wherever the chunks' part is the longer one;
-* by compiled program and tile (`ProgramCosts`), what predicts: the simulator, and the objectives of the demonstration.
-  Bases of programs that few points or none have run lie near the line between those of the next sizes.
+  a step with both is the sum if it is two programs. If it is one program, its decodes count as tokens and by the cache
+  they read, like in `StepCosts` when the chunks' part is the longer one;
+* by compiled program and tile (`ProgramCosts`), for predictions: the simulator, and the objectives of the
+  demonstration. Bases of programs with few points or none are kept near the line between those of the neighbouring
+  sizes.
 
-What a hidden request costs over a KV one, t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine), is c0 = a8 - a7 and
-c1 = a6 - a5: either may be negative.
+The extra time of a hidden request over a KV request is t = c0 + c1 * tokens (Apt-Serve Eq. 6 made affine). Its
+coefficients c0 = a8 - a7 and c1 = a6 - a5 may be negative.
 """
 
 import dataclasses
@@ -30,22 +31,22 @@ class StepPoint:
     """One measured step, one row per request."""
 
     num_tokens: Sequence[int]
-    """Tokens that each row computes."""
+    """Number of tokens that each row computes."""
     start: Sequence[int]
-    """Positions cached before."""
+    """Number of positions of each row cached before the step."""
     kind: Sequence[int]
-    """`KV` or `HIDDEN`."""
+    """Cache kind of each row: `KV` or `HIDDEN`."""
     time_s: float
     held_back: bool = False
-    """Drawn as serving would, to state the quality of a fit to the others."""
+    """True if the step resembles steps of a server and is used to measure the quality of a fit to the other points."""
 
     @property
     def is_prefill(self) -> bool:
-        """True: at least one row is a prefill chunk."""
+        """True if at least one row is a prefill chunk."""
         return max(self.num_tokens) > 1
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
-        """Arguments of `StepCosts.step_s`."""
+        """Return the arguments of `StepCosts.step_s`."""
         return (
             np.asarray(self.num_tokens, np.int32),
             np.asarray(self.start, np.int32),
@@ -53,7 +54,7 @@ class StepPoint:
         )
 
     def linear_features(self, one_program: bool) -> list[float]:
-        """Features of both phases, in the order of `_PREFILL` and `_DECODE`."""
+        """Return the features of both phases, in the order of `_PREFILL` and `_DECODE`."""
         num_tokens, start, kind = (a.astype(np.float64) for a in self.arrays())
         hidden, decode = kind == HIDDEN, num_tokens == 1
         features = [0.0] * (len(_PREFILL) + len(_DECODE))
@@ -91,39 +92,39 @@ class FitQuality:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Both models and how good they are."""
+    """Both fitted models and their quality."""
 
     costs: StepCosts
     programs: ProgramCosts
     prefill_quality: FitQuality
-    """The quality of `programs` on steps with chunks."""
+    """Quality of `programs` on steps with chunks."""
     decode_quality: FitQuality
-    """The quality of `programs` on steps without."""
+    """Quality of `programs` on steps without chunks."""
     linear_prefill_quality: FitQuality
     linear_decode_quality: FitQuality
 
     def prefill_s(self, chunk_lens: Sequence[int], prefix_lens: Sequence[int]) -> float:
-        """Predicted time of a step of KV chunks, seconds."""
+        """Return the predicted time of a step of KV chunks, in seconds."""
         point = StepPoint(num_tokens=chunk_lens, start=prefix_lens, kind=[KV] * len(chunk_lens), time_s=0.0)
         return self.programs.step_s(*point.arrays())
 
     def decode_s(self, kv_lens: Sequence[int], hidden_lens: Sequence[int]) -> float:
-        """Predicted time of a decode step over cached tokens, seconds."""
+        """Return the predicted time of a decode step over cached tokens, in seconds."""
         lens = [*kv_lens, *hidden_lens]
         kind = [KV] * len(kv_lens) + [HIDDEN] * len(hidden_lens)
         point = StepPoint(num_tokens=[1] * len(lens), start=lens, kind=kind, time_s=0.0)
         return self.programs.step_s(*point.arrays())
 
     def step_costs(self) -> StepCosts:
-        """The part that policies weigh."""
+        """Return the linear costs, which policies use."""
         return self.costs
 
     def kinds(self, offered: tuple[bool, bool], *, absorbs: bool) -> tuple[CacheKindSpec, CacheKindSpec]:
-        """Both cache kinds with their measured extra time.
+        """Return both cache kinds with their measured extra time.
 
         Args:
-            offered: which may be used.
-            absorbs: attention over layer inputs works on them directly (`JaxExecutor.absorbs`).
+            offered: whether each kind may be used, indexed by `KV` and `HIDDEN`.
+            absorbs: attention reads cached layer inputs directly (`JaxExecutor.absorbs`).
         """
         c, extra = self.costs, offered[KV] and offered[HIDDEN]
         extra_base_s = c.decode_per_hidden_request_s - c.decode_per_request_s
@@ -142,20 +143,20 @@ class CostModel:
 
 
 _SMOOTHNESS = 2.0
-"""Weight of a program's distance to the line between its neighbours, of a typical step's time, where a point weighs up
-to 4.5."""
+"""Weight of a program's distance from the line between its neighbours, relative to a typical step time; a point weighs
+up to 4.5."""
 
 
 def _smoothness(
     shapes: ProgramShapes, is_measured: NDArray[np.bool_], prefill_s: float, decode_s: float
 ) -> NDArray[np.float64]:
-    """(n, num_coefficients) rows whose products with the coefficients are 0 where bases lie on the lines between their
-    neighbours, and bases beyond the measured ones equal the last measured one.
+    """Return rows, (n, num_coefficients), whose products with the coefficients are 0 if each base lies on the line
+    between its neighbours and bases beyond the measured ones equal the nearest measured base.
 
     Args:
-        is_measured: (num_coefficients,) what occurs in points.
-        prefill_s: a typical time of a step with chunks.
-        decode_s: and of one without.
+        is_measured: (num_coefficients,) True if the coefficient occurs in a point.
+        prefill_s: typical time of a step with chunks, in seconds.
+        decode_s: typical time of a step without chunks, in seconds.
     """
     place, num = {program: i for i, program in enumerate(shapes.programs())}, len(shapes.feature_names())
     out = []
@@ -187,12 +188,13 @@ def _solve(
     smoothness: NDArray[np.float64] | None = None,
     known_s: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Coefficients that make the mean relative error small: least squares, reweighted so that hiccups weigh little.
+    """Return coefficients with a small mean relative error, by least squares that are reweighted so that outliers count
+    little.
 
     Args:
-        rows: (n,) points that count.
-        smoothness: (m, num_coefficients) further rows, whose products with the coefficients shall be small.
-        known_s: (n,) seconds of each point that have other causes.
+        rows: (n,) True for the points to fit.
+        smoothness: (m, num_coefficients) additional rows whose products with the coefficients are to be small.
+        known_s: (n,) seconds of each point that the features do not have to explain.
     """
     from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
 
@@ -218,8 +220,8 @@ def _solve_linear(
     prefill: NDArray[np.bool_],
     shapes: ProgramShapes,
 ) -> NDArray[np.float64]:
-    """Coefficients of the linear model. Where a step with both is one program, those of decodes are fitted to steps without
-    chunks alone: chunks, whose programs are stairs, shall not move them."""
+    """Return the coefficients of the linear model. If a step with both phases is one program, coefficients of decodes
+    are fitted only to steps without chunks, so that the stepwise times of chunk programs do not distort them."""
     if not shapes.mixed:
         return _solve(features, times, rows)
     num = len(_PREFILL)
@@ -235,7 +237,7 @@ def _quality(
     held: NDArray[np.bool_],
     rows: NDArray[np.bool_],
 ) -> FitQuality:
-    """The quality on the held-back rows, or on all rows without any held back."""
+    """Return the quality on the held-back rows, or on all rows without held-back ones."""
     check = held & rows if (held & rows).any() else rows
     if not check.any():
         return FitQuality(num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0)
@@ -252,13 +254,13 @@ def _quality(
 
 
 def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
-    """Fit both models without the held-back points, to state the quality, then to all points.
+    """Fit both models without the held-back points to measure their quality, then fit them to all points.
 
-    Where no point of a phase is marked as held back, every fourth is.
+    If no point of a phase is held back and it has at least eight points, every fourth is held back.
 
     Raises:
-        ValueError: a phase has fewer points than the linear model has coefficients, and is no prefill phase without
-            any where steps are of one token and so hold no chunk.
+        ValueError: a phase has fewer points than the linear model has coefficients. A prefill phase without points is
+            allowed if steps have at most one token and so never hold a chunk.
     """
     prefill = np.array([p.is_prefill for p in points], np.bool_)
     num_prefill, num_decode = int(prefill.sum()), int((~prefill).sum())

@@ -1,4 +1,4 @@
-"""A description of hardware: what steps of a model cost on it, and how much memory it has."""
+"""A description of hardware: step costs of a model on it, and the size of its block pool."""
 
 import dataclasses
 import math
@@ -18,39 +18,40 @@ OPTIONAL_COEFFICIENTS = ("convert_per_hidden_token_s", "load_base_s", "load_per_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One model on one kind and number of devices. Times are seconds, sizes tokens and blocks."""
+    """One model on one kind and number of devices. Times are in seconds, sizes in tokens or blocks."""
 
     name: str
-    """The kind of device, as ``--hardware`` takes it: ``a100-40gb``."""
+    """Name of the device kind, a value of ``--hardware`` such as ``a100-40gb``."""
     model: str
-    """The value of ``--model``: ``opt-13b``."""
+    """Name of the model, a value of ``--model`` such as ``opt-13b``."""
     num_devices: int
-    """Devices that share every layer (tensor parallelism)."""
+    """Number of devices that share every layer (tensor parallelism)."""
     max_model_len: int
-    """Longest prompt plus output, tokens."""
+    """Maximum length of prompt plus output, in tokens."""
     block_size: int
-    """Keys, or values, that a block holds."""
+    """Number of tokens whose keys, or values, fit in a block."""
     num_blocks: int
-    """Usable blocks of the unified pool. A KV request of n tokens takes 2 * ceil(n / block_size) of them, a hidden one
-    ceil(n / `hidden_block_size`)."""
+    """Number of usable blocks of the unified pool. A KV request of n tokens takes 2 * ceil(n / block_size) blocks, a
+    hidden request ceil(n / `hidden_block_size`)."""
     hidden_blocks_per_group: int | None
-    """1, or None: layer inputs are not smaller than keys and values (few KV heads) or were not measured, so the hidden
-    kind is not offered."""
+    """Blocks per group of the hidden kind: 1. None: the hidden kind is not offered, because layer inputs are not
+    smaller than keys and values (few KV heads) or were not measured."""
     costs: Mapping[str, StepCosts]
-    """By attention over hidden cache: ``reproject``, ``absorb`` where it is exact, at least one; ``kv`` alone where the
-    hidden kind is not offered. The coefficients of KV requests are the same in all."""
+    """Costs by attention over hidden cache: ``reproject``, ``absorb`` (if exact for the model) or both; only ``kv`` if
+    the hidden kind is not offered. The coefficients of KV requests are equal in all entries."""
     basis: Mapping[str, str]
-    """Where the numbers come from, by number or group of numbers. ``hidden``, ``reproject`` and ``absorb`` say why the
-    kind or the attention is missing where it is."""
+    """Source of the numbers, by number or group of numbers. The entries ``hidden``, ``reproject`` and ``absorb`` give
+    the reason if that kind or attention is missing."""
     source: str
-    """The data behind the description, in prose."""
+    """Description of the data behind the numbers, in prose."""
     programs: ProgramCosts | None = None
-    """Times of steps by compiled program, where an executor was calibrated: the simulator then times steps by it, and
-    `costs` is what policies weigh. None: `costs` times them too."""
+    """Step times by compiled program, from the calibration of an executor. The simulator uses them for step times, and
+    policies use `costs`. None: the simulator uses `costs` too."""
     fit: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    """By fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty where another's fit is used."""
+    """Quality of the fit by fitted part: num_points, r2, worst_relative_error, mean_relative_error. Empty if the costs
+    were not fitted here."""
     hidden_block_size: int | None = None
-    """Layer inputs that a block holds; None: `block_size`, as with multi-head attention of the model's width."""
+    """Number of layer inputs in a block; None: `block_size`, as for multi-head attention of the model's width."""
 
     def __post_init__(self) -> None:
         for name in ("name", "model"):
@@ -91,23 +92,23 @@ class Hardware:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens that fit the pool as keys and values."""
+        """Number of tokens whose keys and values fit in the pool."""
         return self.num_blocks // 2 * self.block_size
 
     def step_costs(self, hidden_attention: Literal["auto", "reproject", "absorb"] = "auto") -> StepCosts:
-        """Coefficients with one way to attend over hidden cache.
+        """Return the coefficients for one kind of attention over hidden cache.
 
-        What a conversion of layer inputs to keys and values takes (`StepCosts.convert_per_hidden_token_s`) is, where
-        the description does not say, what attention that reprojects takes for a cached token: it computes the same keys
-        and values and reads them once, where a conversion writes them. Where that is not described either, computing
-        the token again, which is more.
+        If the description lacks the cost of converting layer inputs to keys and values
+        (`StepCosts.convert_per_hidden_token_s`), it is set to the cost per cached token of reprojecting attention,
+        which computes the same keys and values and reads them once where a conversion writes them. If that cost is
+        missing too, the higher cost of computing the token again is used.
 
         Args:
-            hidden_attention: ``auto`` takes absorption where it is described, else reprojection. Without a hidden kind
-                ``auto`` and ``reproject`` are the costs of KV.
+            hidden_attention: ``auto`` selects absorption if it is described, else reprojection. Without a hidden kind
+                ``auto`` and ``reproject`` return the costs of KV.
 
         Raises:
-            ConfigError: an attention that is not described, or an unknown name.
+            ConfigError: the attention is not described, or its name is unknown.
         """
         if hidden_attention not in ("auto", "reproject", "absorb"):
             raise ConfigError(
@@ -137,16 +138,16 @@ class Hardware:
         *,
         rho_us: float | None = None,
     ) -> tuple[CacheKindSpec, CacheKindSpec]:
-        """Both cache kinds, indexed by `core.kinds.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
+        """Return both cache kinds, indexed by `core.kinds.KV` and `HIDDEN`, with the extra time t = c0 + c1 * tokens.
 
         Args:
-            cache: kinds that may be used. ``hybrid`` means KV where the model has no hidden kind.
+            cache: kinds that may be used. ``hybrid`` means only KV if the model has no hidden kind.
             hidden_attention: see `step_costs`.
-            rho_us: microseconds a cached token that policies charge the hidden kind with: t = rho m, Apt-Serve Eq. 6.
-                None: what a step really takes longer.
+            rho_us: microseconds per cached token that policies charge for the hidden kind: t = rho m, Apt-Serve Eq. 6.
+                None: the extra time derived from the step costs.
 
         Raises:
-            ConfigError: ``hidden`` where the model has no hidden kind, or an unknown name.
+            ConfigError: ``hidden`` is asked for and the model has no hidden kind, or a name is unknown.
         """
         if cache not in ("kv", "hidden", "hybrid"):
             raise ConfigError(f"cache={cache!r} must be one of kv, hidden, hybrid (--cache)")

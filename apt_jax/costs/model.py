@@ -13,18 +13,19 @@ class StepCosts:
     """Time of a step as a linear model of its contents (docs/design/scheduling.md, Cost model; InferMax §3.2, BROS
     §4.1).
 
-    From calibration or a hardware description; all in seconds, zero where nothing is known. A row decodes when it
-    computes one token over cached positions, else it is a prefill chunk of c tokens over m cached ones. Per phase:
+    The coefficients come from a calibration or a hardware description, in seconds; unknown ones are zero. A row decodes
+    if it computes one token over cached positions; otherwise it is a prefill chunk of c tokens over m cached positions.
+    Per phase:
 
         linear   prefill:  base + per_request * chunks + per_token * sum(c)
                  decode:   base + per_request * requests (a coefficient a kind)
         read     prefill:  per_pair * sum(c^2 + 2 m c) + per_kv_prefix * m (or per_hidden_prefix * m)
                  decode:   per_token * (m + 1), a coefficient a kind
 
-    A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so it takes
-    both reads, and the linear part of whichever phase is slower with all tokens counted to it. Where it is two programs
-    (`one_program` is False, as on CPUs) it takes both phases one after another. A prompt of one token counts as a chunk
-    here, though an executor may run it with the decodes.
+    A step of one phase takes linear + read. In a mixed step the linear layers run once over all tokens, so the step
+    takes both reads plus the larger of the two linear parts, each computed with all tokens. If a mixed step is two
+    programs (`one_program` is False, as on CPUs), it takes the sum of both phases. A prompt of one token counts as a
+    chunk here, although an executor may run it with the decodes.
     """
 
     prefill_base_s: float = 0.0
@@ -32,27 +33,27 @@ class StepCosts:
     prefill_per_pair_s: float = 0.0
     prefill_per_request_s: float = 0.0
     prefill_per_kv_prefix_s: float = 0.0
-    """Per cached KV token that a chunk attends to."""
+    """Seconds per cached KV token that a chunk attends to."""
     prefill_per_hidden_prefix_s: float = 0.0
-    """Per cached hidden token that a chunk attends to."""
+    """Seconds per cached hidden token that a chunk attends to."""
     decode_base_s: float = 0.0
     decode_per_request_s: float = 0.0
     decode_per_token_s: float = 0.0
-    """Per cached KV token read."""
+    """Seconds per cached KV token read."""
     decode_per_hidden_request_s: float = 0.0
     decode_per_hidden_token_s: float = 0.0
-    """Per cached hidden token read."""
+    """Seconds per cached hidden token read."""
     convert_per_hidden_token_s: float = 0.0
-    """Per cached token whose keys and values are computed from its layer input (`Plan.convert`), once; the step itself
-    then counts the row as a KV one. 0: not known."""
+    """Seconds, once, per cached token whose keys and values are computed from its layer input (`Plan.convert`); the
+    step then counts the row as a KV row. 0: unknown."""
     load_base_s: float = 0.0
-    """Per step that loads blocks from host memory."""
+    """Seconds per step that loads blocks from host memory."""
     load_per_block_s: float = 0.0
-    """Per block loaded, over all layers. 0: not known."""
+    """Seconds per block loaded from host memory, over all layers. 0: unknown."""
     save_per_block_s: float = 0.0
-    """Per block saved to host memory, over all layers. 0: not known."""
+    """Seconds per block saved to host memory, over all layers. 0: unknown."""
     one_program: bool = True
-    """A mixed step is one program; else its decodes and its chunks are two."""
+    """True if a mixed step is one program; False if its decodes and its chunks are two programs."""
 
     def step_s(
         self,
@@ -60,12 +61,12 @@ class StepCosts:
         start: NDArray[np.int32],
         kind: NDArray[np.int8],
     ) -> float:
-        """Predicted time of one step, seconds.
+        """Return the predicted time of one step, in seconds.
 
         Args:
-            num_tokens: (n,) tokens that each row computes.
-            start: (n,) positions cached before.
-            kind: (n,) cache kinds.
+            num_tokens: (n,) number of tokens that each row computes.
+            start: (n,) number of positions of each row cached before the step.
+            kind: (n,) cache kind of each row.
         """
         n = num_tokens.size
         if n == 0:
@@ -106,24 +107,25 @@ class StepCosts:
         return max(linear_s, prefill_s) + read_s
 
     def chunk_s(self, num_tokens: int, start: int, kind: int) -> float:
-        """Time that one more prefill chunk adds to a step, seconds: without the step's base."""
+        """Return the time that one more prefill chunk adds to a step, in seconds, without the step's base."""
         prefix_s = self.prefill_per_hidden_prefix_s if kind == HIDDEN else self.prefill_per_kv_prefix_s
         pairs = num_tokens * (num_tokens + 2 * start)
         return self.prefill_per_token_s * num_tokens + self.prefill_per_pair_s * pairs + prefix_s * start
 
     def decode_row_s(self, start: int, kind: int) -> float:
-        """Time that one more decode row adds to a step, seconds: without the step's base."""
+        """Return the time that one more decode row adds to a step, in seconds, without the step's base."""
         if kind == HIDDEN:
             return self.decode_per_hidden_request_s + self.decode_per_hidden_token_s * (start + 1)
         return self.decode_per_request_s + self.decode_per_token_s * (start + 1)
 
     def transfer_s(self, num_saved: float, num_loaded: float) -> float:
-        """Time of the transfers of a step, whose two ways go on side by side, seconds."""
+        """Return the time of a step's transfers in seconds; saves and loads run concurrently."""
         load_s = self.load_base_s + self.load_per_block_s * num_loaded if num_loaded else 0.0
         return max(load_s, self.save_per_block_s * num_saved)
 
     def conversion_s(self, num_tokens: int) -> float:
-        """Extra time of a step for `Plan.convert` of rows with these cached tokens in total, seconds."""
+        """Return the extra time of a step that converts rows with `num_tokens` cached tokens in total (`Plan.convert`),
+        in seconds."""
         return self.convert_per_hidden_token_s * num_tokens
 
 

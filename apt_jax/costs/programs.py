@@ -1,8 +1,8 @@
-"""Step times of an executor that pads: one compiled program a bucket, attention a tile at a time.
+"""Step times of an executor that pads: one compiled program per bucket, attention one tile at a time.
 
-`StepCosts` is linear in tokens, which is what policies can weigh and a solver can optimise. An executor with few
-compiled programs is a staircase instead: a step of 5 requests takes as long as one of 8, or nearly so where its products
-skip padding. This model knows the stairs:
+`StepCosts` is linear in tokens, as policies and solvers need. The step time of an executor with few compiled programs
+is a staircase instead: a step of 5 requests takes as long as one of 8, or nearly so if products skip padding. This
+model describes the staircase:
 
     step = base of its program + products per decode row and per token of a chunk
                                + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
@@ -10,7 +10,8 @@ skip padding. This model knows the stairs:
                                + where programs are compiled by kind: that a step with chunks has hidden rows at all,
                                  and the room that its program has for hidden prefixes
 
-Fitted by non-negative least squares like the linear one; used to predict (the simulator), not to decide.
+The model is fitted by non-negative least squares like the linear one. The simulator predicts step times with it;
+policies do not use it.
 """
 
 import bisect
@@ -26,30 +27,31 @@ from apt_jax.core.kinds import HIDDEN, KV
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramShapes:
-    """The shapes that an executor pads steps to."""
+    """Shapes that an executor pads steps to."""
 
     decode_buckets: tuple[int, ...]
-    """Rows of a step without chunks, ascending."""
+    """Numbers of rows of programs for steps without chunks, ascending."""
     prefill_buckets: tuple[int, ...]
-    """Tokens of a step with chunks, ascending."""
+    """Numbers of tokens of programs for steps with chunks, ascending."""
     max_num_seqs: int
-    """Most rows that a step may have, at most the last bucket's."""
+    """Maximum number of rows in a step, at most the last of `decode_buckets`."""
     mixed: bool
-    """Decode rows have their own attention beside chunks; else a step with both is two programs, one after another."""
+    """True if a step with decode rows and chunks is one program, in which decode rows have their own attention; False
+    if it is two programs, run one after the other."""
     rows_per_tile: int
-    """Decode rows that attend together."""
+    """Number of decode rows that attend together in one tile."""
     tokens_per_tile: int
-    """Cached positions that they read at a time."""
+    """Number of cached positions that a tile of decode rows reads at a time."""
     query_tile: int
-    """Tokens of a chunk that attend together."""
+    """Number of tokens of a chunk that attend together in one tile."""
     key_tile: int
-    """Positions that these kernels read at a time."""
+    """Number of positions that a tile of chunk tokens reads at a time."""
     by_kind: bool = False
-    """A step with chunks runs another program where it has hidden rows, and another one where chunks attend to hidden
-    prefixes."""
+    """True if steps with chunks run different programs when they have hidden rows, and again when chunks attend to
+    hidden prefixes."""
     prefix_sizes: tuple[tuple[int, int | None], ...] = ()
-    """(tokens, positions of hidden prefixes) of programs for steps with chunks over hidden prefixes, by tokens, then by
-    positions; None: any number of them. Empty: `prefill_buckets`, for any number."""
+    """Sizes of the programs for chunks over hidden prefixes: (tokens, positions of hidden prefixes), sorted by both;
+    positions of None: any number. Empty: the sizes are `prefill_buckets`, for any number of positions."""
     prefix_step: int = 1
     """Multiple to which positions of each hidden prefix are rounded up before a program is chosen."""
 
@@ -72,43 +74,44 @@ class ProgramShapes:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
 
     def programs(self) -> list[tuple[int, int]]:
-        """(decode rows, prefill tokens) of every program, whatever the kinds."""
+        """Return (decode rows, prefill tokens) of every program, without regard to cache kinds."""
         return [program for family in self.families() for program in family]
 
     def families(self) -> list[list[tuple[int, int]]]:
-        """`programs`, in groups that differ in one size, which ascends."""
+        """Return `programs` in groups whose members differ only in one size, ascending."""
         families = [[(rows, 0) for rows in self.decode_buckets], [(0, tokens) for tokens in self.prefill_buckets]]
         if self.mixed:
             families.append([(self.decode_buckets[-1], tokens) for tokens in self.prefill_buckets])
         return families
 
     def feature_names(self) -> list[str]:
-        """Names of the coefficients, in order."""
+        """Return the names of the coefficients, in order."""
         bases = [f"program_{rows}_{tokens}" for rows, tokens in self.programs()]
         of_kinds = [*_OF_KINDS, *(f"hidden_prefix_{room or 'any'}" for room in self._rooms)] if self.by_kind else []
         return [*bases, *_SHARED, *of_kinds]
 
     @functools.cached_property
     def _rooms(self) -> list[int | None]:
-        """Ascending sizes of hidden prefixes with programs, in positions."""
+        """Sizes of hidden prefixes that programs are compiled for, in positions, ascending; None: any size."""
         return sorted({room for _, room in self.prefix_sizes}, key=lambda room: room or np.inf) or [None]
 
     @functools.cached_property
     def _place(self) -> dict[tuple[int, int], int]:
-        """Place of each program's base among the coefficients."""
+        """Index of each program's base among the coefficients."""
         return {program: i for i, program in enumerate(self.programs())}
 
     def hidden_prefix(self, start: NDArray[np.int32]) -> int:
-        """Positions of hidden prefixes that a program must have room for; `start` is of the hidden chunks."""
+        """Return the number of hidden prefix positions that a program must have room for; `start`: cached positions of
+        the hidden chunks."""
         return int((-(-start // self.prefix_step)).sum()) * self.prefix_step
 
     def programs_of(
         self, num_decode: int, num_chunk_tokens: int, hidden_prefix: int = 0
     ) -> tuple[list[tuple[int, int]], int | None]:
-        """The sizes in `programs` that a step runs, and its room for hidden prefixes.
+        """Return the sizes of the programs that a step runs, and the room for hidden prefixes.
 
         Raises:
-            ValueError: there is none that large.
+            ValueError: no program is large enough.
         """
         rows = tokens = 0
         room = None if hidden_prefix else 0
@@ -124,7 +127,7 @@ class ProgramShapes:
     def features(
         self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]
     ) -> NDArray[np.float64]:
-        """(num_coefficients,) features of a step; arguments as of `StepCosts.step_s`, at least one row."""
+        """Return the features of a step, (num_coefficients,). Arguments: see `StepCosts.step_s`; at least one row."""
         decode, hidden = num_tokens == 1, kind == HIDDEN
         chunk = ~decode
         num_decode = int(np.count_nonzero(decode))
@@ -155,7 +158,7 @@ class ProgramShapes:
         hidden: NDArray[np.bool_],
         parts: NDArray[np.float64],
     ) -> None:
-        """Tiles of chunks over themselves and over their prefixes."""
+        """Write the numbers of tiles of chunks over themselves and over their prefixes into `parts`."""
         query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
         # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.
         full, rest = np.divmod(tokens, query)
@@ -176,7 +179,8 @@ class ProgramShapes:
         kind: NDArray[np.int8],
         parts: NDArray[np.float64],
     ) -> None:
-        """Tiles of rows, KV rows first and by length within a kind, each read up to its longest context."""
+        """Write the numbers of tiles of decode rows into `parts`. Rows are sorted by kind, KV first, then by length;
+        each tile reads up to its longest context."""
         rows = min(num_rows, self.rows_per_tile)
         order = np.lexsort((-lens, kind))
         lens, kind = lens[order], kind[order]
@@ -201,12 +205,13 @@ _SHARED = (
 _ROWS, _TOKENS, _DECODE_KV, _DECODE_HIDDEN = 0, 1, 2, 6
 _CHUNKS, _OWN, _KV_PREFIX, _HIDDEN_PREFIX, _PREFIX = range(10, 15)
 _OF_KINDS = ("hidden_prompt_step", "hidden_mixed_step")
-"""Where programs are compiled by kind: that a step with chunks has hidden rows, without decode rows and with them."""
+"""Coefficients of programs compiled by kind: extra time of a step with chunks and hidden rows, without and with decode
+rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramCosts:
-    """Coefficients, seconds, in the order of `shapes.feature_names()`."""
+    """Step times by compiled program: coefficients in seconds, in the order of `shapes.feature_names()`."""
 
     shapes: ProgramShapes
     coefficients: tuple[float, ...]
@@ -221,16 +226,17 @@ class ProgramCosts:
 
     @property
     def max_num_seqs(self) -> int:
-        """Most rows of a step."""
+        """Maximum number of rows in a step."""
         return self.shapes.max_num_seqs
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most tokens of a step with chunks."""
+        """Maximum number of tokens in a step with chunks."""
         return self.shapes.prefill_buckets[-1]
 
     def step_s(self, num_tokens: NDArray[np.int32], start: NDArray[np.int32], kind: NDArray[np.int8]) -> float:
-        """Predicted time of one step, seconds; see `StepCosts.step_s`. Raises ValueError for one beyond the buckets."""
+        """Return the predicted time of one step, in seconds; see `StepCosts.step_s`. Raises ValueError if the step
+        exceeds the buckets."""
         if num_tokens.size == 0:
             return 0.0
         return float(self.shapes.features(num_tokens, start, kind) @ self._vector)

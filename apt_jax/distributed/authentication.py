@@ -1,8 +1,8 @@
-"""The join key: a secret that all ranks of a replica have, in the file of --join-key-file.
+"""The join key: a secret shared by all ranks of a replica, in the file of --join-key-file.
 
-Each side proves that it has the key, by an HMAC over its role and a random nonce of each side, before it tells the
-other anything else. The key itself never travels and is never logged. Without a key, which is possible on one machine
-alone, both proofs are empty.
+Each side proves that it has the key by an HMAC over its role and a random nonce of each side, before it sends anything
+else. The key itself is never sent and never logged. Without a key, which is possible only on one machine, both proofs
+are empty.
 """
 
 import hmac
@@ -26,11 +26,11 @@ _RANK, _LEADER = b"apt-jax rank", b"apt-jax rank 0"
 
 
 class RejectedError(AptJaxError):
-    """A stream to rank 0 that did not show the join key."""
+    """The other end of a stream to rank 0 did not prove that it has the join key."""
 
 
 class JoinKey:
-    """A key; its text is not in `repr`."""
+    """A join key, whose text does not appear in its `repr`."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -40,7 +40,7 @@ class JoinKey:
         """Read a file that holds the key in one line.
 
         Raises:
-            ConfigError: it cannot be read, every user of the machine could, or it holds no usable key.
+            ConfigError: the file cannot be read, is accessible to all users of the machine, or holds no usable key.
         """
         try:
             with Path(path).open("rb") as file:
@@ -66,11 +66,11 @@ def _mac(key: JoinKey | None, role: bytes, nonces: bytes) -> bytes:
 
 
 def check_rank(stream: "Stream", key: JoinKey | None) -> None:
-    """Have the other end prove that it has rank 0's key, and prove it in turn.
+    """Require the other end to prove that it has rank 0's key, then prove the same to it.
 
     Raises:
-        RejectedError: it does not have it.
-        StreamError: it is not a rank of apt-jax, or is gone.
+        RejectedError: the other end does not have the key.
+        StreamError: the other end is not a rank of apt-jax, or is gone.
     """
     hello = stream.expect("hello").hello
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -84,11 +84,11 @@ def check_rank(stream: "Stream", key: JoinKey | None) -> None:
 
 
 def prove_to_leader(stream: "Stream", key: JoinKey | None) -> None:
-    """Prove to rank 0 that this rank has the key, and have it do the same.
+    """Prove to rank 0 that this rank has the key, and require the same proof from it.
 
     Raises:
-        HostError: the keys differ, or one side has none.
-        StreamError: it is not rank 0 of apt-jax, or is gone.
+        HostError: the keys differ, or one side has no key.
+        StreamError: the other end is not rank 0 of apt-jax, or is gone.
     """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     stream.send(hello={"nonce": own_nonce})

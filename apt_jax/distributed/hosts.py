@@ -1,15 +1,15 @@
-"""One replica over several hosts: rank 0 schedules and serves, the others run the programs that it runs.
+"""One replica over several hosts: rank 0 schedules and serves, and the other ranks run the same programs.
 
-JAX joins the devices of the processes into one mesh, and asks that all of them call the same programs, in the same
-order, with the same integers. So rank 0 sends every call (`Plan`: which program, and the integers that it takes) on a
-stream to each other rank before it makes it itself. Rank 0 alone decides about blocks; cache, block tables and tokens
-are on every rank's devices, and only changes of the tables travel.
+JAX joins the devices of the processes into one mesh and requires all processes to call the same programs in the same
+order with the same integers. Rank 0 therefore sends every call (`Plan`: a program and its integer arguments) on a
+stream to each other rank before making it. Only rank 0 allocates blocks; cache, block tables and tokens are on every
+rank's devices, and only changes of the tables are sent.
 
-1. Ranks meet at ``--master-addr``, ``--master-port`` (`rendezvous.join`; the next port is JAX's own).
-2. Each proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.
-3. Rank 0 announces program calls, the others run them (`worker.follow`).
-4. A rank that is lost ends the replica: every rank that is left says so and ends. While ranks are awaited, the place of
-   one that has gone is free again.
+1. Ranks connect to ``--master-addr``, ``--master-port`` (`rendezvous.join`; JAX uses the next port).
+2. Each rank proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.
+3. Rank 0 announces program calls, and the other ranks run them (`worker.follow`).
+4. If a rank is lost, the replica ends: every remaining rank reports it and ends. Before all ranks have joined, the
+   place of a rank that is gone becomes free again.
 """
 
 import abc
@@ -40,11 +40,11 @@ _WARN_EVERY_S = 1.0
 
 
 def end_process(code: int, reason: str | None = None) -> None:
-    """End this process at once, the only place of the package that does.
+    """End this process immediately; nothing else in the package does so.
 
-    Called where the rest of the program cannot: a rank is lost before anyone has set `Hosts.on_lost`, or rank 0 has
-    ended while this rank loads its model. Other threads may then be stuck in a collective or in a compilation, which no
-    exception reaches.
+    Called when an ordinary exit is not possible: a rank is lost before `Hosts.on_lost` is set, or rank 0 has ended
+    while this rank loads its model. Other threads may then be stuck in a collective or a compilation, which exceptions
+    do not interrupt.
     """
     sys.stdout.flush()
     if reason is not None:
@@ -53,10 +53,10 @@ def end_process(code: int, reason: str | None = None) -> None:
 
 
 class Hosts(abc.ABC):
-    """This rank's streams to others.
+    """Streams of this rank to other ranks.
 
     Attributes:
-        on_lost: called once, in a thread, with a line about the rank that was lost; the default ends the process.
+        on_lost: function called once, in a thread, with a line about the lost rank; by default it ends the process.
     """
 
     def __init__(self, own_name: str) -> None:
@@ -84,14 +84,14 @@ class Hosts(abc.ABC):
 
     @abc.abstractmethod
     def _on_message(self, kind: str, message: Any) -> None:
-        """Handle a message that is not an end; raises StreamError where it is not one of this side's."""
+        """Handle a message other than `failed` and `refused`."""
 
     def _tell(self, **kind: Any) -> None:
         for stream in self._streams.values():
             stream.send(**kind)
 
     def _end_streams(self) -> None:
-        """Send nothing more, and wait a moment until everything has arrived."""
+        """End the messages of this rank, and wait briefly until everything has arrived."""
         streams = self._streams.values()
         for stream in streams:
             stream.finish()
@@ -99,10 +99,10 @@ class Hosts(abc.ABC):
             stream.close()
 
     def _lose(self, rank: int, reason: str, told: str | None) -> None:
-        """End the replica, as a rank is gone.
+        """End the replica because a rank is gone.
 
         Args:
-            told: kind of the message by which it said so itself; None: it has not.
+            told: kind of the message with which the rank announced its end; None: it sent none.
         """
         del told
         if self._closing or not self._losing.acquire(blocking=False):
@@ -114,7 +114,7 @@ class Hosts(abc.ABC):
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Send an exception raised within to the other ranks, which end with its message."""
+        """Send an exception raised within the `with` block to the other ranks, which end with its message."""
         try:
             yield
         except Exception as error:
@@ -124,17 +124,17 @@ class Hosts(abc.ABC):
             raise
 
     def close(self) -> None:
-        """Send and receive nothing more."""
+        """Stop sending and receiving."""
         self._closing = True
         self._end_streams()
         self._close_transport()
 
 
 class Leader(Hosts):
-    """Rank 0's side.
+    """Rank 0's streams to the other ranks.
 
     Attributes:
-        on_drain: called in a thread when another rank was asked to end.
+        on_drain: function called in a thread when another rank was asked to end.
     """
 
     def __init__(self, ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None = None) -> None:
@@ -149,7 +149,7 @@ class Leader(Hosts):
     # --- until all have joined
 
     def meet(self, close_transport: Callable[[], object] = lambda: None) -> None:
-        """Wait for the other ranks, whose streams come to `admit`; raises as `rendezvous.join`."""
+        """Wait until the other ranks have joined through `admit`. Raises: see `rendezvous.join`."""
         self._close_transport = close_transport
         ours = self._ours
         with self._meeting:
@@ -213,7 +213,7 @@ class Leader(Hosts):
     # --- from then on
 
     def announce(self, plan: Plan) -> None:
-        """Send a program call to the other ranks; to be called right before it is run here.
+        """Send a program call to the other ranks; must be called right before rank 0 runs it.
 
         Raises:
             StreamError: a rank is gone.
@@ -235,12 +235,12 @@ class Leader(Hosts):
 
 
 class Follower(Hosts):
-    """Another rank's side.
+    """The stream of another rank to rank 0.
 
     Args:
         ours: this rank's configuration.
-        stream: to rank 0, which has been told the settings.
-        close_transport: closes its connection.
+        stream: stream to rank 0, which has received this rank's settings.
+        close_transport: function that closes the connection.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class Follower(Hosts):
         threading.Thread(target=self._listen, args=(0, stream), name="apt-jax-rank-0", daemon=True).start()
 
     def meet(self) -> None:
-        """Wait until all ranks are there; raises as `rendezvous.join`."""
+        """Wait until all ranks have joined. Raises: see `rendezvous.join`."""
         error = self._welcome.get()  # rank 0 ends the wait for those that do not come
         if error is not None:
             self.close()
@@ -273,7 +273,7 @@ class Follower(Hosts):
         self._tell(drain={})
 
     def plans(self) -> Iterator[Plan]:
-        """Yield the calls to run, until rank 0 ends."""
+        """Yield the program calls to run, until rank 0 ends."""
         self._follows = True
         while (call := self._plans.get()) is not None:
             yield Plan.from_message(call)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from apt_jax.distributed.protos import ranks_pb2 as pb
 
 _LARGE = 1 << 16
-"""Elements; larger arrays are sent without their empty pieces: most of a large step can be padding."""
+"""Number of elements above which arrays are sent without pieces of zeros, as most of a large step can be padding."""
 _PIECE = 1 << 10
 
 Array = NDArray[np.int32]
@@ -24,7 +24,7 @@ class Plan:
 
     program: str
     arrays: Sequence[Array | None]
-    """Arguments that come from the host, in order."""
+    """Arguments from the host, in order."""
     static: dict[str, Any]
 
     def encode(self) -> bytes:

@@ -22,16 +22,17 @@ logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
 _OPEN_STREAMS_S = 1e9
-"""Time that streams have once rank 0 no longer listens: no limit."""
+"""Seconds that streams may stay open after rank 0 has stopped listening; in effect no limit."""
 
 
 def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel) -> Leader | Follower:
-    """Meet the other ranks and join their devices into one JAX. To be called before JAX has touched a device.
+    """Connect to the other ranks and join their devices into one JAX cluster. Must be called before JAX has touched a
+    device.
 
     Raises:
         ConfigError: this rank's own flags are wrong: no join key, an address that is not its own, a port in use.
-        HostError: on every rank that came, where one did not, has gone, or has other flags, another model or another
-            version; here alone where the join keys differ.
+        HostError: a rank did not join, is gone, or has different flags, another model or another version; all ranks
+            that joined raise it. If join keys differ, only the rank with the wrong key raises it.
     """
     try:
         from apt_jax.distributed import transport
@@ -67,7 +68,7 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
 
 
 def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None) -> Leader:
-    """Be rank 0: wait for the other ranks; raises as `join`."""
+    """Wait, as rank 0, for the other ranks. Raises: see `join`."""
     from apt_jax.distributed import transport
 
     with contextlib.closing(_bind(ours, 1, "the port after --master-port")) as probe:
@@ -114,7 +115,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def connect(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None) -> Follower:
-    """Be another rank: tell rank 0 of it; raises as `join`."""
+    """Connect to rank 0, as another rank, and introduce this rank. Raises: see `join`."""
     from apt_jax.distributed import transport
 
     name = f"rank 0 at {ours.master_addr}:{ours.master_port}"

@@ -18,7 +18,7 @@ _NOT_COMPARED = {
     "reasoning_parser",
     "parallel.node_rank", "parallel.join_timeout_s", "parallel.master_addr", "parallel.join_key_file",
 }  # fmt: skip
-"""Settings in which ranks may differ: paths, names, and what is each rank's own."""
+"""Settings in which ranks may differ: paths, names, and settings of the single rank."""
 
 
 class StoredModel(Protocol):
@@ -53,7 +53,7 @@ def settings_of(config: EngineConfig, model: "DataclassInstance", resolved: Stor
 def fingerprint(path: Path) -> str:
     """Return a digest of a model's weights: sizes of the files, and a few bytes from the middle of each.
 
-    Orbax's files have other names on every machine.
+    Orbax checkpoints are identified by their orbax.json, as their files have different names on every machine.
     """
     files = (
         [path]
@@ -70,7 +70,7 @@ def fingerprint(path: Path) -> str:
 
 
 def difference(rank: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str | None:
-    """Return the first difference in one line; None: there is none."""
+    """Return a line about the first difference between a rank's settings and rank 0's; None: they are equal."""
     for name in {**ours, **theirs}:
         a, b = ours.get(name), theirs.get(name)
         if a == b:

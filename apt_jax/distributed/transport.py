@@ -2,10 +2,10 @@
 
 gRPC keeps the order of messages, and its keepalive notices a peer that no longer answers: a process that ends is
 noticed at once, a host that vanishes or a process that is stopped after `SILENCE_S`. Messages are those of
-protos/ranks.proto. Needs grpcio and protobuf (the extra `serve`); nothing imports this module before ranks are to meet.
+protos/ranks.proto. Needs grpcio and protobuf (the extra `serve`); the module is imported only when ranks connect.
 
-What a stranger at the port can use up is bounded: `MAX_HELLOS` streams at once that are not ranks yet, one a
-connection, of `MAX_FROM_RANK` bytes per message; a connection without a stream is closed after `HELLO_S`.
+Resources that a stranger at the port can use are bounded: `MAX_HELLOS` streams at a time that have not joined, one per
+connection, with at most `MAX_FROM_RANK` bytes per message. A connection without a stream is closed after `HELLO_S`.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from google.protobuf.message import DecodeError
 from apt_jax.distributed.protos import ranks_pb2 as pb
 
 SILENCE_S = 10.0
-"""After which a rank that does not answer is lost."""
+"""Seconds without an answer after which a rank counts as lost."""
 HELLO_S = 5.0
-"""Time that a rank has to prove itself and send its settings."""
+"""Seconds within which a new rank must prove that it has the key and send its settings."""
 MAX_HELLOS = 16
 MAX_FROM_RANK = 1 << 20
 _MAX_FROM_LEADER = 1 << 30
@@ -35,10 +35,10 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Ranks"].full_name
 
 class StreamError(Exception):
     """The other end of a stream is gone, or is not a rank of apt-jax; the text continues a sentence that begins with
-    its name.
+    the name of that end.
 
     Attributes:
-        is_busy: rank 0 has `MAX_HELLOS` other streams to look at first.
+        is_busy: True if rank 0 already has `MAX_HELLOS` other streams that have not joined.
     """
 
     def __init__(self, text: str, *, is_busy: bool = False) -> None:
@@ -50,12 +50,12 @@ class Stream:
     """One end of a stream; messages arrive whole and in order.
 
     Args:
-        name: the other end, for people.
+        name: name of the other end, for messages.
         sends: type of the messages that this end sends.
-        receives: type of the other end's.
+        receives: type of the messages that the other end sends.
 
     Attributes:
-        when_ended: what is known of the other end when the stream has; continues a sentence that begins with its name.
+        when_ended: text about the other end once the stream has ended; continues a sentence that begins with its name.
     """
 
     def __init__(self, name: str, sends: Any, receives: Any) -> None:
@@ -69,14 +69,14 @@ class Stream:
         self._done = threading.Event()
 
     def attach(self, call: Any, incoming: Iterator[bytes], transmit: Callable[[bytes | None], object]) -> None:
-        """Take the gRPC call of this end, an iterator over received messages, and a function that sends (None: no
-        more)."""
+        """Set the gRPC call of this end, the iterator over received messages, and the function that sends a message
+        (None: end of messages)."""
         self._cancel, self._incoming, self._transmit = call.cancel, incoming, transmit
         if not call.add_callback(self._done.set):
             self._done.set()
 
     def send(self, **kind: Any) -> None:
-        """Send a message of one kind, given as its fields; nothing happens if the other end is gone."""
+        """Send a message of one kind, given by its fields; does nothing if the other end is gone."""
         with contextlib.suppress(StreamError):
             self.send_encoded(self._sends(**kind).SerializeToString())
 
@@ -92,10 +92,10 @@ class Stream:
             self._transmit(data)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield messages as they come, until the other end has finished the stream.
+        """Yield messages as they arrive, until the other end has finished the stream.
 
         Raises:
-            StreamError: the stream was broken off.
+            StreamError: the stream broke.
         """
         try:
             for data in self._incoming:
@@ -115,7 +115,7 @@ class Stream:
         """Return the next message, which must be of one of these kinds.
 
         Raises:
-            StreamError: it is not, or there is none.
+            StreamError: the message is of another kind, or the stream has ended.
         """
         message = next(iter(self), None)
         if message is None:
@@ -126,7 +126,7 @@ class Stream:
 
     @contextlib.contextmanager
     def limited(self, limit_s: float) -> Iterator[None]:
-        """Break the stream off if the block takes longer."""
+        """Cancel the stream if the `with` block takes longer than `limit_s` seconds."""
         timer = threading.Timer(limit_s, self._cancel)
         timer.daemon = True
         timer.start()
@@ -136,14 +136,14 @@ class Stream:
             timer.cancel()
 
     def finish(self) -> None:
-        """Send nothing more."""
+        """End the messages of this end."""
         with self._sending:
             if not self._is_finished:
                 self._is_finished = True
                 self._transmit(None)
 
     def close(self) -> None:
-        """Finish, wait a moment until everything has arrived, and break the stream off."""
+        """Finish, wait briefly until everything has arrived, and cancel the stream if it is still open."""
         self.finish()
         if not self._done.wait(_CLOSE_S):
             self._cancel()
@@ -167,7 +167,7 @@ def _options(*more: tuple[str, int | str]) -> list[tuple[str, int | str]]:
 
 
 def connect(host: str, port: int, name: str) -> tuple[Stream, Callable[[], None]]:
-    """Open this rank's stream to rank 0; the function returned closes the connection."""
+    """Open this rank's stream to rank 0; return it and a function that closes the connection."""
     channel = grpc.insecure_channel(
         join_host_port(host, port),
         _options(
@@ -189,9 +189,9 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
     """Start the server of rank 0.
 
     Args:
-        host, port: its address.
-        num_ranks: the other ranks.
-        admit: called in a thread for each stream; when it returns the stream is closed.
+        host, port: address of rank 0.
+        num_ranks: number of other ranks.
+        admit: function called with each new stream, in its own thread; the stream is closed when it returns.
 
     Raises:
         RuntimeError: the port is in use, or the address is not of this host.
@@ -230,7 +230,7 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
 
 
 class _DaemonThreads(futures.Executor):
-    """A thread for each call, which does not keep the process from ending; the server bounds their number."""
+    """Executor with a daemon thread for each call; the server bounds their number."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -246,7 +246,7 @@ class _DaemonThreads(futures.Executor):
 
 
 def join_host_port(host: str, port: int) -> str:
-    """Return the address as gRPC takes it."""
+    """Return the address in gRPC's format."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -1,4 +1,4 @@
-"""The life of a rank other than 0 once it has joined and loaded its part of the model."""
+"""Main loop of a rank other than 0, after it has joined and loaded its part of the model."""
 
 import collections
 import time
@@ -14,10 +14,10 @@ class StepError(AptJaxError):
 
 
 class PlanRunner(Protocol):
-    """The part of `JaxExecutor` that is used here."""
+    """The method of `JaxExecutor` that is used here."""
 
     def run_plan(self, plan: Plan) -> Any:
-        """Make a call as rank 0 makes it."""
+        """Make the program call that rank 0 announced."""
 
 
 def follow(executor: PlanRunner, follower: Follower) -> None:

@@ -1,6 +1,6 @@
 """Names of long stages of a start that have no countable parts, for progress reports.
 
-What goes on beside it in another thread has no name here: it is named where it is waited for.
+Work in other threads is not named; the code that waits for it names the wait.
 
 with activity("compiling the CPU kernels"):
     ...
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 _lock = threading.Lock()
 _current: list[str] = []
-"""The innermost one last."""
+"""Names of the nested activities, the innermost last."""
 
 
 @contextlib.contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Name the activity of the process within a block; the latest one is reported."""
+    """Name the process's activity within a `with` block; the name entered last is the one reported."""
     with _lock:
         _current.append(what)
     try:
@@ -28,6 +28,6 @@ def activity(what: str) -> Iterator[None]:
 
 
 def current_activity() -> str | None:
-    """Return the current activity; None: nothing named."""
+    """Return the name of the current activity; None: no activity is named."""
     with _lock:
         return _current[-1] if _current else None

@@ -1,4 +1,4 @@
-"""Memory of this process: what the C library keeps, and pages of 2 MiB."""
+"""Memory allocation of this process: freed memory kept by the C library, and pages of 2 MiB."""
 
 import contextlib
 import ctypes
@@ -12,15 +12,15 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _KEPT_BYTES = 512 << 20
 _GROWTH_BYTES = 32 << 20
 _NEVER = -1
-"""Threshold at which nothing is given back."""
+"""Value of the trim threshold at which no memory is returned to the system."""
 
 
 def keep_freed_memory() -> None:
     """Let this process keep up to 512 MiB of freed memory for later allocations.
 
-    Every step on a CPU allocates its intermediate results again. The GNU C library takes blocks of their size from the
-    system and gives them back, and the first touch of every page of them costs a fault: a third of the time of products
-    of 512 rows. Other C libraries are left as they are.
+    Every step on a CPU allocates its intermediate results again. The GNU C library requests blocks of that size from
+    the system and returns them when freed, so that the first touch of each page costs a page fault: a third of the time
+    of products of 512 rows. With other C libraries nothing is changed.
     """
     if sys.platform != "linux":
         return
@@ -35,10 +35,10 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def huge_pages_for(num_bytes: int) -> Iterator[None]:
-    """Have about `num_bytes` that are allocated within come in pages of 2 MiB, where Linux offers them.
+    """Let about `num_bytes` of the memory allocated within the `with` block use pages of 2 MiB, if Linux offers them.
 
-    Memory that is first touched in small pages and moved afterwards takes seven times as long: 5.6 s of 4 GiB. Works
-    with the GNU C library after `keep_freed_memory`: what it keeps of a freed block is what it gives out next.
+    Touching memory in small pages first and moving it afterwards takes seven times as long: 5.6 s for 4 GiB. Works with
+    the GNU C library after `keep_freed_memory`, as memory kept from a freed block is allocated next.
     """
     library = ctypes.CDLL(None)
     if sys.platform != "linux" or num_bytes < _HUGE_PAGE or not hasattr(library, "gnu_get_libc_version"):
@@ -57,14 +57,14 @@ def huge_pages_for(num_bytes: int) -> Iterator[None]:
 
 
 def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """Move memory that is read all the time to pages of 2 MiB, where Linux offers them (6.1 or newer): reads are up to
-    a third faster, as their addresses are looked up in a table 512 times as small.
+    """Move frequently read memory to pages of 2 MiB, if Linux offers them (6.1 or newer). Reads are up to a third
+    faster, as the page table is 512 times smaller.
 
-    It takes 0.5 to 3 s a GiB, the longer the more scattered free memory is. The memory may be in use meanwhile. A
-    generator: part after part is moved, 128 MiB at most.
+    Moving takes 0.5 to 3 s per GiB, longer if free memory is fragmented. The memory may be in use meanwhile. The
+    generator yields after each part of at most 128 MiB.
 
     Args:
-        buffers: address and bytes of each. A page moves if buffers fill at least half of it.
+        buffers: address and size in bytes of each buffer. A page is moved if buffers fill at least half of it.
     """
     if sys.platform != "linux":
         return
@@ -88,7 +88,7 @@ def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> Iterator[None]:
 
 
 def _advise(library: ctypes.CDLL, first: int, end: int, advice: int) -> None:
-    """Advise the system about pages [first, end), if there are any; where it cannot follow, nothing changes."""
+    """Give the system advice about pages [first, end), if the range is not empty; the system may ignore it."""
     if first < end:
         library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         library.madvise(first * _HUGE_PAGE, (end - first) * _HUGE_PAGE, advice)

@@ -1,7 +1,7 @@
 """The cache directory, for reproducible files: calibrations, compiled programs, compiled kernels.
 
-A file there is written beside its name, synced to disk and renamed, and ends in a digest of what is before it, so that
-a crash, a full disk or a bad one leaves nothing that is taken for whole: a damaged file is removed and made again.
+A file is written under a temporary name, synced to disk and renamed. It ends with a digest of its content, so that
+files damaged by a crash or by a full or faulty disk are detected, removed and created again.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 _BEFORE_DIGEST = b"\nsha256 "
 _DIGEST_BYTES = len(_BEFORE_DIGEST) + hashlib.sha256().digest_size * 2 + 1
 _LEFT_OVER_S = 3600.0
-"""Age of a temporary file after which its writer must have died."""
+"""Age in seconds from which a temporary file counts as left over by a process that died."""
 
 
 def cache_dir() -> Path:
-    """$APT_JAX_CACHE_DIR, else apt-jax in $XDG_CACHE_HOME, else ~/.cache/apt-jax."""
+    """Return $APT_JAX_CACHE_DIR, else apt-jax in $XDG_CACHE_HOME, else ~/.cache/apt-jax."""
     ours, shared = os.environ.get("APT_JAX_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if ours:
         return Path(ours)
@@ -37,14 +37,14 @@ def _log_not_kept(directory: Path, reason: str | None) -> None:
 
 
 def log_not_kept(error: OSError) -> None:
-    """Say, once in a process, that the cache directory cannot be written to: a full or a read-only disk is no reason
-    not to serve."""
+    """Log, once per process, that the cache directory cannot be written. Serving goes on with a full or read-only
+    disk."""
     _log_not_kept(cache_dir(), error.strerror)
 
 
 def private_dir(name: str) -> Path | None:
-    """A directory of `cache_dir` for code that is run as found, so only this user may write to it; None, and a log
-    line that says why, where it cannot be."""
+    """Create a directory in `cache_dir` for code that will be run. Only this user may be able to write to it; otherwise
+    the reason is logged and None returned."""
     directory = cache_dir() / name
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -60,7 +60,7 @@ def private_dir(name: str) -> Path | None:
 
 
 def _refusal(directory: Path, status: os.stat_result) -> str | None:
-    """Why others may put code into a directory of this status; None: they cannot."""
+    """Return the reason why other users could put code into a directory of this status; None: they cannot."""
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         return "it must belong to this user and be writeable by nobody else"
     # Whoever can rename entries of the parent can put a directory of another name in this one's place.
@@ -73,10 +73,10 @@ def _refusal(directory: Path, status: os.stat_result) -> str | None:
 
 
 def write_verified(path: Path, data: bytes) -> None:
-    """Write a file that `read_verified` finds whole or not at all, whatever happens meanwhile.
+    """Write a file such that `read_verified` never returns a part of it, even after a crash.
 
     Raises:
-        OSError: it cannot be written; a file that was there before stays.
+        OSError: the file cannot be written; an existing file of this name stays.
     """
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -97,7 +97,8 @@ def write_verified(path: Path, data: bytes) -> None:
 
 
 def read_verified(path: Path) -> bytes | None:
-    """Content that `write_verified` was given; None: there is no such file. A damaged one is removed, and logged."""
+    """Return the content written by `write_verified`; None: the file is missing or damaged. A damaged file is removed,
+    and the removal is logged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -110,7 +111,7 @@ def read_verified(path: Path) -> bytes | None:
 
 
 def read_private(path: Path) -> bytes | None:
-    """Content of a file as `open_private` opens it; None: there is no such file, or it is not to be run."""
+    """Return the content of a file with the checks of `open_private`; None: the file is missing or must not be run."""
     opened = _opened(path)
     if opened is None:
         return None
@@ -119,18 +120,18 @@ def read_private(path: Path) -> bytes | None:
 
 
 def open_private(path: Path) -> int | None:
-    """Open a file of a `private_dir` that holds code, after everything has been checked again: the directory, the file's
-    owner and its digest. What was checked is the open file, whoever renames what meanwhile.
+    """Open a file with code in a `private_dir`, after checking the directory, the file's owner and its digest again.
+    The checks apply to the opened file, even if files are renamed meanwhile.
 
     Returns:
-        A file descriptor, which the caller closes; None: there is no such file, or it is not to be run.
+        A file descriptor, which the caller closes; None: the file is missing or must not be run.
     """
     opened = _opened(path)
     return None if opened is None else opened[0]
 
 
 def _opened(path: Path) -> tuple[int, bytes] | None:
-    """`open_private`, and the file's content with its digest."""
+    """Return the result of `open_private` together with the file's content including its digest."""
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -162,20 +163,20 @@ def _content(descriptor: int) -> bytes:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of processes that died while they wrote."""
+    """Remove temporary files of processes that died while writing."""
     for age_s, path in _by_age(directory, "*.tmp"):
         if age_s > _LEFT_OVER_S:
             _remove(path)
 
 
 def remove_least_recent(directory: Path, pattern: str, keep: int) -> None:
-    """Remove files, all but the `keep` that were written or opened last."""
+    """Remove all files that match `pattern` except the `keep` files written or opened last."""
     for _, path in _by_age(directory, pattern)[keep:]:
         _remove(path)
 
 
 def remove_beyond(directory: Path, keep_bytes: int) -> None:
-    """Remove the least recently used files until the others take at most `keep_bytes`."""
+    """Remove the least recently used files until the remaining ones take at most `keep_bytes`."""
     total = 0
     for _, path in _by_age(directory, "*"):
         with contextlib.suppress(OSError):
@@ -185,7 +186,7 @@ def remove_beyond(directory: Path, keep_bytes: int) -> None:
 
 
 def _by_age(directory: Path, pattern: str) -> list[tuple[float, Path]]:
-    """Seconds since files were written or opened, youngest first."""
+    """Return files with the seconds since they were written or opened, most recent first."""
     now_s, found = time.time(), []
     for path in directory.glob(pattern):
         with contextlib.suppress(FileNotFoundError):

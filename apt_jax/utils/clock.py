@@ -1,11 +1,12 @@
-"""Time, as the engine sees it. Only a clock tells the time, so that the simulator and the tests run the same code."""
+"""Clocks of the engine. The engine reads the time only from a clock, so that the simulator and tests can run the same
+code."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds from an arbitrary origin."""
+    """A source of monotonic time, in seconds from an arbitrary origin."""
 
     def now_s(self) -> float: ...
 
@@ -18,7 +19,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that moves only when told to."""
+    """A clock that advances only by `advance_to`."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s
@@ -27,5 +28,5 @@ class VirtualClock:
         return self._now_s
 
     def advance_to(self, now_s: float) -> None:
-        """Move forward; never backward."""
+        """Set the time to `now_s` unless that is in the past."""
         self._now_s = max(self._now_s, now_s)

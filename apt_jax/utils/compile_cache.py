@@ -1,7 +1,7 @@
 """JAX's persistent compilation cache, in files of `cache_dir`.
 
-JAX writes an entry in place: what a crash or a full disk leaves of one stays, is a warning at each start, and is never
-written again. Its entries go through `CompiledPrograms` instead, which is put in where JAX makes its own.
+JAX writes entries in place: an entry truncated by a crash or a full disk stays, causes a warning at each start and is
+never written again. `CompiledPrograms` therefore replaces JAX's own file cache.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from apt_jax.utils import cache_dir
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 30
-"""Compiled programs that are kept, of all models and versions: those that were used last."""
+"""Maximum size of all compiled programs in bytes, over all models and versions; the least recently used are removed."""
 
 
 @dataclasses.dataclass
 class Lookup:
-    """Outcome of JAX's search for the last program that it compiled in a thread."""
+    """Outcome of JAX's cache lookup for the last program that it compiled in a thread."""
 
     key: str
     is_kept: bool
-    """There is an entry of this key; False: JAX has compiled the program, too quickly to keep it."""
+    """True if the cache has an entry of this key; False if compiling was too fast for JAX to keep the program."""
 
 
 class CompiledPrograms:
-    """Entries as JAX asks for them and hands them over, compressed (`jax._src.compilation_cache_interface`).
+    """Implements JAX's cache interface (`jax._src.compilation_cache_interface`); entries are compressed by JAX.
 
     Args:
         directory: a `private_dir`, since entries are code.
@@ -43,13 +43,13 @@ class CompiledPrograms:
         return self._path / f"{key}.program"
 
     def get(self, key: str) -> bytes | None:
-        """The entry; None: compile it."""
+        """Return the entry; None: the program must be compiled."""
         value = cache_dir.read_private(self._file(key))
         self._of_thread.lookup = Lookup(key, is_kept=value is not None)
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep an entry, if the disk lets us."""
+        """Keep an entry, if the disk can be written."""
         try:
             cache_dir.write_verified(self._file(key), value)
         except OSError as error:
@@ -58,14 +58,14 @@ class CompiledPrograms:
             self._of_thread.lookup = Lookup(key, is_kept=True)
 
     def take_lookup(self) -> Lookup | None:
-        """The last lookup of this thread since the last call of this; None: JAX compiled nothing, or nothing that can be
+        """Return this thread's last lookup since the previous call; None: JAX compiled no program, or none that can be
         kept."""
         found = getattr(self._of_thread, "lookup", None)
         self._of_thread.lookup = None
         return found
 
     def executable(self, key: str) -> bytes | None:
-        """An entry as the device's client deserialises it; None: there is none."""
+        """Return an entry in the form that the device's client deserialises; None: the entry is missing."""
         from jax._src import compilation_cache
 
         if os.path.basename(key) != key:
@@ -80,7 +80,7 @@ _kept: CompiledPrograms | None = None
 
 
 def kept_programs() -> CompiledPrograms | None:
-    """Where JAX keeps compiled programs; None: nowhere, or where `keep_programs` did not tell it to."""
+    """Return JAX's cache of compiled programs; None: it has none, or not the one set by `keep_programs`."""
     import jax
 
     if _kept is None or not jax.config.jax_enable_compilation_cache:
@@ -89,7 +89,8 @@ def kept_programs() -> CompiledPrograms | None:
 
 
 def keep_programs(directory: Path) -> bool:
-    """Have JAX keep compiled programs in a directory, verified; returns False where this JAX cannot be told to."""
+    """Make JAX keep compiled programs, verified, in a directory; return False if this version of JAX does not support
+    it."""
     import jax
 
     try:

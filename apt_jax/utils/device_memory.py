@@ -1,4 +1,5 @@
-"""The share of a GPU's memory that JAX may take. Needs no JAX: JAX reads it once, when it first looks at its devices."""
+"""The share of a GPU's memory that JAX may take. Does not import JAX, which reads the share once, when it initializes
+its devices."""
 
 import os
 import sys
@@ -6,18 +7,19 @@ import sys
 from apt_jax.errors import ConfigError
 
 MEMORY_FRACTION = 0.92
-"""The rest holds the CUDA context, code, CUDA graphs and buffers of NCCL, which JAX does not count."""
+"""Default share of a GPU's memory for JAX. The rest holds the CUDA context, code, CUDA graphs and NCCL buffers, which
+JAX does not count."""
 _NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""The environment variable that jaxlib reads, and its older name; both set are an error there."""
+"""The environment variable that jaxlib reads, and its older name; jaxlib refuses both at once."""
 
 
 def set_memory_fraction() -> bool:
-    """Let JAX take `MEMORY_FRACTION` of a GPU instead of three quarters, unless the user has said how much.
+    """Let JAX take `MEMORY_FRACTION` of a GPU instead of three quarters, unless the user has set a share.
 
-    To be called before JAX looks at its devices.
+    Must be called before JAX initializes its devices.
 
     Returns:
-        True if JAX takes, or will take, `memory_fraction`: False if it has looked already, with nothing set.
+        True if JAX uses `memory_fraction`; False if JAX has initialized its devices already without a share set.
     """
     if any(os.environ.get(name) for name in _NAMES):
         return True
@@ -28,10 +30,10 @@ def set_memory_fraction() -> bool:
 
 
 def memory_fraction() -> float:
-    """The share that JAX takes of a GPU after `set_memory_fraction`.
+    """Return the share of a GPU's memory that JAX takes after `set_memory_fraction`.
 
     Raises:
-        ConfigError: the user's value is no share.
+        ConfigError: the user's value is not a number in (0, 1].
     """
     for name in _NAMES:
         text = os.environ.get(name)

@@ -1,33 +1,35 @@
-"""Memory that JSON files of models take when they are parsed, bounded before they are."""
+"""Bound on the memory that parsing a model's JSON file takes, checked before parsing."""
 
 import re
 
 from apt_jax.errors import ModelLoadError
 
 MAX_JSON_BYTES = 32 << 20
-"""Size of JSON files other than tokenizers: the largest index has half of it."""
+"""Maximum size in bytes of JSON files other than tokenizers; the largest known index has half of it."""
 _VOCABULARY_TIMES = 16
-"""Memory of files that describe tokens, in sizes of the file: the largest vocabularies, without whitespace, need 15."""
+"""Memory allowed for files that describe tokens, as a multiple of the file's size; the largest vocabularies, without
+whitespace, need 15."""
 _BESIDE_BYTES = 40 << 20
-"""Memory that the values of a file may take however small it is."""
+"""Memory in bytes that the values of any file may take, however small the file is."""
 _MOST_BYTES = 512 << 20
 _BYTES_OF = {b"[": 170, b"{": 1000, b",": 100, b":": 130}
-"""Bytes of memory by character: of an array, an object, an item, a named value. Python takes half of it, the tokenizers
-library all, for what it cannot tell at once."""
+"""Estimated bytes of memory per array, object, item and named value, by the character that marks them. Python needs
+half of it; the tokenizers library needs all of it for values whose type is not known at once."""
 _FOUR_BYTES = re.compile(rb"[\xf0-\xff]")
 
 
 def check_json_memory(text: bytes, where: str, *, allowance: int = 0, is_vocabulary: bool = False) -> None:
-    """Check that JSON takes no more than 40 MiB of memory beside its strings: a list of `[]` takes 26 times its size.
+    """Check that parsed JSON takes at most 40 MiB of memory in addition to its strings: a list of `[]` takes 26 times
+    its size.
 
     Args:
         text: the file's contents.
-        where: its name, for the error.
-        allowance: bytes of memory that it may take in addition, up to 512 MiB in all.
-        is_vocabulary: the file describes tokens, and may take 16 times its size in addition.
+        where: the file's name, for the error.
+        allowance: bytes of memory allowed in addition, up to 512 MiB in all.
+        is_vocabulary: the file describes tokens; 16 times its size is allowed in addition.
 
     Raises:
-        ModelLoadError: it would take more.
+        ModelLoadError: the file would take more memory.
     """
     needed = sum(text.count(mark) * num_bytes for mark, num_bytes in _BYTES_OF.items())
     if is_vocabulary:

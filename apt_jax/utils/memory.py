@@ -8,13 +8,14 @@ import sys
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system: the allocator keeps what large calls have freed."""
+    """Return freed memory to the system, which the allocator would otherwise keep."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def spare_memory_bytes() -> int:
-    """Memory that this process may still take: within its limit of address space and what the system has left."""
+    """Return the bytes that this process may still allocate, given its address-space limit and the system's available
+    memory."""
     spare = sys.maxsize
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):  # not Linux

@@ -1,4 +1,4 @@
-"""Host memory in blocks, as `--swap-space` asks for it."""
+"""Number of host blocks for a value of `--swap-space`."""
 
 from apt_jax.errors import ConfigError
 
@@ -7,11 +7,11 @@ def blocks_of(swap_space: float, block_bytes: int) -> int:
     """Number of blocks that fit in `swap_space` GiB of host memory.
 
     Args:
-        swap_space: GiB.
-        block_bytes: of one block over all layers and devices.
+        swap_space: host memory in GiB.
+        block_bytes: bytes of one block over all layers and devices.
 
     Raises:
-        ConfigError: fewer than two, one of keys and one of values.
+        ConfigError: fewer than two blocks fit; one for keys and one for values are needed.
     """
     num_blocks = int(swap_space * 2**30) // block_bytes
     if num_blocks < 2:

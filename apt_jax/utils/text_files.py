@@ -1,4 +1,4 @@
-"""Text files from outside: any common encoding and line ends, or one line that says what to do."""
+"""Text files from outside: common encodings and line ends are accepted; errors are one line that says what to do."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ def read_text(path: str | Path, flag: str) -> str:
     """Return the text of a file, with ``\\n`` for every line end and without a byte order mark.
 
     Args:
-        path: UTF-8, or UTF-16 that begins with a byte order mark.
-        flag: named in errors.
+        path: file in UTF-8, or in UTF-16 with a byte order mark.
+        flag: command-line flag that errors name.
 
     Raises:
-        ConfigError: it cannot be read; one line.
+        ConfigError: the file cannot be read or decoded; the message is one line.
     """
     try:
         data = Path(path).read_bytes()
@@ -26,7 +26,7 @@ def read_text(path: str | Path, flag: str) -> str:
 
 
 def decode(data: bytes, name: str, flag: str) -> str:
-    """As `read_text`, of the bytes of a file with this name."""
+    """Like `read_text`, but takes the bytes of the file; `name` is for errors."""
     try:
         text = data.decode("utf-16" if data.startswith(_UTF_16) else "utf-8-sig")
     except UnicodeDecodeError as error:

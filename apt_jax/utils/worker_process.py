@@ -1,8 +1,8 @@
-"""A child process that is asked one JSON line at a time: for work on other people's programs and texts, which may never
-end.
+"""A child process that answers one JSON line at a time. It handles untrusted programs and texts, on which work may
+never end.
 
-The child is a file run by itself, which bounds its own memory and imports little. No pickle: JSON over pipes, and bytes
-after an answer that has `payload_bytes`.
+The child runs a script that limits its own memory and imports little. Messages are JSON over pipes, not pickle; an
+answer with `payload_bytes` is followed by this number of raw bytes.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import Any
 
 
 class ChildTimeoutError(Exception):
-    """Raised where no answer comes in time."""
+    """The child did not answer in time."""
 
 
 class ChildDiedError(Exception):
-    """The child has ended before its answer."""
+    """The child ended before it answered."""
 
 
 class ChildGoneError(ChildDiedError):
-    """The child had ended before the question: it says nothing about it."""
+    """The child had ended before the question was sent, so that the question is not the cause."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -40,10 +40,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class ChildProcess:
-    """`python -P FILE`; for one thread at a time. Ended with this object, and after any question without an answer.
+    """A process `python -P FILE`, for use by one thread at a time. It ends with this object, and after any question
+    that was not answered.
 
     Args:
-        script: file that reads questions and writes answers, a JSON object a line each.
+        script: file that reads questions and writes answers, one JSON object per line.
     """
 
     def __init__(self, script: Path) -> None:
@@ -68,12 +69,12 @@ class ChildProcess:
         self._finalizer()
 
     def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The answer to one question; bytes that follow it are its `payload`.
+        """Send a question and return the answer. Bytes that follow the answer are stored in it as `payload`.
 
         Raises:
-            ChildTimeoutError: none after `limit_s` seconds of wall time.
-            ChildGoneError: the child had ended before.
-            ChildDiedError: the child has ended over it, or writes what is not JSON.
+            ChildTimeoutError: no answer after `limit_s` seconds of wall time.
+            ChildGoneError: the child had ended before the question.
+            ChildDiedError: the child ended while answering, or its answer is not JSON.
         """
         try:
             return self._ask(question, limit_s)

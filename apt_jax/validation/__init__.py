@@ -1,4 +1,4 @@
-"""Validation of requests, shared by every front end: `build_request` and the checks of fields beside it."""
+"""Validation of requests, shared by all front ends: `build_request`, and checks of further fields."""
 
 from apt_jax.validation.limits import (
     MAX_BIAS,

@@ -15,30 +15,31 @@ from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
 
 MAX_INTEGER = 2**31 - 1
-"""Upper bound of counts, whatever the model."""
+"""Upper bound of counts, for all models."""
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
 MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
-"""Stop strings of a request, unless --set max_stop_strings says otherwise."""
+"""Default maximum number of stop strings of a request (--set max_stop_strings)."""
 MAX_STOP_CHARS = 256
 MAX_CACHE_SALT_CHARS = 512
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_BIAS = 100.0
-"""Absolute value of one entry of `logit_bias`."""
+"""Maximum absolute value of an entry of `logit_bias`."""
 MAX_PENALTY = 2.0
-"""Absolute value of the presence and frequency penalties."""
+"""Maximum absolute value of the presence and frequency penalties."""
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_BYTES = 64 << 10
-"""Size of a schema, expression or grammar, and of all choices together."""
+"""Maximum size in bytes of a schema, regular expression or grammar, and of all choices together."""
 MAX_SCHEMA_DEPTH = 64
 MAX_TOOL_CALLS = 16
 """Calls of functions in one output: of a constraint, which ends after them; of text, where further ones stay content."""
 MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256
 MIN_TEMPERATURE = 0.01
-"""Smaller temperatures other than 0 are raised to it: scaled logits would leave float32. As in vLLM."""
+"""Minimum temperature other than 0; smaller ones are raised to it, as in vLLM, because scaled logits would overflow
+float32."""
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 2.0
@@ -47,14 +48,14 @@ MAX_SLO_S = 86_400.0
 MAX_DEADLINE_S = 86_400.0
 MAX_WATCH_CAPACITY = 4096
 MAX_SEQUENCES = DEFAULT_MAX_SEQUENCES
-"""Answers to one call, its prompts times `n`, unless --set max_sequences_per_call says otherwise."""
+"""Default maximum number of outputs of a call, prompts times `n` (--set max_sequences_per_call)."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
 TOO_LONG = "context_length_exceeded"
 """`InvalidRequestError.code` of prompts and outputs that are too long for the model or the cache."""
 MIN_POSITIVE = float(np.finfo(np.float32).tiny)
-"""Numbers closer to 0 that are not 0 are rejected: they would be 0 on the device."""
+"""Smallest positive number accepted; numbers closer to 0 would become 0 on the device."""
 
 _MS = 1e3
 
@@ -66,25 +67,25 @@ class FieldSpec:
     name: str
     type: Literal["boolean", "integer", "number", "string", "strings", "token ids", "bias map", "object"]
     min: float | None = None
-    """Least number; of a map, least value."""
+    """Minimum of a number, or of a map's values."""
     max: float | None = None
     open_min: bool = False
-    """True: `min` itself is excluded."""
+    """True if `min` itself is excluded."""
     max_items: int | None = None
-    """Greatest length of a list or map."""
+    """Maximum length of a list or map."""
     max_chars: int | None = None
-    """Greatest length of each string; none may be empty."""
+    """Maximum number of characters of each string; strings must not be empty."""
     choices: tuple[str, ...] = ()
     rule: str = ""
-    """End of the message "VALUE must ..." where it is not the range."""
+    """End of the message "VALUE must ..."; empty: derived from the range."""
     note: str = ""
-    """Appended to that message."""
+    """Text appended to the message about a value outside the range."""
     text: str = ""
-    """Meaning of a field that `SamplingParams`, whose docstrings are used, does not have."""
+    """Meaning of the field; empty: the docstring of the `SamplingParams` field of this name."""
 
     @property
     def range(self) -> str:
-        """The accepted numbers, e.g. ``(0, 1]`` or ``at least 1``; empty: not a number."""
+        """Accepted numbers, e.g. ``(0, 1]`` or ``at least 1``; empty: not a number."""
         if self.min is None or self.max is None:
             return ""
         if self.rule:
@@ -96,7 +97,7 @@ class FieldSpec:
 
     @property
     def bounds(self) -> str:
-        """The accepted values, for tables and help texts; empty: any of the type."""
+        """Accepted values, for tables and help texts; empty: any value of the type."""
         parts = [
             f"at most {self.max_items}" if self.max_items else "",
             f"{'of ' if self.max_items else ''}1 to {self.max_chars} characters" if self.max_chars else "",
@@ -116,7 +117,7 @@ class FieldSpec:
 
     @property
     def default(self) -> Any:
-        """Value of a field that is not given; None: depends on the server."""
+        """Value of the field if not given; None: depends on the server."""
         return getattr(_DEFAULTS, self.name, None)
 
     @property
@@ -160,11 +161,11 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="deadline_ms", type="number", min=0, max=_MS * MAX_DEADLINE_S, open_min=True, text="Time from arrival after which the request is ended, milliseconds."),
     )
 }  # fmt: skip
-"""Every field that bounds or meaning are declared for, by name: first those of `SamplingParams`, in its order."""
+"""Declared request fields by name, beginning with the fields of `SamplingParams`."""
 
 
 def request_fields_table() -> str:
-    """The table of request fields as Markdown, for the documentation."""
+    """Return the table of request fields as Markdown, for the documentation."""
     rows = ["| field | type | values | default | meaning |", "|---|---|---|---|---|"]
     for spec in REQUEST_FIELDS.values():
         default = "" if spec.default in (None, ()) else f"`{str(spec.default).lower()}`"
@@ -176,12 +177,12 @@ class Encoder(Protocol):
     """The part of a tokenizer that validation uses."""
 
     vocab_size: int
-    """Ids are in [0, vocab_size)."""
+    """Number of token ids, which are in [0, vocab_size)."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def min_tokens(self, text: str) -> int:
-        """A lower bound on `len(encode(text))` that is cheap to compute."""
+        """Return a lower bound on `len(encode(text))` that is cheap to compute."""
         ...
 
 
@@ -196,25 +197,25 @@ class RequestLimits:
     """Limits of the requests that one engine can serve."""
 
     vocab_size: int
-    """V: token ids are in [0, V); the smaller one of the tokenizer's and the model's."""
+    """V, the smaller vocabulary size of tokenizer and model: token ids are in [0, V)."""
     max_model_len: int
-    """Longest prompt plus output, tokens."""
+    """Maximum length of prompt plus output, in tokens."""
     max_pool_tokens: int | None = None
-    """Tokens that the whole cache pool can hold with its smallest kind; None: not known."""
+    """Number of tokens that the whole cache pool holds in the most compact cache kind; None: unknown."""
     eos_token_ids: tuple[int, ...] = ()
-    """Ids that end an output unless `ignore_eos`."""
+    """Token ids that end an output unless `ignore_eos` is set."""
     max_sequences: int = MAX_SEQUENCES
-    """Answers to one call: its prompts times `n`."""
+    """Maximum number of outputs of a call: prompts times `n`."""
     max_stop_strings: int = MAX_STOP_STRINGS
-    """Stop strings of a request."""
+    """Maximum number of stop strings of a request."""
     default_slo: SLO = SLO()  # noqa: RUF009 - frozen
-    """Default SLO of real-time requests without objectives."""
+    """Default SLO of real-time requests."""
     default_slo_class: SloClass = "rt"
     """Default class of requests."""
     max_prompt_logprobs: int = SchedulerConfig.max_prompt_logprobs
-    """Log probabilities of prompt tokens that a call may ask for."""
+    """Maximum number of prompt log probabilities that a call may ask for."""
     adapters: tuple[str, ...] = ()
-    """LoRA adapters that requests may name."""
+    """Names of the LoRA adapters that requests may use."""
 
 
 _TEXT_ALONE = "the model takes text alone; leave it out"
@@ -229,7 +230,7 @@ UNSUPPORTED = {
     "data_parallel_rank": "there is one rank, 0; leave it out",
     "dp_rank": "there is one rank, 0; leave it out",
 }
-"""Fields that clients of other engines may send."""
+"""Fields that clients of other engines may send, with the text of the error."""
 
 
 def unsupported(field: str) -> InvalidRequestError:

@@ -1,4 +1,4 @@
-"""The prompt: text or token ids to a read-only array, and whether prompt and output fit."""
+"""Validation of prompts: text or token ids become a read-only array, and prompt and output must fit."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from apt_jax.validation.limits import TOO_LONG, Encoder, RequestLimits
 from apt_jax.validation.values import check_text, check_token_id
 
 MAX_CHARS_PER_TOKEN = 256
-"""Longer than the longest token of any vocabulary, which are runs of spaces."""
+"""Upper bound of the characters of a token: the longest tokens of vocabularies, runs of spaces, are shorter."""
 
 
 def checked_prompt(
@@ -25,13 +25,13 @@ def checked_prompt(
     """Return the prompt's token ids, read-only.
 
     Args:
-        limits: of the engine.
-        tokenizer: None: only token ids are accepted.
-        prompt, prompt_token_ids: the input, one of them.
-        keep_last: drop all tokens but so many at the end; None: none.
+        limits: limits of the engine.
+        tokenizer: tokenizer of the model; None: only token ids are accepted.
+        prompt, prompt_token_ids: text or token ids of the prompt; exactly one is given.
+        keep_last: number of last tokens to keep; None: keep all.
 
     Raises:
-        InvalidRequestError: there is none, it is too long, or not all of it is in the vocabulary.
+        InvalidRequestError: the prompt is missing or too long, or a token is not in the vocabulary.
     """
     if prompt is not None and prompt_token_ids is not None:
         raise InvalidRequestError("prompt", "give either text or token ids, not both")
@@ -56,7 +56,7 @@ def checked_prompt(
 
 
 def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
-    """Raise InvalidRequestError where a text has a token that the tokenizer knows and the model does not."""
+    """Raise InvalidRequestError if a text has a token that the tokenizer knows and the model does not."""
     token_id = max(ids, default=0)
     if token_id >= limits.vocab_size:
         raise InvalidRequestError(
@@ -67,8 +67,8 @@ def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
 
 
 def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> list[int]:
-    """The last `keep` of a text's tokens; special tokens that the tokenizer begins and ends texts with stay, and
-    count."""
+    """Return the last `keep` tokens of a text. Special tokens that the tokenizer adds at the beginning and end are kept
+    and count."""
     bare = tokenizer.encode(text, add_special_tokens=False)
     added = len(ids) - len(bare)
     for start in range(added + 1 if 0 < added < keep else 0):
@@ -81,10 +81,11 @@ def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> li
 def check_text_length(
     limits: RequestLimits, tokenizer: Encoder, text: str, field: str = "prompt", *, truncated: bool = False
 ) -> None:
-    """Raise InvalidRequestError where a text is too long for the model, before it is tokenized.
+    """Raise InvalidRequestError if a text is too long for the model, before it is tokenized.
 
-    Some tokenizers drop text (spaces, say), so that no length gives a number of tokens. Their texts may have
-    `MAX_CHARS_PER_TOKEN` characters for each token that the model takes, which is more than words ever have.
+    Some tokenizers drop characters such as spaces, so that a text's length gives no lower bound on its tokens. Every
+    text may therefore have at most `MAX_CHARS_PER_TOKEN` characters per token of the model's length, which is more than
+    words ever have.
     """
     least = 0 if truncated else tokenizer.min_tokens(text)
     if least >= limits.max_model_len:
@@ -137,7 +138,8 @@ def _frozen(ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: int) -> SamplingParams:
-    """Set `max_tokens` to the room after the prompt; 1 where there is none, which `check_length` rejects."""
+    """Return `params` with `max_tokens` set to the room after the prompt, or to 1 without any room, which
+    `check_length` rejects."""
     room = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len) - prompt_len
     if room >= 1 and params.min_tokens > room:
         raise InvalidRequestError(
@@ -148,7 +150,7 @@ def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: 
 
 
 def check_length(limits: RequestLimits, prompt_len: int, max_tokens: int) -> None:
-    """Raise InvalidRequestError where prompt and output exceed the model's length or the cache."""
+    """Raise InvalidRequestError if prompt and output exceed the model's length or the cache."""
     total = prompt_len + max_tokens
     if prompt_len >= limits.max_model_len:
         raise InvalidRequestError(

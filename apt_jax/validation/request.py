@@ -1,8 +1,8 @@
-"""Raw user input in, a complete and checked `EngineRequest` out: the only way into the engine.
+"""Builds validated `EngineRequest`s from raw user input: the only way into the engine.
 
-Every front end (Python, HTTP, gRPC, command line) calls `build_request` with whatever it was given, so that none can
-skip a check. Nothing is clamped silently and nothing is coerced. A message says what was wrong, what the rule is and
-what to do; it never holds the prompt.
+Every front end (Python, HTTP, gRPC, command line) calls `build_request` with its raw input, so that no check is
+skipped. Values are neither clamped silently nor coerced. A message says what was wrong, what the rule is and what to
+do; it never contains the prompt.
 """
 
 import dataclasses
@@ -64,27 +64,29 @@ def build_request(
     """Check raw input and return the request for the engine.
 
     Args:
-        limits: limits of the engine that will serve it.
-        tokenizer: None: only token ids are accepted, and no stop strings.
+        limits: limits of the engine that will serve the request.
+        tokenizer: tokenizer of the model; None: only token ids are accepted, and no stop strings.
         prompt: text; exactly one of `prompt` and `prompt_token_ids` is given.
-        prompt_token_ids: token ids, taken as they are (nothing is prepended).
-        params: None: the defaults. A mapping may hold any subset of the fields of `SamplingParams`, by name; a
-            `max_tokens` of None asks for as many as the model's length and the cache leave.
-        request_id: the client's label; None: a random one.
-        slo: None: the server's default for real-time requests, none for best-effort ones.
-        slo_ttft_ms, slo_tbt_ms: raw SLOs in milliseconds, each replacing that part of `slo`; None: absent.
+        prompt_token_ids: token ids, used unchanged (no BOS token is prepended).
+        params: sampling parameters, or a mapping with any subset of the fields of `SamplingParams`; None: the defaults.
+            A `max_tokens` of None allows as many tokens as the model's length and the cache leave.
+        request_id: the client's label; None: a random label.
+        slo: latency SLO; None: the server's default for real-time requests, no SLO for best-effort requests.
+        slo_ttft_ms, slo_tbt_ms: raw TTFT and TBT SLOs in milliseconds, which replace the corresponding part of `slo`;
+            None: not given.
         slo_class: "rt" (real time) or "be" (best effort); None: the server's default.
         arrival_s: arrival time on the engine's clock.
-        fallback_seed: seed where the request has none.
-        grammars: compiler for structured outputs, up to two seconds each; None: they are rejected.
+        fallback_seed: seed if the request specifies none.
+        grammars: compiler for structured outputs, which may take up to two seconds; None: structured outputs are
+            rejected.
         max_queue_s: see `EngineRequest`; checked by the caller.
-        adapter: name of a LoRA adapter; None: the model alone.
-        cache_salt: see `EngineRequest`; None: none.
+        adapter: name of a LoRA adapter; None: no adapter.
+        cache_salt: see `EngineRequest`.
         tenant: see `EngineRequest`; from authentication, not from the request's input.
 
     Raises:
-        InvalidRequestError: one line; `.field` names the input.
-        QueueFullError: too many new grammars at once.
+        InvalidRequestError: the input is invalid; the message is one line, and `.field` names the input.
+        QueueFullError: too many new grammars are being compiled.
     """
     checked_id = check_request_id(request_id)
     checked_class = limits.default_slo_class if slo_class is None else _slo_class(slo_class)
@@ -136,11 +138,11 @@ def build_requests(
     """Build the requests for `n` outputs to one prompt; see `build_request` for the other arguments.
 
     Returns:
-        n requests. They differ in their ids (``ID``, ``ID#1``, ``ID#2``, ..., which no client can choose) and in their
-        seeds (``seed + i``, as in vLLM).
+        n requests, which differ in their ids (``ID``, ``ID#1``, ``ID#2``, ...; clients cannot choose ids with ``#``)
+        and in their seeds (``seed + i``, as in vLLM).
 
     Raises:
-        InvalidRequestError, QueueFullError: as `build_request`.
+        InvalidRequestError, QueueFullError: see `build_request`.
     """
     count = check_sequences(limits, 1, n)
     first = dataclasses.replace(build_request(limits, tokenizer, **fields), num_outputs=count)
@@ -158,10 +160,10 @@ def build_requests(
 
 
 def check_watch_capacity(value: object) -> int:
-    """Return the number of iterations kept for a subscriber of the scheduler.
+    """Check and return the number of iterations kept for a subscriber of the scheduler.
 
     Raises:
-        InvalidRequestError: not an integer in [1, `MAX_WATCH_CAPACITY`].
+        InvalidRequestError: `value` is not an integer in [1, `MAX_WATCH_CAPACITY`].
     """
     return check_integer("capacity", value, 1, MAX_WATCH_CAPACITY)
 
@@ -170,7 +172,7 @@ def check_deadline_ms(value: object) -> float:
     """Convert a raw deadline in milliseconds to seconds.
 
     Raises:
-        InvalidRequestError: not a positive number, or more than a day.
+        InvalidRequestError: `value` is not a positive number, or is more than a day.
     """
     seconds = check_number("deadline_ms", value) / 1e3
     if not 0.0 < seconds <= MAX_DEADLINE_S:
@@ -182,10 +184,10 @@ def check_deadline_ms(value: object) -> float:
 
 
 def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
-    """Return `n`, the number of outputs per prompt.
+    """Check and return `n`, the number of outputs per prompt.
 
     Raises:
-        InvalidRequestError: not an integer, or with the prompts more than `RequestLimits.max_sequences`.
+        InvalidRequestError: `n` is not an integer, or prompts times `n` exceed `RequestLimits.max_sequences`.
     """
     most = limits.max_sequences
     count = check_integer("n", n, 1, most)
@@ -199,7 +201,7 @@ def check_sequences(limits: RequestLimits, num_prompts: int, n: object) -> int:
 
 
 def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
-    """Return how many of the prompt's last tokens are kept; None: all."""
+    """Return the number of last prompt tokens to keep; None: all."""
     keep = params.truncate_prompt_tokens
     if keep != -1:
         return keep
@@ -209,14 +211,14 @@ def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
 
 
 def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, SamplingParams]]) -> None:
-    """Check how many log probabilities the requests of a call ask for.
+    """Check the number of prompt log probabilities that the requests of a call ask for.
 
     Args:
-        limits: of the engine.
-        requests: length of the prompt, and parameters, of each.
+        limits: limits of the engine.
+        requests: prompt length and sampling parameters of each request.
 
     Raises:
-        InvalidRequestError: more than `RequestLimits.max_prompt_logprobs`.
+        InvalidRequestError: the number exceeds `RequestLimits.max_prompt_logprobs`.
     """
     wanted = sum(size * (p.prompt_logprobs + 1) for size, p in requests if p.prompt_logprobs is not None)
     if wanted > limits.max_prompt_logprobs:
@@ -228,10 +230,10 @@ def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, S
 
 
 def check_token_ids(limits: RequestLimits, field: str, value: object, most: int) -> list[int]:
-    """Return a list of at most `most` token ids of the vocabulary, possibly empty.
+    """Check and return a list of at most `most` token ids of the vocabulary, possibly empty.
 
     Raises:
-        InvalidRequestError: they are not.
+        InvalidRequestError: `value` is not such a list.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
         raise InvalidRequestError(field, f"{json_kind(value)} is not a list of token ids")
@@ -241,10 +243,10 @@ def check_token_ids(limits: RequestLimits, field: str, value: object, most: int)
 
 
 def check_request_id(value: object) -> str:
-    """The label of a request; None: a random one.
+    """Check and return the label of a request; None: return a random label.
 
     Raises:
-        InvalidRequestError: it is no label.
+        InvalidRequestError: `value` is not a valid label.
     """
     if value is None:
         return f"req-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Sampling parameters: every value checked, none clamped."""
+"""Validation of sampling parameters. Values are checked and not clamped, except for very small temperatures."""
 
 import dataclasses
 import difflib
@@ -36,9 +36,9 @@ from apt_jax.validation.values import (
 logger = logging.getLogger(__name__)
 
 AS_MANY_AS_FIT = 2**31
-"""Stands for a `max_tokens` of None until the length of the prompt is known; no request may ask for this many."""
+"""Placeholder for a `max_tokens` of None until the prompt's length is known; larger than any valid `max_tokens`."""
 _RANDOM_SEED = -1
-"""As a `seed`: the server picks one, as it does without; llama.cpp's and vLLM's."""
+"""Value of `seed` that lets the server pick one, as in llama.cpp and vLLM."""
 _WARN_EVERY_S = 60.0
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -49,7 +49,7 @@ def checked_sampling_params(
     params: SamplingParams | Mapping[str, object] | None,
     fallback_seed: int,
 ) -> SamplingParams:
-    """Return checked sampling parameters, with a seed, and EOS among the stop tokens.
+    """Return checked sampling parameters with a seed, and with EOS among the stop tokens unless `ignore_eos`.
 
     Raises:
         InvalidRequestError: a value is not allowed, or a mapping has an unknown name.
@@ -117,7 +117,7 @@ def _checked(name: str, value: object) -> Any:
 
 
 class _RaisedTemperatures:
-    """Says that temperatures are raised: once a minute, with their number since."""
+    """Logs that temperatures were raised, at most once per minute, with their number since the last message."""
 
     def __init__(self) -> None:
         self._count, self._said_s = 0, -float("inf")
@@ -176,7 +176,7 @@ def _logit_bias(limits: RequestLimits, value: object) -> dict[int, float] | None
 
 
 def _strings(field: str, value: object, most: int, most_chars: int, flag: str = "") -> tuple[str, ...]:
-    """Return distinct strings, neither empty nor too long."""
+    """Check and return strings without duplicates; none may be empty or too long."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):
         raise InvalidRequestError(field, f"{json_kind(value)} is not a list of strings")
     if len(value) > most:
@@ -209,10 +209,11 @@ def _bad_words(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
 def bad_words_token_ids(
     limits: RequestLimits, tokenizer: Encoder | None, words: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of words, as they begin a text and after a space where that is another first token.
+    """Return the token sequences of words, both at the beginning of a text and after a space if the first token then
+    differs.
 
     Raises:
-        InvalidRequestError: a word has no tokens, or one outside the vocabulary.
+        InvalidRequestError: a word has no tokens, or a token outside the vocabulary.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
@@ -244,7 +245,8 @@ def _allowed_token_ids(limits: RequestLimits, value: object) -> tuple[int, ...] 
 
 
 def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> tuple[int, ...]:
-    """Return the user's ids, then EOS as it is: only ids of the model's vocabulary can be sampled."""
+    """Return the user's ids, checked, then the EOS ids. EOS ids outside the model's vocabulary do no harm, as they are
+    never sampled."""
     if value is None:
         value = ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):

@@ -1,5 +1,5 @@
-"""Structured output constraints: one kind, bounded size and depth, schemas as compact JSON text. They are compiled
-later."""
+"""Validation of structured output constraints: one kind, bounded size and depth, schemas as compact JSON text.
+Constraints are compiled later."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def checked_structured_outputs(value: object) -> StructuredOutputsParams | None:
-    """Return a constraint of exactly one kind, bounded in size and depth, `json` as compact text.
+    """Check and return a constraint of exactly one kind, bounded in size and depth, with `json` as compact text.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not such a constraint.
     """
     field = "structured_outputs"
     if value is None:
@@ -99,7 +99,7 @@ def _schema(field: str, value: object) -> str:
         return made
 
     def check_keys(of: object) -> None:
-        """`json.dumps` would turn numbers into text."""
+        """Raise ValueError if a key is not text; `json.dumps` would convert numbers to text."""
         stack = [of]
         while stack:
             item = stack.pop()

@@ -1,5 +1,4 @@
-"""Checks of single values: numbers, flags, texts. Nothing is coerced: ``True`` is not a number, ``"2"`` is not a
-number."""
+"""Checks of single values: numbers, flags, texts. Values are not coerced: neither ``True`` nor ``"2"`` is a number."""
 
 import json
 import math
@@ -13,7 +12,7 @@ from apt_jax.validation.limits import MAX_GRAMMAR_BYTES, MIN_POSITIVE, FieldSpec
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, never long, and never slow or impossible to print."""
+    """Return a short text of a value for messages; safe for values that are long or slow to print."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
     if value is None or isinstance(value, bool):
@@ -26,15 +25,15 @@ def shown(value: object) -> str:
 
 
 def described(value: object) -> str:
-    """Return a value for a message that says that it is of a wrong kind: a string with its kind."""
+    """Return a text of a value for messages about a wrong type: strings are followed by their type."""
     return f"{shown(value)} ({json_kind(value)})" if isinstance(value, str) else shown(value)
 
 
 def check_field(spec: FieldSpec, value: object) -> Any:
-    """Return an integer or number that lies in the range of its field.
+    """Check and return an integer or number in the range of its field.
 
     Raises:
-        InvalidRequestError: it does not.
+        InvalidRequestError: `value` is not such a number.
     """
     assert spec.min is not None
     assert spec.max is not None
@@ -48,10 +47,10 @@ def check_field(spec: FieldSpec, value: object) -> Any:
 
 
 def check_integer(field: str, value: object, low: int, high: int, rule: str | None = None) -> int:
-    """Return an integer in [low, high]; `rule` ends the message "VALUE must ...".
+    """Check and return an integer in [low, high]; `rule` ends the message "VALUE must ...".
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not such an integer.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise InvalidRequestError(field, f"{described(value)} is not an integer")
@@ -63,10 +62,11 @@ def check_integer(field: str, value: object, low: int, high: int, rule: str | No
 
 
 def check_number(field: str, value: object, *, signed: bool = True) -> float:
-    """Return a finite number that is 0 or a normal 32-bit number; unsigned: -0.0 is rejected too.
+    """Check and return a finite number that is 0 or a normal 32-bit number. Without `signed`, negative numbers and -0.0
+    are rejected.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not such a number.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise InvalidRequestError(field, f"{described(value)} is not a number")
@@ -84,10 +84,10 @@ def check_number(field: str, value: object, *, signed: bool = True) -> float:
 
 
 def check_flag(field: str, value: object) -> bool:
-    """Return true or false.
+    """Check and return a boolean.
 
     Raises:
-        InvalidRequestError: it is anything else.
+        InvalidRequestError: `value` is not true or false.
     """
     if not isinstance(value, bool | np.bool_):
         raise InvalidRequestError(field, f"{described(value)} is not true or false")
@@ -95,10 +95,10 @@ def check_flag(field: str, value: object) -> bool:
 
 
 def check_text(field: str, value: object) -> str:
-    """Return a string that is not empty and can be written as UTF-8.
+    """Check and return a string that is not empty and can be encoded as UTF-8.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not such a string.
     """
     if not isinstance(value, str):
         raise InvalidRequestError(field, f"{json_kind(value)} is not text")
@@ -112,10 +112,10 @@ def check_text(field: str, value: object) -> str:
 
 
 def check_bounded_text(field: str, value: object, max_bytes: int = MAX_GRAMMAR_BYTES) -> str:
-    """Return a text of at most this many bytes.
+    """Check and return a text of at most `max_bytes` bytes.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not such a text.
     """
     if isinstance(value, str) and len(value) > max_bytes:  # before it is copied
         raise InvalidRequestError(field, f"{len(value)} characters, at most {max_bytes} bytes are allowed")
@@ -127,10 +127,10 @@ def check_bounded_text(field: str, value: object, max_bytes: int = MAX_GRAMMAR_B
 
 
 def check_mapping(field: str, value: object) -> Mapping[str, object]:
-    """Return an object of named values.
+    """Check and return an object of named values.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not an object.
     """
     if not isinstance(value, Mapping):
         raise InvalidRequestError(field, f"{described(value)} is not an object")
@@ -138,10 +138,10 @@ def check_mapping(field: str, value: object) -> Mapping[str, object]:
 
 
 def check_token_id(field: str, value: object, vocab_size: int) -> int:
-    """Return a token id of the vocabulary.
+    """Check and return a token id of the vocabulary.
 
     Raises:
-        InvalidRequestError: it is not one.
+        InvalidRequestError: `value` is not a token id of the vocabulary.
     """
     rule = f"be a token id in [0, {vocab_size}), the vocabulary"
     return check_integer(field, value, 0, vocab_size - 1, rule)
