@@ -1,6 +1,6 @@
-"""Executors run the steps that the engine plans: the contract (`base`), and the one that runs a model with JAX.
+"""Executors run the steps that the engine plans: their interface (`base`), and the executor that runs a model with JAX.
 
-This face of the package has the contract alone, which needs no JAX; `apt_jax.core` has what it is about.
+The package itself exports only the interface, which does not import JAX; `apt_jax.core` has the types of steps.
 """
 
 from apt_jax.executor.base import Executor, MaskedStepHandle, StepHandle, is_device_lost, is_out_of_memory

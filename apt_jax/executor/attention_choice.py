@@ -1,4 +1,5 @@
-"""Choice of the attention implementation of an executor: the platform's kernels, and XLA's ops for what they lack."""
+"""Choice of an executor's attention implementation: the platform's kernels, and XLA's ops for features that the kernels
+lack."""
 
 import dataclasses
 import logging
@@ -15,13 +16,13 @@ from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 logger = logging.getLogger(__name__)
 
 _HIDDEN_OP = {None: "decode_reprojected", "absorb": "decode_absorbed", "partial": "decode_v_absorbed"}
-"""The op that hidden rows decode with; "v-absorb" as "partial"."""
+"""Op that hidden rows decode with, by hidden mode; modes not listed use the op of "partial"."""
 
 _WITH_TILES = (None, "triton", "triton-onepass", "jax-triton")
-"""Backends whose kernels have tiles for some GPUs and heads."""
+"""Backends whose kernels have tiles only for some GPUs and head sizes."""
 
 CHECKED_TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-"""TPU generations that kernels and steps are compiled for (`make gate-tpu`), by the names of JAX."""
+"""TPU generations that kernels and steps are test-compiled for (`make gate-tpu`), by JAX's device kind."""
 
 
 def needed_extras(
@@ -35,9 +36,9 @@ def needed_extras(
     """Return the features of `ops.backend.EXTRAS` that a model needs of each op that it uses.
 
     Args:
-        hidden_mode: how hidden rows decode; None: reprojected.
-        kv, hidden: the kinds that there may be.
-        adapted_keys: adapters add to W_k or W_v.
+        hidden_mode: parts of attention that are absorbed when hidden rows decode; None: reprojection.
+        kv, hidden: whether rows of this cache kind may occur.
+        adapted_keys: True if adapters change W_k or W_v.
     """
     rules = {
         "softcap": config.attention_softcap is not None,
@@ -64,14 +65,14 @@ def needed_extras(
 def choose_attention(
     platform: str, wanted: str | KernelBackend | None, chip: str | None, needed: Mapping[str, frozenset[str]]
 ) -> KernelBackend:
-    """Return the requested ops, or the platform's default; there XLA's takes the place of an op in the layers whose
-    rules it lacks, or in all where it lacks something else.
+    """Return the requested ops, or the platform's default ops. A default op that lacks a needed feature is replaced by
+    XLA's op: in the layers concerned if the feature is a score rule, else in all layers.
 
     Args:
-        needed: of `needed_extras`.
+        needed: needed features by op, from `needed_extras`.
 
     Raises:
-        ConfigError: there are no such ops, or they were asked for by name and lack what the model needs.
+        ConfigError: the ops are unknown, or ops requested by name lack a feature that the model needs.
     """
     if isinstance(wanted, KernelBackend):
         ops = wanted
@@ -96,7 +97,7 @@ def choose_attention(
 
 
 def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, frozenset[str]]) -> KernelBackend:
-    """`ops` with the ops of `xla` for calls that need missing features."""
+    """Return `ops`, with the ops of `xla` for calls that need missing features."""
 
     def falls_back(op: str, rules: LogitModifiers | None) -> bool:
         extras = missing.get(op, frozenset())
@@ -121,7 +122,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
 
 
 def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
-    """The score rules of one layer, as `EXTRAS` names them."""
+    """Return the score rules of one layer by their names in `EXTRAS`."""
     if rules is None:
         return frozenset()
     given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window}
@@ -129,11 +130,11 @@ def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
 
 
 def chip_of(device: Any) -> str | None:
-    """The chip that kernels are laid out for: a class of GPUs of NVIDIA's, or a TPU's generation; None where there is
-    neither. Warns of a TPU whose generation nothing was compiled for.
+    """Return the chip that kernels are tiled for: a class of NVIDIA GPUs or a TPU generation; None: another device.
+    Logs a warning for TPU generations that were never test-compiled for.
 
     Raises:
-        ConfigError: too old a GPU for the kernels.
+        ConfigError: the GPU is too old for the kernels.
     """
     if getattr(device, "platform", None) == "tpu":
         if device.device_kind not in CHECKED_TPUS:
@@ -156,14 +157,13 @@ def chip_of(device: Any) -> str | None:
 
 
 def check_attention(config: EngineConfig, device: Any, read_model: Callable[[], ModelConfig]) -> None:
-    """Refuse kernels that another platform has, and a GPU or a model that the kernels have no tiles for, before anything
-    is loaded.
+    """Check, before anything is loaded, that the kernels run on the platform and have tiles for the GPU and the model.
 
     Args:
-        read_model: called where the model decides.
+        read_model: function that returns the model's configuration; called only if the check depends on it.
 
     Raises:
-        ConfigError: one line with the numbers and what to do.
+        ConfigError: the kernels cannot run; the message is one line with the reason and what to do.
     """
     try:
         check_platform(config.attention_backend or "", device.platform)

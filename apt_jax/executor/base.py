@@ -1,4 +1,4 @@
-"""The contract between the engine and its executor: a device, a cost model, or a test double.
+"""The interface between the engine and its executor: a device, a cost model, or a test double.
 
 A step is dispatched by `execute` and its result fetched later by `StepHandle.result`, so that the engine can prepare
 the next step while the device works. Steps take effect in the order in which they were dispatched.
@@ -15,7 +15,7 @@ from apt_jax.core.step import StepBatch, StepResult
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error means out of memory, on the host or, in JAX's wording, on the device."""
+    """Return True if an error means that memory of the host or the device is exhausted."""
     is_the_devices = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
     return is_the_devices or isinstance(error, MemoryError)
 
@@ -29,7 +29,8 @@ _DEVICE_LOST = re.compile(
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """True if an error leaves the device unusable for this process: every later call fails too, or computes nonsense."""
+    """Return True if an error leaves the device unusable for this process: every later call fails too, or returns wrong
+    results."""
     return isinstance(error, RuntimeError) and _DEVICE_LOST.search(str(error)) is not None
 
 
@@ -37,23 +38,24 @@ class StepHandle(Protocol):
     """A dispatched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step to end and fetch its tokens. Raises what the step raised."""
+        """Wait for the step to end and return its results. Raises the exception of the step if it failed."""
         ...
 
 
 class MaskedStepHandle(StepHandle, Protocol):
-    """A step that has been dispatched up to the point where tokens are sampled, which takes the masks.
+    """A step that has been dispatched up to sampling, for which it still needs the masks.
 
     The forward pass takes most of the time and needs no masks: while it runs, the host fetches the tokens of the
     previous step and computes which tokens may follow them.
     """
 
     def sample(self, masks: NDArray[np.int32]) -> None:
-        """Dispatch the rest. Must be called once, before `result` and before the next `execute`.
+        """Dispatch the sampling with masks. Must be called once, before `result` and before the next `execute`. After
+        an exception the pool is lost.
 
         Args:
-            masks: (rows in `StepBatch.masked`, any width): bit i % 32 of ``masks[j, i // 32]`` allows token i; tokens
-                beyond the last word are forbidden. After an exception the pool is gone.
+            masks: (rows in `StepBatch.masked`, any width); bit i % 32 of ``masks[j, i // 32]`` allows token i. Tokens
+                beyond the last word are forbidden.
         """
         ...
 
@@ -63,9 +65,10 @@ class Executor(Protocol):
 
     num_blocks: int
     block_size: int
-    """Keys, or values, that a block holds."""
+    """Number of tokens whose keys, or values, fit in a block."""
     hidden_block_size: int
-    """Layer inputs that a block holds: more than keys where they are narrower, fewer where they are wider."""
+    """Number of layer inputs in a block: more than `block_size` if they are narrower than keys, fewer if they are
+    wider."""
     max_num_seqs: int
     can_convert: bool
     """True if steps may have `StepBatch.conversions`."""
@@ -79,32 +82,33 @@ class Executor(Protocol):
         ...
 
     def execute(self, batch: StepBatch) -> StepHandle:
-        """Dispatch one step; must not wait for it. After an exception the pool is gone: call `reset`."""
+        """Dispatch one step without waiting for it. After an exception the pool is lost: call `reset`."""
         ...
 
     def reset(self) -> None:
-        """Recreate the pool, all cache on the device lost (a failed step has destroyed the donated arrays). Host memory
-        keeps what steps before had saved."""
+        """Recreate the pool after a failed step, which has destroyed the donated arrays. All cache on the device is
+        lost; blocks saved to host memory stay."""
         ...
 
     def check_integrity(self) -> None:
-        """Check the device's per-slot arrays against the steps that were dispatched. Waits for them.
+        """Wait for all dispatched steps, and check the device's per-slot arrays against them.
 
         Raises:
-            RuntimeError: it has something else.
+            RuntimeError: the arrays differ.
         """
         ...
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile everything that serving can need; `progress(done, total)` before the first program and after each."""
+        """Compile every program that serving can need. `progress(done, total)` is called before the first program and
+        after each."""
         ...
 
     def prepare_prompt_logprobs(self) -> None:
-        """Compile the programs of steps with `StepBatch.prompt_targets` if they are not compiled yet. From any thread, while
-        steps run; a step that comes before its end compiles what it needs itself."""
+        """Compile the programs of steps with `StepBatch.prompt_targets` if they are not compiled yet. May be called
+        from any thread while steps run; a step that needs a program before then compiles it itself."""
         ...
 
     @property
     def compilations(self) -> int:
-        """Programs compiled since `warm_up` ended; stays 0 while serving."""
+        """Number of programs compiled since `warm_up` ended; stays 0 while serving."""
         ...

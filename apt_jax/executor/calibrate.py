@@ -1,8 +1,7 @@
-"""Measure step costs on this machine: the coefficients that scheduling weighs (Apt-Serve §4.2's ρ, made affine).
+"""Measures step costs on this machine: the coefficients that scheduling uses (an affine form of Apt-Serve §4.2's ρ).
 
-The executor that serves is timed on synthetic batches of random sizes, lengths and kinds (`calibration_steps`); the fit
-is stored as JSON in the cache directory, under a name derived from everything that it depends on, and loaded at the next
-start.
+The executor that serves is timed on synthetic batches of random sizes, lengths and kinds (`calibration_steps`). The fit
+is stored as JSON in the cache directory, under a hash of everything it depends on, and loaded at the next start.
 """
 
 import dataclasses
@@ -37,19 +36,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_BUDGET_S = 30.0
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _MIN_POINTS = 8
-"""Points of each phase that are measured even without budget."""
+"""Minimum number of points of each phase, measured regardless of the budget."""
 _GRID_RUN = 3
-"""Episodes of a round between two as served."""
+"""Number of episodes of a round between two episodes as served."""
 _REPEATS = 3
-"""Times that a step with chunks is measured; the median counts."""
+"""Number of measurements of a step with chunks; the median counts."""
 _DECODE_RUN = 5
-"""Decode steps on a CPU whose median counts, after as many that are ignored, or 1 where it is longer than `_LONG_S`."""
+"""Number of decode steps on a CPU whose median counts. The same number of steps is run before and ignored; only 1 if
+steps take longer than `_LONG_S`."""
 _LONG_S = 0.02
 _SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
-"""Shares of the budget: a step that takes more is measured once, but where it is held back; one that is expected to take
-more, not at all."""
+"""Shares of the budget. A step that takes more than the first is measured once, unless it is held back; a step that is
+expected to take more than the second is not measured."""
 _FAST_S = 0.5
-"""Whatever the budget, a step that takes less is measured."""
+"""Seconds below which a step is measured regardless of the budget."""
 
 
 def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
@@ -80,8 +80,8 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
 
 
 def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
-    """Seconds of a step whose block tables the device has: those of one request grow from step to step, while other
-    batches with the same slots come between these."""
+    """Return the seconds of a step, with its block tables sent before the timing starts. In serving a table only grows
+    from step to step, whereas batches of a calibration use the same slots for different tables."""
     executor.send_tables(batch)
     start = time.perf_counter()
     executor.execute(batch).result()
@@ -89,8 +89,8 @@ def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
 
 
 def _steps_in_a_row_s(executor: JaxExecutor, batch: StepBatch, count: int) -> list[float]:
-    """(count,) seconds between the ends of equal steps, each dispatched before the tokens of the one before are fetched,
-    as an engine whose host and device overlap does it."""
+    """Return (count,) seconds between the ends of equal steps. As in an engine that overlaps host and device, each step
+    is dispatched before the tokens of the previous one are fetched."""
     executor.send_tables(batch)
     ends, step = list[float](), executor.execute(batch)
     for _ in range(count):
@@ -104,7 +104,7 @@ def _steps_in_a_row_s(executor: JaxExecutor, batch: StepBatch, count: int) -> li
 
 
 def program_shapes(executor: JaxExecutor) -> ProgramShapes:
-    """Sizes that `executor` pads steps to, of the programs that are ready."""
+    """Return the sizes that `executor` pads steps to, given its ready programs."""
     sizes = executor.ready.sizes
     by_kind = not executor.programs.branches and executor.kinds_offered[HIDDEN]
     return ProgramShapes(
@@ -123,13 +123,15 @@ def program_shapes(executor: JaxExecutor) -> ProgramShapes:
 
 
 _CONVERSIONS = 12
-"""Conversions that are measured, each beside the same step without."""
+"""Number of conversions measured, each compared with the same step without a conversion."""
 
 
 def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> Generator[float, None, float]:
-    """Extra seconds per cached token of a decode step that converts a row's layer inputs to keys and values.
+    """Measure the extra seconds per cached token of a decode step that converts a row's layer inputs to keys and
+    values.
 
-    By least squares through the origin over contexts of every scale; 0 where the fit is negative. Yields after each.
+    The result is a least-squares fit through the origin over contexts of every scale, at least 0. Yields after each
+    measurement.
     """
     per_block = executor.hidden_block_size
     room = executor.num_blocks // 4 * executor.block_size
@@ -148,16 +150,17 @@ def _conversion_s(executor: JaxExecutor, rng: np.random.Generator) -> Generator[
 
 
 _TRANSFERS = 8
-"""Transfers that are measured each way."""
+"""Number of transfers measured in each direction."""
 
 
 def _transfers_s(
     executor: JaxExecutor, host: HostPool, rng: np.random.Generator
 ) -> Generator[float, None, list[float]]:
-    """Seconds of transfers, as `StepCosts` has them: load_base_s, load_per_block_s, save_per_block_s.
+    """Measure the seconds of transfers for `StepCosts`: load_base_s, load_per_block_s, save_per_block_s.
 
-    A load is timed with the check of its blocks and the step that follows, beside the same step without. A save is timed
-    from its dispatch to its end in host memory. By non-negative least squares; yields after each.
+    A load is timed with the check of its blocks and the step that follows, minus the same step without a load. A save
+    is timed from its dispatch to its end in host memory. The results are non-negative least-squares fits. Yields after
+    each measurement.
     """
     from scipy.optimize import nnls  # heavy to import
 
@@ -188,17 +191,17 @@ def _transfers_s(
 
 
 class _Meter:
-    """Times episodes of an executor.
+    """Measures the step times of episodes.
 
-    On a CPU, steps are timed in the order in which serving runs them, a step with chunks between decode steps, and runs
-    of decode steps: a decode step within 20 ms of a large prefill was measured up to a third slower than one later in
-    its run, and most steps of a server are the latter. Elsewhere the host works on a step while the device works on the
-    one before, and the time from one end to the next counts.
+    On a CPU, steps are timed in the order of serving: a step with chunks between decode steps, then runs of decode
+    steps. Decode steps within 20 ms of a large prefill were up to a third slower than later ones, which are most of a
+    server's steps. On other platforms the host works on a step while the device runs the previous one, and the time
+    between the ends of two steps counts.
 
     Attributes:
-        spent_s: seconds of all steps.
-        points: what was measured.
-        seen_s: by program of prompts, seconds of its last step.
+        spent_s: total seconds of all steps so far.
+        points: measured points.
+        seen_s: seconds of the last step of each program with chunks.
     """
 
     def __init__(self, executor: JaxExecutor, budget_s: float) -> None:
@@ -208,14 +211,15 @@ class _Meter:
         self.seen_s: dict[tuple[int, int], float] = {}
 
     def is_too_slow(self, program: tuple[int, int]) -> bool:
-        """True: a step of this program is expected to take too much of the budget, as long as its last one, or by
-        tokens as those of other programs let expect."""
+        """Return True if a step of this program is expected to take too much of the budget, judging by its last step
+        or, scaled by tokens, by steps of other programs."""
         guesses = [of_s * max(1.0, program[1] / max(1, tokens)) for (_, tokens), of_s in self.seen_s.items()]
         expected_s = self.seen_s.get(program, min(guesses, default=0.0))
         return expected_s > max(_FAST_S, _TOO_SLOW_SHARE * self._budget_s)
 
     def measure(self, episode: Episode) -> Iterator[None]:
-        """Add the points of an episode. Yields after each step, or run of steps that must not be interrupted."""
+        """Measure an episode and add its points. Yields after each step, or after each run of steps that must not be
+        interrupted."""
         executor, program = self._executor, episode.program
         batches = [synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode) if step is not None]
         if program not in self.seen_s:  # the first run of a program is not counted
@@ -260,21 +264,22 @@ class _Meter:
 
 
 def _num_lacking(points: list[StepPoint], *, has_chunks: bool) -> int:
-    """Missing points that are measured whatever the budget."""
+    """Return the number of missing points that must be measured regardless of the budget."""
     num_prefill = sum(p.is_prefill for p in points)
     counts = (num_prefill, len(points) - num_prefill) if has_chunks else (len(points),)
     return sum(max(0, _MIN_POINTS - count) for count in counts)
 
 
 def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None, CostModel]:
-    """Time prefill and decode steps of a warmed-up executor, about `budget_s` seconds, and fit a `CostModel`.
+    """Time prefill and decode steps of a warmed-up executor for about `budget_s` seconds, and return a fitted
+    `CostModel`.
 
-    Every program is measured at least once, but those whose steps would take too much of the budget: their costs are told
-    from those of other sizes, and the log names them. The pool's contents are overwritten.
+    Every program is measured at least once, except programs whose steps would take too much of the budget. Their costs
+    are interpolated from other sizes, and the log names them. The pool's contents are overwritten.
 
     Yields:
-        Which share is done, in [0, 1), after each step or short run of equal steps. Other steps may run meanwhile: the
-        time until it goes on counts for nothing.
+        Share of the work done, in [0, 1), after each step or short run of equal steps. Other steps may run before the
+        generator is resumed; that time does not count.
     """
     rng = np.random.default_rng(0)
     shapes = program_shapes(executor)
@@ -322,7 +327,7 @@ def calibrate(
     budget_s: float = DEFAULT_BUDGET_S,
     progress: Callable[[int, int], None] | None = None,
 ) -> CostModel:
-    """Run a `calibration` to its end; call it before serving."""
+    """Run a whole `calibration` and return its fit; to be called before serving."""
     measuring = calibration(executor, budget_s)
     while True:
         try:
@@ -368,12 +373,12 @@ def _key(executor: JaxExecutor) -> str:
 
 
 def calibration_path(executor: JaxExecutor, directory: Path | None = None) -> Path:
-    """The file of this executor's calibration; it may not exist."""
+    """Return the path of this executor's calibration file, which may not exist."""
     return (directory or cache_dir()) / "calibration" / f"{_key(executor)}.json"
 
 
 def load_calibration(path: Path) -> CostModel | None:
-    """A stored fit; None if the file is missing or cannot be read. A damaged one is removed."""
+    """Return a stored fit; None if the file is missing or cannot be read. A damaged file is removed."""
     stored = read_verified(path)
     if stored is None:
         return None
@@ -396,13 +401,13 @@ def load_calibration(path: Path) -> CostModel | None:
 
 
 def store_calibration(model: CostModel, path: Path) -> None:
-    """Write a fit where `load_calibration` finds it; replaces the file as a whole."""
+    """Write a fit for `load_calibration`, replacing the file as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_verified(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
 
 
 def keep_calibration(model: CostModel, path: Path) -> None:
-    """`store_calibration`, if the disk is writeable."""
+    """Call `store_calibration` and log an error if the disk cannot be written."""
     try:
         store_calibration(model, path)
     except OSError as error:  # a read-only or full disk is no reason not to serve
@@ -415,8 +420,8 @@ def load_or_calibrate(
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
 ) -> CostModel:
-    """The stored calibration of this executor on this machine, or a new one, which is stored if the disk is
-    writeable."""
+    """Return the stored calibration of this executor on this machine, or a new one, which is stored if the disk can be
+    written."""
     path = calibration_path(executor, directory)
     model = load_calibration(path)
     if model is None:
@@ -426,15 +431,15 @@ def load_or_calibrate(
 
 
 def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardware:
-    """Describe this machine to the simulator: a calibration with the pool it was measured with.
+    """Return a description of this machine for the simulator: a calibration, and the pool it was measured with.
 
     Args:
         model: the calibration of `executor`.
-        executor: offers the KV kind, alone or with the hidden one.
-        model_name: what the simulator's ``--model`` will take.
+        executor: calibrated executor, which must offer the KV kind.
+        model_name: value of the simulator's ``--model``.
 
     Raises:
-        ValueError: `executor` does not offer KV, so that its costs are not known.
+        ValueError: `executor` does not offer the KV kind, so that its costs are unknown.
     """
     kv, hidden = executor.kinds_offered
     if not kv:

@@ -1,7 +1,7 @@
-"""Draws the steps that a calibration times: every program over its whole range, and steps as serving has them.
+"""Draws the steps that a calibration times: every program over its whole range, and steps like those of a server.
 
-A round has every program once, over random rows, contexts, kinds, chunks and prefixes: the fit needs them apart. Steps
-as served have lengths and mixtures like a chat service's, and measure how well a fit predicts.
+A round has every program once, over random rows, contexts, kinds, chunks and prefixes, so that the fit can separate
+their effects. Steps as served have lengths and mixtures like a chat service's and measure how well a fit predicts.
 """
 
 import dataclasses
@@ -15,43 +15,44 @@ from apt_jax.costs.programs import ProgramShapes
 from apt_jax.executor.jax_executor import JaxExecutor
 
 _MOST_CHUNKS = 8
-"""Chunks of a step; in one that shall have a long hidden prefix, as many as that needs."""
+"""Maximum number of chunks in a step, unless a long hidden prefix or the number of tokens needs more."""
 _LOG_TOKENS = (4.6, 1.6)
-"""Mean and deviation of the logarithm of prompt tokens in ShareGPT (the bundled trace); answers are similar."""
+"""Mean and standard deviation of the logarithm of prompt lengths in ShareGPT (the bundled trace); answers are
+similar."""
 _TRACE_MAX_LEN = 2048
-"""Longest context of the trace; lengths are scaled down for models that allow less."""
+"""Maximum context length of the trace; lengths are scaled down for models that allow less."""
 
 
 class Step(NamedTuple):
-    """A step by rows."""
+    """Rows of a step."""
 
     kinds: list[int]
-    """`KV` or `HIDDEN`."""
+    """Cache kind of each row: `KV` or `HIDDEN`."""
     starts: list[int]
-    """Tokens cached before."""
+    """Number of tokens of each row cached before the step."""
     lens: list[int]
-    """Tokens to compute."""
+    """Number of tokens that each row computes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Episode:
-    """A step with chunks and a decode step of other rows around it."""
+    """A step with chunks, and a decode step of other rows that is timed around it."""
 
     prefill: Step
     decode: Step | None
-    """None: there are enough of them in the round."""
+    """The decode step; None: the round has enough decode steps."""
     program: tuple[int, int]
-    """Decode rows and tokens of chunks that the program of `prefill` pads to."""
+    """Decode rows and chunk tokens that the program of `prefill` pads to."""
     held_back: bool = False
-    """As served."""
+    """True for steps as served, which are held back from the fit."""
 
 
 class CalibrationSteps:
-    """Steps that an executor can be asked for.
+    """Random steps that an executor can run.
 
     Args:
-        shapes: of the executor.
-        rng: the source of all draws.
+        shapes: padded shapes of the executor's programs.
+        rng: random generator of all draws.
     """
 
     def __init__(self, executor: JaxExecutor, shapes: ProgramShapes, rng: np.random.Generator) -> None:
@@ -65,11 +66,12 @@ class CalibrationSteps:
             self._room = executor.num_blocks * executor.block_size // 2
 
     def round(self, *, ends_first: bool = False) -> list[Episode]:
-        """Every program that a step can need, in random order, once; those of decode rows in half of the episodes.
+        """Return episodes that run every program a step can need once, in random order; about half of the episodes have
+        a decode step.
 
         Args:
-            ends_first: the least and the greatest sizes come first, then what halves the gaps between them: what lies
-                between measured sizes can be told from them.
+            ends_first: run the smallest and largest sizes first, then repeatedly the middle of the largest gap, so that
+                sizes in between can be interpolated early.
         """
         decodes = [i for i in range(len(self._shapes.decode_buckets)) if self._fewest(i) <= self._max_num_seqs]
         prefills = list[tuple[int, bool]]()
@@ -92,7 +94,8 @@ class CalibrationSteps:
         return out
 
     def as_served(self) -> Episode:
-        """Steps of a chat service: some answers under way, and a prompt or a few with or without them."""
+        """Return an episode like in a chat service: a decode step of some answers, and a step of one or a few prompts
+        with or without answers."""
         rng = self._rng
         count = int(np.exp(rng.uniform(0, np.log(self._max_num_seqs))))
         decode = self._answers(count)
@@ -115,7 +118,7 @@ class CalibrationSteps:
         return Episode(prefill=step, decode=decode, program=self._program(step), held_back=True)
 
     def _program(self, step: Step) -> tuple[int, int]:
-        """Decode rows and tokens of chunks that the program of its chunks pads to."""
+        """Return the decode rows and chunk tokens that the program of the step's chunks pads to."""
         kinds, starts, lens = (np.array(of_rows) for of_rows in step)
         num_decode = int(np.count_nonzero(lens == 1))
         prefix = self._shapes.hidden_prefix(starts[(lens > 1) & (kinds == HIDDEN)])
@@ -123,7 +126,7 @@ class CalibrationSteps:
         return used[-1]
 
     def _fewest(self, bucket: int) -> int:
-        """Rows from which on a step needs this bucket of decode rows."""
+        """Return the smallest number of rows that needs this bucket of decode rows."""
         return self._shapes.decode_buckets[bucket - 1] + 1 if bucket else 1
 
     def _most_chunks(self, with_decode: bool) -> int:
@@ -148,7 +151,7 @@ class CalibrationSteps:
         return np.clip(lengths, 1, self._max_len).astype(np.int64)
 
     def _answers(self, count: int) -> Step:
-        """Decode rows somewhere in their answers; fewer where the pool does not hold so many."""
+        """Return `count` decode rows at random places in their answers; fewer if the pool is too small."""
         rng = self._rng
         cached = self._lengths(count) + (rng.random(count) * self._lengths(count)).astype(np.int64)
         cached = np.clip(cached, 1, max(1, self._max_len - 2))
@@ -162,8 +165,8 @@ class CalibrationSteps:
         return Step(self._kinds(count), self._contexts(count, self._max_len), [1] * count)
 
     def _prompts(self, bucket: int, with_decode: bool) -> Step:
-        """Chunks that need this bucket of tokens, and rows that decode beside them: in the same program, or in one of
-        their own."""
+        """Return chunks that need this bucket of tokens, possibly with decode rows, which run in the same program or a
+        separate one."""
         rng, buckets, max_len = self._rng, self._shapes.prefill_buckets, self._max_len
         low, high = (buckets[bucket - 1] + 1 if bucket else 1), min(buckets[bucket], self._most_tokens(with_decode))
         total = int(rng.integers(min(max(low, 2), high), high + 1))
@@ -191,8 +194,8 @@ class CalibrationSteps:
         return Step(kinds, starts, lens + [1] * beside)
 
     def _hidden_prefix(self) -> int:
-        """Positions of hidden prefixes in a step: the sizes that there are programs for, each half as often as the one
-        before, as it takes longer; 0: as it comes."""
+        """Draw the number of hidden prefix positions of a step among the sizes with programs, each half as often as the
+        next smaller one because it takes longer; 0: no requirement."""
         sizes = [0, *sorted({room for _, room in self._shapes.prefix_sizes if room and room < self._room}), self._room]
         if HIDDEN not in self._offered or not self._shapes.prefix_sizes:
             return 0
@@ -200,10 +203,11 @@ class CalibrationSteps:
         return int(self._rng.integers(sizes[place - 1] + 1, sizes[place] + 1))
 
     def _prefixes(self, lens: list[int], kinds: list[int], hidden_prefix: int) -> list[int]:
-        """Cached tokens of each chunk: none in half of the steps, and of half of the chunks in others.
+        """Draw the number of cached tokens of each chunk: 0 in half of the steps, and for half of the chunks in the
+        others.
 
         Args:
-            hidden_prefix: positions that those of the hidden kind have together, as far as they can; 0: any.
+            hidden_prefix: total number of cached positions of the hidden chunks, as far as possible; 0: any number.
         """
         rng, starts = self._rng, [0] * len(lens)
         if rng.random() < 1 / 2:
@@ -220,7 +224,7 @@ class CalibrationSteps:
 
 
 def _ends_first(count: int) -> list[int]:
-    """0 to count - 1: the first, the last, then the middle of each gap, the largest gaps first."""
+    """Return 0 to count - 1 in this order: first, last, then the middle of each gap, the largest gap first."""
     order = list(dict.fromkeys([0, count - 1]))
     while len(order) < count:
         known = sorted(order)

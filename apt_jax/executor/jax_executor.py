@@ -1,17 +1,18 @@
 """The executor that runs a real model with JAX.
 
-A step is packed on the host (`packing`), and runs as one or two jitted programs (`programs`), which are called by the
-`ProgramRunner` (`runner`). All programs are compiled for every bucket by `warm_up`, or the
-fewest that serve every step by `warm_up_first` and the others meanwhile (`ready_programs`); a step never compiles. The pools
-and what is kept by slot (block tables, last tokens, token counts for penalties) are donated, and rebound when the program
-returns. The host crosses to the device once per program: all integers of a step travel as one vector, split by static
-offsets on the device. Of block tables and token counts it has what is new (`block_tables`, `token_counts`), and where that
-is more than it has room for, the rest goes before it. Sampled tokens are fed into the next step on the device, so the next
-step can be dispatched before the host has seen them. Masks come late: forward is dispatched without them, sampling when
-they are there (`MaskedStepHandle`).
+A step is packed on the host (`packing`) and runs as one or two jitted programs (`programs`), called by the
+`ProgramRunner` (`runner`). `warm_up` compiles all programs for every bucket. `warm_up_first` compiles only the fewest
+that serve every step, and the others are compiled while steps run (`ready_programs`). A step never compiles.
 
-Over several devices every program is one `jax.shard_map`: weights and pools are cut (`apt_jax.models.sharding`),
-everything else is the same on all of them.
+The pools and the per-slot arrays (block tables, last tokens, token counts for penalties) are donated to the programs
+and replaced by their results. All integers of a program are sent to the device as one vector and split there by static
+offsets. The vector includes the changes of block tables and token counts (`block_tables`, `token_counts`); changes that
+do not fit are sent before it. Sampled tokens are fed into the next step on the device, so that the next step can be
+dispatched before the host has fetched them. Masks arrive late: forward is dispatched without them, and sampling when
+they are available (`MaskedStepHandle`).
+
+Over several devices every program is one `jax.shard_map`: weights and pools are sharded (`apt_jax.models.sharding`),
+all other arrays are replicated.
 """
 
 import dataclasses
@@ -78,32 +79,35 @@ logger = logging.getLogger(__name__)
 
 
 class JaxExecutor:
-    """Implements `apt_jax.executor.Executor` on one device, or on several as one.
+    """Implements `apt_jax.executor.Executor` on one device, or on several devices that share the model.
 
     Args:
-        params: weights on the device, or anywhere with a `mesh`, all of one dtype; activations and cache take it.
-        cache: block size, pool size, which kinds may occur, and how hidden rows attend.
-        max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step; they fix the buckets.
-        mixed: also compile steps in which decode rows and prompt chunks have their own attention paths; without it a
-            step with both is two programs, one after another (one that computes all rows as chunks where some sample
-            under a mask). None: where decode attention is a kernel of its own.
-        attention: implementation, or its name for `apt_jax.backends.attention_ops`; None: the platform's default.
-        quantization: "int8": see `models.quantize`; "gguf": matrices that are a `GroupedMatrix` stay integers; None:
-            weights as they are.
-        mesh: of the devices that share the model, from `models.sharding.tensor_mesh`; None: one.
-        conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`),
-            where both kinds are offered. Without it `can_convert` is False.
-        adapters: LoRA adapters that rows may have, all of them at once; on one device.
+        params: weights, all of one dtype, which is also that of activations and cache. Without a `mesh` they must be on
+            the device.
+        cache: block size, pool size, cache kinds that may occur, and attention of hidden rows.
+        max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step, which determine the buckets.
+        mixed: run steps with decode rows and prompt chunks as one program, with separate attention for both. False:
+            such a step is two programs, one after the other, or if some rows sample under a mask, one that computes all
+            rows as chunks. None: True unless programs branch (`KernelBackend.branches`).
+        attention: attention implementation, or its name for `apt_jax.backends.attention_ops`; None: the platform's
+            default.
+        quantization: "int8": see `models.quantize`; "gguf": each `GroupedMatrix` stays in integers; None: weights are
+            unchanged.
+        mesh: mesh of the devices that share the model, from `models.sharding.tensor_mesh`; None: one device.
+        conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`), if
+            both kinds are offered; False: `can_convert` is False.
+        adapters: LoRA adapters that rows may use; one step may use all of them. One device only.
         both_ends: rows may have blocks from their right end, beside others (`StepBatch.block_tables`). Such blocks are
             not converted.
-        huge_pages: on CPUs, move weights and pool to pages of 2 MiB now; False: the caller does (`host_buffers`).
-        load_executables: load programs that an earlier start has compiled, where it kept them (`executables`).
-        keep_params: the caller goes on using `params`. Without it, arrays that several devices hold whole and do not need
-            are deleted, and those that int8 replaces.
+        huge_pages: on CPUs, move weights and pool to pages of 2 MiB at once; False: the caller does so later
+            (`host_buffers`).
+        load_executables: load programs that an earlier start has compiled and kept (`executables`).
+        keep_params: the caller continues to use `params`. False: arrays that sharding or int8 quantization replaces are
+            deleted.
 
     Raises:
-        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, no memory for
-            the pool, or the model cannot be cut for so many devices.
+        ConfigError: the cache mode does not suit the model, the attention implementation is unknown, the pool does not
+            fit in memory, or the model cannot be sharded over the devices.
     """
 
     lengths_only = False
@@ -198,10 +202,10 @@ class JaxExecutor:
             self.allocate()
 
     def _sized_runner(self, mesh: Mesh | None, specs: Any) -> ProgramRunner:
-        """The programs over a pool as large as memory allows.
+        """Return the runner of the programs for a pool as large as memory allows.
 
-        Where it is a device's memory, the programs that need most beside the pool are compiled first, as temporaries do
-        not depend on its size.
+        If the pool is in device memory, the programs with the largest temporaries are compiled first to measure them;
+        temporaries do not depend on the size of the pool.
         """
         plan, memory, cache = self.plan, self._memory, self.cache_config
         tuning_dir = prepare_tuning_dir(self.device)
@@ -231,10 +235,10 @@ class JaxExecutor:
         return made if left >= num_blocks else runner(left)
 
     def allocate(self) -> None:
-        """Allocate the pool and the per-slot arrays, unless allocated.
+        """Allocate the pool and the per-slot arrays, if they are not allocated yet.
 
         Raises:
-            ConfigError: there is no room.
+            ConfigError: they do not fit in memory.
         """
         if self.runner.is_allocated:
             return
@@ -247,8 +251,8 @@ class JaxExecutor:
             raise
 
     def _prepared(self, params: ModelParams, ops: KernelBackend, *, keep: bool) -> ModelParams:
-        """The weights as one device computes with them, or before several share them. `keep`: the caller goes on using
-        `params`; else those that int8 replaces are deleted a layer at a time."""
+        """Return the weights in the form that programs use, before any sharding. Unless `keep`, weights that int8
+        quantization replaces are deleted layer by layer."""
         hidden, dtype, alone = self.kinds_offered.hidden, params.dtype, self.num_devices == 1
         tiles = alone and ops.tiles and dtype in (jnp.float32, jnp.bfloat16)
         integers = ops.integer_products or dtype == jnp.float32
@@ -269,12 +273,12 @@ class JaxExecutor:
 
     @property
     def absorbs(self) -> bool:
-        """True: attention over layer inputs absorbs what it can of the projections."""
+        """True if attention over layer inputs absorbs projections, as far as it can."""
         return self.hidden_mode is not None
 
     @property
     def adapter_shapes(self) -> list[list[tuple[int, ...]]]:
-        """Shapes of adapter matrices by layer: the time of a step depends on them."""
+        """Shapes of the adapter matrices of each layer, on which step times depend."""
         return [[leaf.shape for leaf in jax.tree.leaves(layer.adapters)] for layer in self.params.layers]
 
     @property
@@ -284,7 +288,7 @@ class JaxExecutor:
 
     @property
     def leader(self) -> Leader | None:
-        """Told of every call, where other hosts must make it too."""
+        """Object that announces every call to other hosts, which make it too; None: one host."""
         return self.runner.leader
 
     @leader.setter
@@ -293,11 +297,11 @@ class JaxExecutor:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled since `warm_up` ended."""
+        """Number of programs compiled since `warm_up` ended."""
         return self.programs.num_compiled() - self._compiled_at_warm_up
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile and run every program once, on padding that touches no block."""
+        """Compile every program, and run each once on padding that touches no block."""
         self._warm_up(self._all_programs(), progress)
 
     def _warm_up(self, programs: list[Program], progress: Callable[[int, int], None] | None) -> None:
@@ -324,7 +328,7 @@ class JaxExecutor:
 
     @property
     def _num_compilers(self) -> int:
-        """Programs that are compiled at once: all hosts compile in one order."""
+        """Number of programs compiled at once; 1 with several hosts, which must compile in the same order."""
         if self.programs.num_hosts > 1:
             return 1
         return MAX_COMPILERS_FOR_GPU if self.platform in ("gpu", "cuda") else MAX_COMPILERS
@@ -336,20 +340,20 @@ class JaxExecutor:
 
     @property
     def can_start_early(self) -> bool:
-        """True if `warm_up_first` may take the place of `warm_up`: each step has a program that serves it whatever is in
-        it, and no other hosts make the same calls."""
+        """True if `warm_up_first` may replace `warm_up`: every step has a general program that serves it, and one host
+        and one device are used."""
         return self.mixed != self.programs.branches and self.leader is None and self.num_devices == 1
 
     @property
     def num_background_compilers(self) -> int:
-        """Programs that are compiled at once beside serving: on a CPU they share its cores with the steps."""
+        """Number of programs compiled at once during serving; 1 on a CPU, where compiling and steps share the cores."""
         return 1 if self.platform == "cpu" else max(1, min(self._num_compilers, (os.cpu_count() or 1) - 2))
 
     def warm_up_first(self, progress: Callable[[int, int], None] | None = None) -> list[Program]:
         """Compile and run the fewest programs that serve every step, if more slowly.
 
         Returns:
-            The others, in the order in which they help most. Each is to be compiled, in any thread, and then given to
+            The other programs, the most useful first. Each must be compiled, in any thread, and then passed to
             `add_program`.
         """
         first, others = first_and_others(self._all_programs(), self.ready)
@@ -360,10 +364,10 @@ class JaxExecutor:
         return others
 
     def add_program(self, program: Program, *, last: bool = False) -> None:
-        """Have steps run a program that has been compiled. Between two steps, in the thread that executes them.
+        """Let steps use a compiled program. Must be called between two steps, in the thread that executes them.
 
         Args:
-            last: it was the last of `warm_up_first`.
+            last: True for the last of the programs that `warm_up_first` returned.
         """
         try:
             program.run()
@@ -378,7 +382,7 @@ class JaxExecutor:
         """Allocate the pool and the per-slot arrays again after a failed step; all cache is lost.
 
         Raises:
-            RuntimeError: other hosts are in that step too, at an unknown point.
+            RuntimeError: several hosts take part; they cannot be reset together.
         """
         if self.leader is not None:
             time.sleep(1.0)  # where it failed for want of another rank, that is said first
@@ -402,12 +406,12 @@ class JaxExecutor:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are used, each counted once."""
+        """Bytes of the weights in the form that programs use; shared arrays count once."""
         return sum(array.nbytes for array in {id(array): array for array in jax.tree.leaves(self.params)}.values())
 
     def host_buffers(self) -> list[tuple[int, int]]:
-        """Address and bytes of weights and pools, as far as they are whole in this process's memory; from now on a new pool
-        is in huge pages."""
+        """Return address and bytes of each array of weights and pools that is whole in this process's memory. New pools
+        use huge pages from now on."""
         if self.platform != "cpu":
             return []
         self._huge_pages = True
@@ -415,7 +419,7 @@ class JaxExecutor:
         return [(array.unsafe_buffer_pointer(), array.nbytes) for array in arrays if len(array.devices()) == 1]
 
     def run_plan(self, plan: Plan) -> Any:
-        """Make a call that rank 0 announced; its results can be waited for."""
+        """Make a call that rank 0 announced, and return arrays whose readiness can be awaited."""
         return self.runner.run_plan(plan)
 
     def execute(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
@@ -434,13 +438,14 @@ class JaxExecutor:
         )
 
     def send_tables(self, batch: StepBatch) -> None:
-        """Send the block tables of a step before it, and wait: so its time is that of a step whose tables are known."""
+        """Send the block tables of a step in advance and wait, so that the step itself is timed without this
+        transfer."""
         self.allocate()
         self.runner.send_tables(self.runner.sent_tables.take_changes(batch.slots, batch.block_tables))
         jax.block_until_ready(self.runner.tables)
 
     def _dispatch(self, batch: StepBatch) -> StepHandle | MaskedStepHandle:
-        """Dispatch a step by one forward program and, where it is one of its own, the sampling program."""
+        """Dispatch a step: one forward program and, if sampling is a separate program, the sampling program."""
         runner, step_format, branches = self.runner, self.step_format, self.programs.branches
         rows = np.flatnonzero(batch.samples)
         params = [batch.params[r] for r in rows.tolist()]
@@ -498,7 +503,7 @@ class JaxExecutor:
         return PendingMaskHandle(dispatch=lambda masks: sample(pack_masks(masks, places, bucket, step_format)))
 
     def _pack_penalties(self, batch: StepBatch, rows: NDArray[np.int64], bucket: int) -> Ints:
-        """Pack the sampler's inputs for penalties, and send the ones that do not fit."""
+        """Pack the sampler's inputs for penalties, and send the changes of token counts that do not fit."""
         runner, counting = self.runner, rows_that_count(batch, rows)
         changes = runner.sent_counts.take_changes(
             batch.slots[counting].tolist(), [batch.history[r] for r in counting], batch.prompt_len[counting].tolist()

@@ -1,6 +1,6 @@
-"""Plan of an executor, from the model's configuration and the bounds of a step: cache kinds, attention ops, buckets,
-programs. Nothing is allocated, and no device is needed, so programs can be compiled from it for devices that
-are not there (`benchmarks.gpu`), and before the size of the pool is known."""
+"""Plan of an executor, derived from the model's configuration and the bounds of a step: cache kinds, attention ops,
+buckets, programs. Planning allocates nothing and needs no device, so that programs can be compiled for absent devices
+(`benchmarks.gpu`) and before the size of the pool is known."""
 
 import dataclasses
 from pathlib import Path
@@ -23,9 +23,9 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
 
 MAX_MODEL_LEN = 1 << 22
-"""Longest context: block tables are as long for every slot."""
+"""Maximum context length in tokens, as every slot has a block table for it."""
 _MAX_ENTRIES = 2**31 - 1
-"""Largest array that is kept by slot: places in it are int32."""
+"""Maximum number of entries of a per-slot array, as indices into it are int32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,17 @@ class ExecutorPlan:
     """Decisions of `plan_executor`."""
 
     loaded_config: ModelConfig
-    """Configuration of the model as it is loaded, without windows that no context outgrows."""
+    """Configuration of the model as loaded, without attention windows that are at least as long as every context."""
     config: ModelConfig
-    """`loaded_config` with key heads repeated for the devices."""
+    """`loaded_config` with key heads repeated so that they divide among the devices."""
     kinds_offered: KindSet
     hidden_block_size: int
-    """Layer inputs of a block."""
+    """Number of layer inputs in a block."""
     hidden_mode: HiddenMode | None
-    """Parts of attention over layer inputs that are absorbed."""
+    """Parts of attention over layer inputs that are absorbed; None: reprojection."""
     ops: KernelBackend
     mixed: bool
-    """Steps may have decode rows and prompt chunks in one program."""
+    """True if one program may have decode rows and prompt chunks."""
     kv_table_len: int
     hidden_table_len: int
     block_size: int
@@ -58,11 +58,11 @@ class ExecutorPlan:
 
     @property
     def cuts_by_feature(self) -> bool:
-        """True: devices share W_k and W_v by feature (`parallel.cuts_by_feature`)."""
+        """True if devices share W_k and W_v by feature (`parallel.cuts_by_feature`)."""
         return self.hidden_mode == "absorb" and self.num_devices > 1
 
     def step_format(self, num_blocks: int) -> StepFormat:
-        """Packing of steps over a pool of this number of blocks."""
+        """Return the format of packed steps for a pool of `num_blocks` blocks."""
         return StepFormat(
             block_size=self.block_size,
             hidden_block_size=self.hidden_block_size,
@@ -77,12 +77,12 @@ class ExecutorPlan:
         )
 
     def programs(self, num_blocks: int, mesh: Mesh | None, specs: Any, tuning_dir: Path | None = None) -> Programs:
-        """The programs over a pool of this number of blocks.
+        """Return the programs for a pool of `num_blocks` blocks.
 
         Args:
-            mesh: of the devices that share the model; None: one.
-            specs: how the weights are cut over the mesh.
-            tuning_dir: as of `compiler_options`.
+            mesh: mesh of the devices that share the model; None: one device.
+            specs: partition specs of the weights over the mesh.
+            tuning_dir: see `compiler_options`.
         """
         return Programs(
             parallel.own_config(self.config, self.num_devices),
@@ -116,16 +116,16 @@ def plan_executor(
     """Plan the programs of an executor.
 
     Args:
-        cache, max_num_seqs, max_num_batched_tokens, max_model_len, attention, mixed: as of `JaxExecutor`.
-        num_devices: that share the model.
-        platform: of the devices, as JAX calls it.
-        chip: what tiles of GPU kernels are chosen for.
-        adapt_keys: adapters add to W_k or W_v; None: there are no adapters.
+        cache, max_num_seqs, max_num_batched_tokens, max_model_len, attention, mixed: see `JaxExecutor`.
+        num_devices: number of devices that share the model.
+        platform: JAX's name of the devices' platform.
+        chip: chip that the tiles of GPU kernels are chosen for.
+        adapt_keys: True if adapters change W_k or W_v; None: no adapters.
         both_ends: as of `JaxExecutor`.
 
     Raises:
-        ConfigError: the cache mode does not suit the model, there is no such implementation of attention, or the model
-            cannot be cut for so many devices.
+        ConfigError: the cache mode does not suit the model, the attention implementation is unknown, or the model
+            cannot be sharded over `num_devices` devices.
     """
     parallel.check_size(config, num_devices)
     if max_model_len > MAX_MODEL_LEN:

@@ -1,4 +1,4 @@
-"""Memory of the block pool: how many blocks there is room for, and where its arrays are placed."""
+"""Memory of the block pool: the number of blocks that fit, and the placement of its arrays."""
 
 import dataclasses
 import math
@@ -18,15 +18,15 @@ from apt_jax.models.config import ModelConfig
 from apt_jax.models.loading.loader import free_memory_bytes
 
 MAX_CPU_POOL_BYTES = 4 << 30
-"""Largest pool on a CPU whose size was not given."""
+"""Maximum size in bytes of a pool in host memory if the number of blocks is not given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostBlocks:
-    """Blocks of host memory as an array."""
+    """Shape and dtype of blocks in host memory."""
 
     shape: tuple[int, ...]
-    """(layers, block_size, lane) of one block."""
+    """Shape of one block: (layers, block_size, lane)."""
     dtype: Any
 
     @property
@@ -35,25 +35,26 @@ class HostBlocks:
 
 
 def pool_dtype(dtype: Any, platform: str) -> Any:
-    """The pool's dtype. jax 0.10 upcasts a whole 16-bit pool at every cache write on CPU; float32 avoids that there."""
+    """Return the dtype of the pool. On CPUs JAX before 0.11 upcasts a whole bfloat16 pool at every cache write, so
+    float32 is used there."""
     old = jax.__version_info__ < (0, 11)
     return jnp.float32 if old and platform == "cpu" and jnp.dtype(dtype) == jnp.bfloat16 else dtype
 
 
 def rounded_down(num_blocks: int) -> int:
-    """A number of blocks with few significant bits, at most 1/64 fewer: it is part of every program's shapes and of the
-    calibration's key, and a few bytes more or less must not make all of them new."""
+    """Round a number of blocks down by at most 1/64. The number is part of all program shapes and of the calibration's
+    key, which must not change when free memory differs by a few bytes."""
     unit = 1 << max(0, num_blocks.bit_length() - 7)
     return num_blocks // unit * unit
 
 
 class PoolMemory:
-    """The pool's memory on one device, or on all of a mesh.
+    """Memory of the pool on one device, or on all devices of a mesh.
 
     Args:
-        config: of the whole model.
-        dtype: of the weights.
-        device: one that this process can ask.
+        config: configuration of the whole model.
+        dtype: dtype of the weights.
+        device: a device of this process, whose free memory is read.
     """
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: Any, device: Any, mesh: Mesh | None) -> None:
@@ -65,7 +66,7 @@ class PoolMemory:
 
     @property
     def _is_host(self) -> bool:
-        """The pool lies in the host's memory."""
+        """True if the pool is in host memory."""
         return self._device.platform == "cpu"
 
     @property
@@ -74,29 +75,30 @@ class PoolMemory:
         return self._config.num_layers * math.prod(self._block_shape) * jnp.dtype(self._dtype).itemsize
 
     def free_bytes(self) -> int:
-        """Free memory of the device; the host's where the device has none of its own or does not tell."""
+        """Return the free memory of the device in bytes, or of the host if the device has no memory of its own or does
+        not report it."""
         free = free_memory_bytes(self._device)
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if free is None else free
 
     @property
     def is_allocated_late(self) -> bool:
-        """True: the pool is allocated once the programs are compiled. The compiler tries its products on the device, and
-        needs memory for that."""
+        """True if the pool is allocated only after the programs are compiled, because the compiler needs device memory
+        for autotuning."""
         return not self._is_host
 
     def num_blocks_that_fit(
         self, utilization: float, *, most: int, least: int, slot_bytes: int = 0, temporary_bytes: int = 0
     ) -> int:
-        """Blocks that fit in memory; in host memory at most `most`.
+        """Return the number of blocks that fit in memory; in host memory at most `most`.
 
         Args:
-            utilization: share of the free memory.
-            slot_bytes: what is allocated with the pool, on each device.
-            temporary_bytes: what one step takes while it runs. What is not the pool's holds two, as one is dispatched while
-                another runs.
+            utilization: share of the free memory to use.
+            slot_bytes: bytes of the per-slot arrays on each device.
+            temporary_bytes: bytes of temporary memory of one step. Twice that is kept free, as one step is dispatched
+                while another runs.
 
         Raises:
-            ConfigError: fewer than `least`.
+            ConfigError: fewer than `least` blocks fit.
         """
         free = self.free_bytes()
         most_bytes = min(int(free * utilization), free - 2 * temporary_bytes) - slot_bytes
@@ -113,13 +115,13 @@ class PoolMemory:
         return blocks
 
     def _least(self, number: int, mesh: Mesh) -> int:
-        """The smallest of the numbers of each device's process."""
+        """Return the minimum of `number` over the processes of all devices."""
         own = np.full(1, min(number, 2**31 - 1), np.int32)
         all_said = jax.make_array_from_callback((mesh.size,), self.placed(P(parallel.AXIS)), lambda _: own)
         return int(jax.jit(jnp.min, out_shardings=self.placed(P()))(all_said))
 
     def shortage(self, num_blocks: int, free: int, slot_bytes: int = 0, temporary_bytes: int = 0) -> ConfigError:
-        """The error for a pool that does not fit in memory."""
+        """Return the error for a pool that does not fit in memory."""
         needed = (num_blocks + 1) * self.block_bytes // self._num_memories
         others = {"two steps": 2 * temporary_bytes, "block tables and token counts": slot_bytes}
         said = " and ".join(f"{name} take {count:,}" for name, count in others.items() if count)
@@ -132,36 +134,36 @@ class PoolMemory:
         )
 
     def placed(self, spec: P) -> Any:
-        """The device, or the sharding over all of them."""
+        """Return the device, or the sharding over all devices of the mesh."""
         return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
 
     def described(self, shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:
-        """An array there, as a shape."""
+        """Return the description of an array placed like the pool."""
         where = self.placed(spec or P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where if self._mesh else SingleDeviceSharding(where))
 
     def described_pools(self, num_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """`new_pools` as shapes."""
+        """Return the descriptions of the arrays that `new_pools` returns."""
         shape = (num_blocks + 1, *self._block_shape)
         return (self.described(shape, self._dtype, parallel.POOL_SPEC),) * self._config.num_layers
 
     def new_pools(self, num_blocks: int) -> tuple[Array, ...]:
-        """Empty pools, with room for the reserved block."""
+        """Return pools of zeros, one array per layer, with room for the reserved block."""
         shape, where = (num_blocks + 1, *self._block_shape), self.placed(parallel.POOL_SPEC)
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
 
     def host_blocks(self) -> HostBlocks:
-        """One block over all layers and devices, as it is kept in host memory."""
+        """Return shape and dtype of one block over all layers and devices in host memory."""
         return HostBlocks((self._config.num_layers, *self._block_shape), self._dtype)
 
     def placed_rows(self, rows: np.ndarray) -> Array:
-        """Contents of blocks from host memory, on the devices."""
+        """Copy contents of blocks from host memory to the devices."""
         return jax.device_put(rows, self.placed(parallel.HOST_SPEC))
 
     def placed_slots(self, slots: np.ndarray) -> Array:
-        """Contents of slots from host memory, on the devices."""
+        """Copy contents of slots from host memory to the devices."""
         return jax.device_put(slots, self.placed(parallel.HOST_SLOTS_SPEC))
 
     def states_shape(self, rows: int) -> tuple[int, int]:
-        """Shape of hidden states as a forward program returns them."""
+        """Return the shape of the hidden states that a forward program returns."""
         return rows, self._config.hidden_size

@@ -1,4 +1,4 @@
-"""Block tables that the device has, as the host knows them: a step sends only the new entries. NumPy only."""
+"""The host's record of the device's block tables, so that a step sends only new entries. Uses NumPy only."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,18 +6,18 @@ from numpy.typing import NDArray
 from apt_jax.core.step import NULL_BLOCK
 
 Changes = NDArray[np.int32]
-"""(2, m): places in an array as if it had one axis, and what is new there."""
+"""Changes of an array, (2, m): indices into the flattened array, and new values or increments."""
 
 
 class SentTables:
-    """The block tables of all slots as the device has them once the steps that were dispatched have run.
+    """The block tables of all slots as on the device after all dispatched steps have run.
 
-    The device's table of a slot equals the one here wherever that has a block. Elsewhere it may name blocks of a
-    request that had the slot before: a program reads as many entries as the row's positions need
-    (`Programs.forward`), so that they need not be erased.
+    The device's table of a slot equals the table here in all entries that have a block. Other entries may name blocks
+    of an earlier request. They need not be erased, as a program reads only the entries that the row's positions need
+    (`Programs.forward`).
 
     Attributes:
-        blocks: (max_num_seqs, 2, J) int32, `NULL_BLOCK` behind what a slot's last step had.
+        blocks: (max_num_seqs, 2, J) int32, `NULL_BLOCK` after the blocks of a slot's last step.
     """
 
     def __init__(self, max_num_seqs: int, table_len: int) -> None:
@@ -25,19 +25,19 @@ class SentTables:
         self._widths = np.zeros(max_num_seqs, np.int32)
 
     def clear(self) -> None:
-        """The device has empty tables."""
+        """Record that the device's tables are empty."""
         self.blocks[:] = NULL_BLOCK
         self._widths[:] = 0
 
     def take_changes(self, slots: NDArray[np.int32], block_tables: NDArray[np.int32]) -> Changes:
-        """Changes of the device's tables, which will be sent: from now on it has them.
+        """Return the changes that the device's tables need, and record them as sent.
 
         Args:
-            slots: (n,) of the rows of a step; no two are the same.
-            block_tables: (n, 2, j) of the rows, j at most J; `NULL_BLOCK` behind what a row has.
+            slots: (n,) distinct slots of a step's rows.
+            block_tables: (n, 2, j) block tables of the rows, j at most J, with `NULL_BLOCK` after a row's blocks.
 
         Returns:
-            Places among (max_num_seqs, 2, J), none twice, and the blocks there.
+            Distinct indices into (max_num_seqs, 2, J), and the new blocks.
         """
         width = block_tables.shape[2]
         for slot in slots[self._widths[slots] > width].tolist():
@@ -55,10 +55,10 @@ class SentTables:
         return np.stack([places[sent], blocks[sent]]).astype(np.int32)
 
     def check(self, on_device: NDArray[np.int32]) -> None:
-        """Check the device's tables.
+        """Check the device's tables against this record.
 
         Raises:
-            RuntimeError: they differ from the blocks here.
+            RuntimeError: they differ.
         """
         wrong = ((self.blocks != NULL_BLOCK) & (self.blocks != on_device)).any(axis=(1, 2))
         if wrong.any():

@@ -15,17 +15,17 @@ from apt_jax.executor.programs.prompt_logprobs import DispatchedPromptLogprobs
 
 @dataclasses.dataclass(kw_only=True)
 class DeviceStepHandle:
-    """A dispatched step; `rows` are the batch rows that sampled, in the order of the device arrays."""
+    """A dispatched step. `rows` are the batch rows that sample, in the order of the device arrays."""
 
     num_rows: int
     rows: NDArray[np.int64]
     tokens: Array | None
     logprobs: tuple[Array, Array, Array] | None
     states: Array | None = None
-    """Result of a step without a row that samples, which has ended when these are there."""
+    """Hidden states of a step without sampling rows; the step has ended when they are ready."""
     prompts: DispatchedPromptLogprobs | None = None
     pooled: tuple[list[int], Array] | None = None
-    """Rows, and sums of states by row of the batch."""
+    """Rows that ask for pooled states, and the sums of hidden states by row of the batch."""
 
     def result(self) -> StepResult:
         result = self._sampled()
@@ -61,7 +61,7 @@ class DeviceStepHandle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JoinedStepHandle:
-    """A step in several parts, each with the rows of the batch that it ran."""
+    """A step dispatched in several parts, each with its rows of the batch."""
 
     num_rows: int
     parts: Sequence[tuple[NDArray[np.int64], StepHandle]]
@@ -87,7 +87,7 @@ class JoinedStepHandle:
 
 @dataclasses.dataclass(kw_only=True)
 class PendingMaskHandle:
-    """A step whose forward program is dispatched, and that samples once it gets its masks."""
+    """A step whose forward program is dispatched, and which samples when `sample` provides the masks."""
 
     dispatch: Callable[[NDArray[np.int32]], DeviceStepHandle]
     sampled: DeviceStepHandle | None = None

@@ -1,6 +1,6 @@
-"""Pack a step on the host: all integers of a program travel as one vector. NumPy only.
+"""Packs a step on the host: all integers of a program are sent as one vector. Uses NumPy only.
 
-Every packed vector is fresh memory: the device may read it after the call that takes it returns.
+Every packed vector is newly allocated, because the device may read it after the program's call returns.
 """
 
 import dataclasses
@@ -42,37 +42,38 @@ class PackedInts:
             self._parts[name] = (begin, self.size, shape)
 
     def split(self, vector: _Vector) -> dict[str, _Vector]:
-        """The arrays of a vector: writeable views on the host, static slices on the device."""
+        """Return the arrays in a vector: writeable views on the host, static slices on the device."""
         return {name: vector[begin:end].reshape(shape) for name, (begin, end, shape) in self._parts.items()}
 
     def zeros(self) -> tuple[Views, Ints]:
-        """A new host vector, as views and as a whole."""
+        """Return a new host vector of zeros, as named views and as a whole."""
         ints = np.zeros(self.size, np.int32)
         return self.split(ints), ints
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepFormat:
-    """Sizes that the packed vectors of an executor share, and their layouts."""
+    """Sizes and layouts of an executor's packed vectors."""
 
     block_size: int
     hidden_block_size: int
     num_blocks: int
     max_num_seqs: int
     table_len: int
-    """J: blocks of one half of a request's block table."""
+    """J, the number of blocks in one half of a request's block table."""
     vocab_size: int
     num_biases: int
-    """Entries of a row's bias list."""
+    """Number of entries in a row's bias list."""
     buckets: Buckets
     has_adapters: bool = False
-    """Programs take the adapter of each token."""
+    """True if programs take the adapter of each token."""
     both_ends: bool = False
-    """Block tables may have blocks that rows use from their right end: negative ones (`StepBatch.block_tables`)."""
+    """True if block tables may have negative ids, for blocks that a row fills from the right end
+    (`StepBatch.block_tables`)."""
 
     @property
     def dropped_slot(self) -> int:
-        """Token slot outside the pool: what is written there is dropped."""
+        """Token slot outside the pool; writes to it are dropped."""
         return (self.num_blocks + 1) * self.block_size
 
     @property
@@ -87,14 +88,14 @@ class StepFormat:
 
     @property
     def slot_bytes(self) -> int:
-        """Device memory of the per-slot arrays."""
+        """Device memory of the per-slot arrays in bytes."""
         return 4 * (self.max_num_seqs + math.prod(self.tables_shape) + math.prod(self.counts_shape))
 
     def num_table_changes(self, num_decode: int, num_prefill: int) -> int:
-        """Entries of block tables that a step can change by itself: those of the blocks that its rows begin.
+        """Return the number of block table changes that fit into a step: one for each block that its rows begin.
 
-        A row of n tokens begins at most 1 + (n - 1) / C blocks in each half. Rows that bring cached positions, by a
-        prefix hit or a conversion, change more.
+        A row of n tokens begins at most 1 + (n - 1) / C blocks in each half. Rows with cached positions from a prefix
+        hit or a conversion change more entries.
         """
         rows = num_decode + min(self.max_num_seqs, num_prefill)
         begun = rows + num_prefill // min(self.block_size, self.hidden_block_size)
@@ -152,25 +153,26 @@ class StepFormat:
         return views, ints
 
     def empty_masks(self, rows: int) -> Ints:
-        """Masks that allow everything."""
+        """Return masks that allow all tokens."""
         return np.full((rows, -(-self.vocab_size // 32)), -1, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedForward:
-    """Arguments of a forward program."""
+    """Packed arguments of a forward program."""
 
     ints: Ints
     num_decode: int
     num_prefill: int
     prefix_room: int | None
-    """Room of the program for hidden prefixes, as of `PromptSize`."""
+    """Room of the program for hidden prefixes; see `PromptSize.prefix_room`."""
     table_changes: Changes
-    """Changes of block tables that did not fit into `ints`: to be sent before."""
+    """Changes of block tables that did not fit into `ints` and must be sent before the step."""
 
 
 def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows that decode and rows computed as chunks; without `mixed` all rows are chunks as soon as there is one."""
+    """Return the rows that decode and the rows computed as chunks; without `mixed` all rows are chunks if any row is
+    one."""
     decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
     if chunks_only or (len(prefills) and not mixed):
         return np.zeros(0, np.int64), np.arange(len(batch.slots))
@@ -179,7 +181,8 @@ def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[ND
 
 
 def prefix_positions(batch: StepBatch, prefills: NDArray[np.int64]) -> int:
-    """Room that the hidden prefixes of rows computed as chunks take together (`Buckets.prompt_size`)."""
+    """Return the total room that the hidden prefixes of `prefills`, the rows computed as chunks, take
+    (`Buckets.prompt_size`)."""
     return int(padded_prefix(batch.start[prefills][batch.kind[prefills] == HIDDEN]).sum())
 
 
@@ -194,28 +197,27 @@ def pack_forward(
 ) -> PackedForward:
     """Lay out a step's tokens: n decode rows of one token each, then the chunks of m prefill rows, each padded.
 
-    Everything with a T axis is indexed by `place`; every row of the batch is an `owner` of places:
+    Arrays with a T axis are indexed by `place`; every row of the batch is the `owner` of some places:
 
         place     0 ........ n-1 | n .. B-1 | B ........................................ | .. B+P-1
         owner     decodes[i]     | padding  | prefills[0] ... | ... | prefills[m-1] ...  | padding
         offset    0              |          | 0, 1, .. len-1  |     | 0, 1, .. len-1     |
         position  start[owner] + offset          B, P: buckets of decode rows and of prefill tokens
 
-    Position t lies in block t // C of the row's table (C: positions of a block, by kind), so that its place in the pool
-    is
+    Position t is in block t // C of the row's table (C: positions per block, by kind), so that its slot in the pool is
 
         slot = block_tables[owner, half, t // C] * C + t % C
 
-    in each half of the table (K and V) for KV rows, in the first half (X) for hidden rows; from the right end of a block
-    that is negative in the table: - block * C + C - 1 - t % C. `sample_rows` are the places
-    of the last tokens of the rows that sample.
+    in each half of the table (K and V) for KV rows, and in the first half (X) for hidden rows. A block with a negative
+    id is filled from its right end: slot = - block * C + C - 1 - t % C. `sample_rows` are the places of the last tokens
+    of the sampling rows.
 
     Args:
-        table_changes: of the device's block tables, which the step needs.
-        mixed: decode rows and chunks may be in one program.
-        sizes: of the programs that may run; None: all of them.
-        only_chunks: padded numbers of tokens of a program in which all rows are chunks, in the order of the batch; None:
-            any program.
+        table_changes: changes of the device's block tables that the step needs.
+        mixed: True if one program may have decode rows and chunks.
+        sizes: sizes of the programs that may run; None: all programs.
+        only_chunks: padded numbers of tokens of programs in which all rows are chunks, in the order of the batch; None:
+            use the other programs.
     """
     sizes = sizes or step_format.buckets
     decodes, prefills = _split_rows(batch, mixed=mixed, chunks_only=only_chunks is not None)
@@ -281,10 +283,10 @@ def pack_forward(
 
 
 def pack_changes(changes: Changes, dropped: int) -> Iterator[Ints]:
-    """Changes as programs take them, `CHANGES_PER_CALL` at a time, padded.
+    """Yield changes in the form that programs take, `CHANGES_PER_CALL` at a time, padded.
 
     Args:
-        dropped: place outside the array.
+        dropped: index outside the array, used for padding.
     """
     for begin in range(0, changes.shape[1], CHANGES_PER_CALL):
         part = changes[:, begin : begin + CHANGES_PER_CALL]
@@ -294,7 +296,7 @@ def pack_changes(changes: Changes, dropped: int) -> Iterator[Ints]:
 
 
 def empty_changes(dropped: int) -> Changes:
-    """Changes as programs take them, of nothing."""
+    """Return padding in the form of changes; `dropped`: index outside the array."""
     padded = np.zeros((2, CHANGES_PER_CALL), np.int32)
     padded[0] = dropped
     return padded
@@ -312,7 +314,7 @@ def pack_sampling(
     variant: SamplerVariant,
     step_format: StepFormat,
 ) -> Ints:
-    """Slots and settings of the rows that sample."""
+    """Pack slots and sampling settings of the sampling rows."""
     n = len(rows)
     views, ints = step_format.empty_sample(bucket)
     views["slots"][:n] = batch.slots[rows]
@@ -326,7 +328,7 @@ def pack_sampling(
 
 
 def rows_that_count(batch: StepBatch, rows: NDArray[np.int64]) -> list[int]:
-    """Return the rows whose tokens count."""
+    """Return the rows among `rows` that have penalties on token counts."""
     return [r for r in rows.tolist() if batch.params[r].counts_tokens]
 
 
@@ -338,13 +340,13 @@ def pack_penalties(
     step_format: StepFormat,
     count_changes: Changes,
 ) -> tuple[Ints, Changes]:
-    """New tokens, penalties and biases of the rows that sample.
+    """Pack new tokens, penalties and biases of the sampling rows.
 
     Args:
-        count_changes: of the device's token counts, which the rows need.
+        count_changes: changes of the device's token counts that the rows need.
 
     Returns:
-        The vector, and the changes that did not fit into it: to be sent before.
+        The vector, and the changes that did not fit into it and must be sent before.
     """
     views, ints = step_format.penalty_layout(bucket).zeros()
     fit = min(views["count_changes"].shape[1], count_changes.shape[1])
@@ -373,7 +375,7 @@ def pack_penalties(
 
 
 def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, step_format: StepFormat) -> Ints:
-    """One mask per sampling row; tokens beyond the width of `masks` are forbidden in the rows at `places`."""
+    """Pack one mask per sampling row; in the rows at `places`, tokens beyond the width of `masks` are forbidden."""
     rows = step_format.empty_masks(bucket)
     width = min(rows.shape[1], masks.shape[1])
     rows[places, :width] = masks[:, :width]
@@ -382,7 +384,7 @@ def pack_masks(masks: Ints, places: NDArray[np.int64], bucket: int, step_format:
 
 
 def pack_copies(copies: Ints, size: int, step_format: StepFormat) -> Ints:
-    """Pairs of blocks, padded with copies of the reserved block to the drop index."""
+    """Pack pairs of blocks, padded with copies of the reserved block to a block outside the pool, which are dropped."""
     pairs = np.full((size, 2), (0, step_format.num_blocks + 1), np.int32)
     pairs[: len(copies)] = copies
     return pairs
@@ -391,10 +393,10 @@ def pack_copies(copies: Ints, size: int, step_format: StepFormat) -> Ints:
 def pack_conversions(
     batch: StepBatch, conversions: Conversions, step_format: StepFormat, sizes: Sequence[int] = ()
 ) -> Iterator[tuple[Ints, int]]:
-    """Vectors and numbers of X blocks of the conversion programs: the blocks of all rows, one after another.
+    """Yield packed vectors and numbers of X blocks of conversion calls, over the blocks of all rows one after another.
 
     Args:
-        sizes: numbers of X blocks of the programs that may run, ascending; none: of all of them.
+        sizes: numbers of X blocks of the programs that may run, ascending; empty: all programs.
     """
     sizes = sizes or step_format.buckets.conversions
     start, inputs = batch.start[conversions.rows], conversions.inputs

@@ -1,29 +1,31 @@
 """The traced programs of a step, compiled for one device or as one `jax.shard_map` over several.
 
-A step is two jitted programs, so that their shapes do not multiply:
+A step is two jitted programs, so that the numbers of their shapes add up instead of multiplying:
 
-* forward: (decode bucket, prefill bucket) -> cache written, hidden states of the rows that sample;
-* sample: (bucket of sampling rows, `SamplerVariant`) -> logits, tokens, device memory of last tokens.
+* forward: (decode bucket, prefill bucket) -> writes the cache, returns hidden states of the sampling rows;
+* sample: (bucket of sampling rows, `SamplerVariant`) -> computes logits, returns tokens, updates the last tokens on the
+  device.
 
-Where the device runs a program as one graph (`KernelBackend.branches` is False), a step of decode rows alone is one
-program, "decode": forward and sampling. Then programs do not branch either: they are compiled for each `KindSet`. Decode
-steps whose sampler needs more than that program has run as two, in few sizes and for all kinds.
+If the device runs a program as one graph (`KernelBackend.branches` is False), a step of only decode rows is one
+program, "decode", with forward and sampling. Programs then do not branch on the device but are compiled for each
+`KindSet`. Decode steps whose sampler needs more than that program offers run as two programs, which are compiled in few
+sizes and for all kinds.
 
-With prefix caching there is a third program, "copy", for a few numbers of copies: blocks that a step writes to begin as
-copies of cached ones (`StepBatch.copies`). Where policies may convert layer inputs to keys and values
-(`StepBatch.conversions`), a fourth, "convert", does so for two numbers of X blocks: many of them are converted in
-several calls. Both run before the step and only where there is something to do. So do "change_tables"
-and "change_counts", where a step brings more than it has room for.
+With prefix caching a third program, "copy", initializes blocks that a step writes to as copies of cached blocks
+(`StepBatch.copies`), for a few numbers of copies. If policies may convert layer inputs to keys and values
+(`StepBatch.conversions`), a fourth, "convert", does so for two numbers of X blocks; more blocks are converted in
+several calls. Both run before the step and only if needed, as do "change_tables" and "change_counts" for changes that
+do not fit into the step.
 
-The block tables of all slots stay on the device, and for penalties how often each token was in a slot. A step changes what
-is new there, and gathers what belongs to its rows.
+The block tables of all slots stay on the device, and for penalties the count of each token in each slot. A step applies
+the changes and gathers the entries of its rows.
 
-With host memory for blocks that leave the pool, "save" reads some of them at a time and "load" writes them
+With host memory for blocks that leave the pool, "save" reads several blocks at a time and "load" writes them
 (`apt_jax.executor.transfers.host_memory`).
 
-Steps that return log probabilities of prompts run as "forward_all", whose rows are all chunks and which gives the hidden
-states of all tokens, and "score_prompts", which turns some of them at a time into log probabilities. Few sizes of them
-are compiled, when the first such request comes (`apt_jax.executor.programs.prompt_logprobs`).
+Steps that return log probabilities of prompts run as "forward_all", which treats all rows as chunks and returns the
+hidden states of all tokens, and "score_prompts", which computes log probabilities from several of them at a time. They
+are compiled in few sizes, when the first such request arrives (`apt_jax.executor.programs.prompt_logprobs`).
 """
 
 import dataclasses
@@ -63,28 +65,28 @@ Pools = tuple[Any, ...]
 _OPS_FACTS = ("name", "branches", "tiles", "integer_products", "skips_rows", "rows_per_tile")
 
 _ROOM_ROWS = 16
-"""Decode rows from which on programs are compiled for more than one `StepOptions.hidden_room`."""
+"""Minimum number of decode rows of programs that are compiled for more than one `StepOptions.hidden_room`."""
 
 
 class Programs:
     """The programs of one executor.
 
     Args:
-        config: of the share of the model that one device has.
-        ops: implementation of attention.
-        step_format: how vectors from the host are packed.
-        kinds_offered: cache kinds that can occur at all.
-        hidden_mode: what of attention over layer inputs is absorbed.
-        tensor: collectives, with a `mesh`.
-        mesh: of the devices that share the model; None: one device.
-        platform: of the devices, as JAX calls it.
-        specs: how the weights are cut over the mesh.
-        tuning_dir: as of `compiler_options`.
+        config: configuration of one device's share of the model.
+        ops: kernel backend.
+        step_format: layout of the vectors from the host.
+        kinds_offered: cache kinds that can occur.
+        hidden_mode: parts of attention over layer inputs that are absorbed; None: reprojection.
+        tensor: collectives over the `mesh`; None: one device.
+        mesh: mesh of the devices that share the model; None: one device.
+        platform: JAX's name of the devices' platform.
+        specs: partition specs of the weights over the mesh.
+        tuning_dir: see `compiler_options`.
 
     Attributes:
-        jitted: by name; what is compiled ahead of time is called without them.
-        executables: what was compiled ahead of time or loaded, by `ProgramCall.key`.
-        store: where executables are kept for later starts; None: nowhere.
+        jitted: jitted functions by name; programs compiled ahead of time are called without them.
+        executables: programs compiled ahead of time or loaded, by `ProgramCall.key`.
+        store: store that keeps executables for later starts; None: they are not kept.
     """
 
     def __init__(
@@ -138,10 +140,10 @@ class Programs:
         self.store: ExecutableStore | None = None
 
     def _jit(self, function: Callable[..., Any], *, donate: tuple[str, ...], results: Any) -> Any:
-        """`function` compiled for the devices; its keyword-only arguments are static.
+        """Return `function` jitted for the devices; its keyword-only arguments are static.
 
         Args:
-            results: how its results are cut over several devices, as a prefix of their tree.
+            results: partition specs of the results over several devices, as a prefix of their tree.
         """
         parameters = inspect.signature(function).parameters.values()
         names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -170,7 +172,7 @@ class Programs:
         """Load executables kept by an earlier start, and keep newly compiled ones.
 
         Args:
-            devices: that the programs run on, in the order of the mesh.
+            devices: devices that the programs run on, in the order of the mesh.
         """
         facts = {
             "config": self.config,
@@ -185,22 +187,23 @@ class Programs:
         self.store = ExecutableStore.find(devices, [repr(facts), *kernel_facts(self.ops.name)])
 
     def forget_loaded(self) -> bool:
-        """Have programs compiled again that were loaded, here and at the next start; returns False where none was."""
+        """Discard loaded programs, so that they are compiled again now and at the next start; return False if no
+        program was loaded."""
         if self.store is None or not self.store.forget_loaded():
             return False
         self.executables.clear()
         return True
 
     def options_of(self, num_tokens: int) -> dict[str, Any]:
-        """Extra compiler options of a program whose products have this number of rows."""
+        """Return the additional compiler options of a program whose matrix products have `num_tokens` rows."""
         return options_of_program(self._platform, num_tokens)
 
     def count_late(self) -> None:
-        """A program with options of its own was compiled by a call of it."""
+        """Count a program with its own compiler options that was compiled at its first call."""
         self._num_late += 1
 
     def num_compiled(self) -> int:
-        """Programs that were compiled by calls of them, not ahead of time."""
+        """Return the number of programs compiled at their first call instead of ahead of time."""
         # The size of a jitted function's cache has no public name yet.
         return self._num_late + sum(getattr(f, "_cache_size")() for f in self.jitted.values())  # noqa: B009
 
@@ -208,12 +211,13 @@ class Programs:
 
     @property
     def branches(self) -> bool:
-        """True: programs skip on the device what no row needs."""
+        """True if programs branch on the device to skip work that no row needs."""
         return self.ops.branches
 
     def kind_sets(self, num_decode: int, num_prefill: int, prefix_room: int | None = None) -> list[KindSet]:
-        """Kinds that programs of a size are compiled for, the last for all: of steps of decode rows, those that sample in
-        the same program. Prompts compute keys and values in any case, and what is written of which kind costs nothing."""
+        """Return the sets of cache kinds that programs of a size are compiled for; the last set has all kinds. For
+        steps of only decode rows this concerns programs that also sample. Prompts compute keys and values in any case,
+        and writing either kind costs the same."""
         if self.branches or not all(self.kinds_offered):
             return [self.kinds_offered]
         both = KindSet(True, True)
@@ -224,7 +228,7 @@ class Programs:
     def kind_set_of(
         self, kind: NDArray[np.int8], num_decode: int, num_prefill: int, prefix_room: int | None = None
     ) -> KindSet:
-        """The least of `kind_sets` that a step's rows need."""
+        """Return the smallest of `kind_sets` that has the kinds of a step's rows."""
         sets = self.kind_sets(num_decode, num_prefill, prefix_room)
         has = [not num_prefill and bool((kind == KV).any()), bool((kind == HIDDEN).any())]
         return next(
@@ -232,10 +236,11 @@ class Programs:
         )
 
     def hidden_rooms(self, num_decode: int, kinds: KindSet) -> list[int | None]:
-        """Ascending values of `StepOptions.hidden_room` with a program of their own, for a number of decode rows.
+        """Return the values of `StepOptions.hidden_room` that programs with a number of decode rows are compiled for,
+        ascending.
 
-        The sum of scores over devices has a fixed size in a CUDA graph. A quarter of what block tables hold serves most
-        steps of many rows, and sums a quarter of the bytes.
+        Scores summed over devices have a fixed size in a CUDA graph. A quarter of the capacity of the block tables
+        suffices for most steps of many rows, and sums a quarter of the bytes.
         """
         if (
             self.branches
@@ -249,7 +254,8 @@ class Programs:
         return [num_decode * self.step_format.table_len * self.step_format.hidden_block_size // 4, None]
 
     def hidden_room_of(self, num_decode: int, kinds: KindSet, kind: NDArray[np.int8], lens: NDArray[np.int32]) -> Any:
-        """The least of `hidden_rooms` that holds the hidden ones of decode rows with these kinds and lengths."""
+        """Return the smallest of `hidden_rooms` that holds the hidden rows among decode rows with these kinds and
+        lengths."""
         rooms = self.hidden_rooms(num_decode, kinds)
         if rooms == [None]:
             return None
@@ -283,7 +289,7 @@ class Programs:
         hidden_room: int | None = None,
         prefix_room: int | None = None,
     ) -> tuple[Pools, Array, Array]:
-        """Write the cache; gives hidden states of the rows that sample."""
+        """Write the cache, and return pools, block tables and the hidden states of the sampling rows."""
         tables, batch, options, sample_rows = self._step(tables, last_tokens, ints, num_decode, num_prefill, kinds)
         options = dataclasses.replace(options, hidden_room=hidden_room, prefix_room=prefix_room)
         pools, states = decoder_step(params, pools, batch, self.config, options, sample_rows)
@@ -292,7 +298,7 @@ class Programs:
     def forward_all(
         self, params: ModelParams, pools: Pools, tables: Array, last_tokens: Array, ints: Array, *, num_prefill: int
     ) -> tuple[Pools, Array, Array, Array]:
-        """`forward` of a step in which all rows are chunks; gives the hidden states of all tokens too."""
+        """Like `forward`, but for steps in which all rows are chunks; also returns the hidden states of all tokens."""
         kinds = self.kinds_offered
         tables, batch, options, sample_rows = self._step(tables, last_tokens, ints, 0, num_prefill, kinds)
         pools, states = decoder_step(params, pools, batch, self.config, options)
@@ -301,7 +307,8 @@ class Programs:
     def _step(
         self, tables: Array, last_tokens: Array, ints: Array, num_decode: int, num_prefill: int, kinds: KindSet
     ) -> tuple[Array, DecoderBatch, StepOptions, Array]:
-        """The block tables of all slots with their changes, a packed step, and the places of the tokens that sample."""
+        """Unpack a step. Returns the changed block tables of all slots, the batch, its options, and the indices of the
+        tokens that are sampled from."""
         parts = self.step_format.forward_layout(num_decode, num_prefill).split(ints)
         slots, counts, sample_rows = (parts.pop(n) for n in ("token_slots", "counts", "sample_rows"))
         on_device = last_tokens.at[slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -336,8 +343,8 @@ class Programs:
         return tables, batch, self._options(num_decode, kinds), sample_rows
 
     def _tables_of_rows(self, tables: Array, slots: Array, lens: Array, hidden: Array) -> Array:
-        """Block tables of rows with these numbers of positions: (n, 2, J), `NULL_BLOCK` behind the blocks in use, where a slot may
-        still name those of a request before."""
+        """Return the block tables of rows with `lens` positions, (n, 2, J), with `NULL_BLOCK` after the blocks in use,
+        where a slot's table may still name blocks of an earlier request."""
         block_size = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
         num_blocks = jax.lax.div(lens + block_size - 1, block_size)  # none is negative
         halves = jnp.stack([num_blocks, jnp.where(hidden, 0, num_blocks)], axis=1)
@@ -346,16 +353,16 @@ class Programs:
         return jnp.where(used, tables.at[slots].get(mode="clip", wrap_negative_indices=False), NULL_BLOCK)
 
     def _slot_ranges(self, tables: Array, lens: Array, hidden: Array) -> Array:
-        """Slots that rows have of their blocks: `DecoderBatch.decode_ranges`."""
+        """Return the slots of shared blocks that belong to each row; see `DecoderBatch.decode_ranges`."""
         sizes = jnp.where(hidden, self.step_format.hidden_block_size, self.step_format.block_size)
         return slot_ranges(tables[:, 0] < 0, lens, sizes)
 
     def pool_prompts(self, states: Array, segments: Array) -> Array:
-        """Sums of hidden states by row of a step.
+        """Return the sums of hidden states by row of a step.
 
         Args:
             states: (T, D) hidden states of a step, from `forward_all`.
-            segments: (T,) int32 row of each token; `max_num_seqs` where it is not summed.
+            segments: (T,) int32 row of each token; `max_num_seqs` for tokens that are not summed.
 
         Returns:
             (max_num_seqs, D) float32.
@@ -366,14 +373,14 @@ class Programs:
     def score_prompts(
         self, head: ModelParams, states: Array, ints: Array, *, rows: int
     ) -> tuple[Array, Array, Array, Array]:
-        """Log probabilities of prompt tokens, of few rows at a time: their logits take rows * V floats.
+        """Return log probabilities of prompt tokens, a few at a time, as their logits take rows * V floats.
 
         Args:
             states: (T, D) hidden states of a step, from `forward_all`.
-            ints: (2, rows) places among them, and the tokens that follow.
+            ints: (2, rows) indices into `states`, and the tokens that follow.
 
         Returns:
-            As the fields of `apt_jax.request.PromptLogprobs`, with `sampling.NUM_LOGPROBS` most likely tokens.
+            The fields of `apt_jax.request.PromptLogprobs`, with the `sampling.NUM_LOGPROBS` most likely tokens.
         """
         assert ints.shape == (2, rows)
         ops = self.ops.for_rows(jnp.int32(rows))
@@ -395,10 +402,11 @@ class Programs:
         rows: int,
         variant: SamplerVariant,
     ) -> tuple[Array, Array | None, Array, tuple[Array, Array, Array] | None]:
-        """Sample; gives (tokens, is finite), and log probabilities where the variant has them.
+        """Sample tokens. Returns last tokens, token counts, (2, rows) tokens and whether logits were finite, and log
+        probabilities if the variant has them.
 
         Args:
-            token_counts: (max_num_seqs, V), as `SentCounts` says; with `penalties`.
+            token_counts: (max_num_seqs, V), see `SentCounts`; only with `penalties`.
         """
         parts = self.step_format.sample_layout(rows).split(ints)
         ops = self.ops.for_rows(jnp.sum(parts["slots"] < self.step_format.max_num_seqs))
@@ -463,7 +471,7 @@ class Programs:
         variant: SamplerVariant,
         hidden_room: int | None = None,
     ) -> tuple[Pools, Array, Array, Array]:
-        """Forward and sampling of decode rows as one program."""
+        """Run forward and sampling of decode rows as one program."""
         rows: dict[str, Any] = {"num_decode": num_decode, "num_prefill": 0, "kinds": kinds, "hidden_room": hidden_room}
         pools, tables, hidden = self.forward(params, pools, tables, last_tokens, forward_ints, **rows)
         last_tokens, _, tokens, _ = self.sample(
@@ -472,19 +480,19 @@ class Programs:
         return pools, tables, last_tokens, tokens
 
     def convert(self, params: ModelParams, pools: Pools, ints: Array, *, num_blocks: int) -> tuple[Pools]:
-        """Compute keys and values from cached layer inputs."""
+        """Compute keys and values from cached layer inputs, and write them to the pools."""
         batch = ConvertBatch(**self.step_format.convert_layout(num_blocks).split(ints))
         return (convert_inputs(params, pools, batch, self.config, self._options(0, self.kinds_offered)),)
 
     def change_tables(self, tables: Array, changes: Array) -> tuple[Array]:
-        """Block tables with changes (2, m): places in them, and blocks. They are donated."""
+        """Apply changes (2, m), flat indices and blocks, to the block tables, which are donated."""
         slot, rest = _divided(changes[0], 2 * self.step_format.table_len)
         half, column = _divided(rest, self.step_format.table_len)
         changed = tables.at[slot, half, column].set(changes[1], mode="drop", wrap_negative_indices=False)
         return (changed,)
 
     def change_counts(self, token_counts: Array, changes: Array) -> tuple[Array]:
-        """Token counts with changes (2, m): places in them, and what is added. They are donated."""
+        """Apply changes (2, m), flat indices and increments, to the token counts, which are donated."""
         slot, token = _divided(changes[0], self.step_format.vocab_size)
         return (token_counts.at[slot, token].add(changes[1], mode="drop", wrap_negative_indices=False),)
 
@@ -495,22 +503,24 @@ class Programs:
         return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
 
     def save(self, pools: Pools, blocks: Array) -> tuple[Array]:
-        """(n, L, block_size, lane) contents of n blocks over all layers."""
+        """Return the contents of n blocks over all layers, (n, L, block_size, lane)."""
         return (jnp.stack([pool[blocks] for pool in pools], axis=1),)
 
     def load(self, pools: Pools, blocks: Array, rows: Array) -> tuple[Pools]:
-        """Write the contents that `save` gave into n blocks; the pools are donated. Blocks outside the pool are dropped."""
+        """Write contents returned by `save` into n blocks of the pools, which are donated. Blocks outside the pool are
+        dropped."""
         return (tuple(pool.at[blocks].set(rows[:, layer], mode="drop") for layer, pool in enumerate(pools)),)
 
     def save_slots(self, pools: Pools, places: Array, *, width: int) -> tuple[Array]:
-        """(n, L, `width`) contents of n slots over all layers; `places` (n, 2): blocks and slots of so many values."""
+        """Return the contents of n slots over all layers, (n, L, `width`). `places`: (n, 2) block and slot, counted in
+        slots of `width` values."""
         columns = self._columns(places, width)
         by_layer = [pool.reshape(pool.shape[0], -1)[places[:, :1], columns] for pool in pools]
         return (jnp.stack(by_layer, axis=1),)
 
     def load_slots(self, pools: Pools, places: Array, slots: Array, *, width: int) -> tuple[Pools]:
-        """Write the contents that `save_slots` gave into n slots; the pools are donated. Blocks outside the pool are
-        dropped."""
+        """Write contents returned by `save_slots` into n slots of the pools, which are donated. Blocks outside the pool
+        are dropped."""
         columns = self._columns(places, width)
 
         def loaded(pool: Array, rows: Array) -> Array:
@@ -520,13 +530,15 @@ class Programs:
         return (tuple(loaded(pool, slots[:, layer]) for layer, pool in enumerate(pools)),)
 
     def _columns(self, places: Array, width: int) -> Array:
-        """(n, values on this device) places in a block of slots of `width` values over all devices."""
+        """Return indices into a flattened block, (n, values on this device), of slots that have `width` values over all
+        devices."""
         own = width if self._tensor is None else width // self._tensor.size
         return places[:, 1:] * own + jnp.arange(own, dtype=jnp.int32)[None]
 
 
 def _divided(places: Array, by: int) -> tuple[Array, Array]:
-    """Quotient and remainder of numbers that are not negative: `jnp.divmod` is 20 operations for the others."""
+    """Return quotient and remainder of nonnegative numbers; `jnp.divmod` takes 20 operations to support negative
+    ones."""
     divisor = jnp.asarray(by, places.dtype)
     return jax.lax.div(places, divisor), jax.lax.rem(places, divisor)
 

@@ -1,11 +1,11 @@
 """Log probabilities of prompt tokens: the programs that compute them, compiled when the first request asks for them.
 
-A step with `StepBatch.prompt_targets` runs as one program that gives the hidden states of all its tokens
-(`Programs.forward_all`). Then `Programs.score_prompts` turns them into logits, a few rows at a time, and these into the
-log probabilities of the targets and of the most likely tokens: the logits of a whole prompt are never in memory.
+A step with `StepBatch.prompt_targets` runs as one program that returns the hidden states of all its tokens
+(`Programs.forward_all`). `Programs.score_prompts` then computes logits of a few rows at a time, and from these the log
+probabilities of the targets and of the most likely tokens. The logits of a whole prompt are never in memory.
 
-Most servers never need them, so they are no part of the warm-up: `PromptPrograms.prepare` compiles them in the thread of
-its caller, ahead of time and beside the steps that run.
+Most servers never need these programs, so the warm-up leaves them out. `PromptPrograms.prepare` compiles them ahead of
+time in the caller's thread, while steps run.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from apt_jax.request import PromptLogprobs
 _logger = logging.getLogger(__name__)
 
 _ROWS = 128
-"""Tokens whose logits are in memory at once."""
+"""Number of tokens whose logits are in memory at once."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,14 +36,14 @@ class DispatchedPromptLogprobs:
 
     Args:
         rows: number of targets by row of the batch, in the order of the device arrays.
-        chunks: results of `Programs.score_prompts`; all full but the last.
+        chunks: results of `Programs.score_prompts`; only the last may be padded.
     """
 
     rows: Mapping[int, int]
     chunks: list[tuple[Array, ...]]
 
     def result(self) -> dict[int, PromptLogprobs]:
-        """Wait for them and fetch them."""
+        """Wait for the log probabilities and return them by row."""
         columns = [np.concatenate([np.asarray(part) for part in parts]) for parts in zip(*self.chunks, strict=True)]
         found, at = {}, 0
         for row, count in self.rows.items():
@@ -57,8 +57,8 @@ class PromptPrograms:
     """The programs of steps with prompt targets, compiled ahead of time.
 
     Args:
-        runner: of the executor.
-        buckets: padded numbers of tokens that steps have, ascending.
+        runner: program runner of the executor.
+        buckets: padded numbers of tokens of steps, ascending.
     """
 
     def __init__(self, runner: ProgramRunner, buckets: list[int]) -> None:
@@ -67,7 +67,7 @@ class PromptPrograms:
         self._is_ready = False
 
     def prepare(self) -> None:
-        """Compile them, unless that has been done; from any thread."""
+        """Compile the programs if they are not compiled yet. May be called from any thread."""
         with self._lock:
             if self._is_ready:
                 return
@@ -82,19 +82,19 @@ class PromptPrograms:
             self._is_ready = True
 
     def run(self, call: ProgramCall) -> Any:
-        """Dispatch one of them, compiled here if it is not yet."""
+        """Dispatch one of the programs, compiling it first if needed."""
         if call.key not in self._runner.programs.executables:
             with self._lock:
                 call.compile()
         return call.run()
 
     def score(self, batch: StepBatch, places: NDArray[np.int64], states: Array) -> DispatchedPromptLogprobs:
-        """Dispatch the log probabilities of a step's targets.
+        """Dispatch the computation of log probabilities of a step's targets.
 
         Args:
             batch: the step.
-            places: (n,) of the first token of each row among `states`.
-            states: of all its tokens.
+            places: (n,) index of each row's first token in `states`.
+            states: hidden states of all tokens of the step.
         """
         tokens = [targets.token_ids for targets in batch.prompt_targets.values()]
         first = [places[row] + t.position - batch.start[row] for row, t in batch.prompt_targets.items()]
@@ -111,8 +111,8 @@ class PromptPrograms:
         )
 
     def pool(self, batch: StepBatch, places: NDArray[np.int64], states: Array) -> Array:
-        """Dispatch the sums of a step's spans; arguments as of `score`. Gives (max_num_seqs, D) float32, rows as in
-        the batch."""
+        """Dispatch the sums over a step's `pool_spans`; return (max_num_seqs, D) float32, rows as in the batch.
+        Arguments: see `score`."""
         segments: Ints = np.full(states.shape[0], self._runner.step_format.max_num_seqs, np.int32)
         for row, span in batch.pool_spans.items():
             first = int(places[row]) + span.position - int(batch.start[row])

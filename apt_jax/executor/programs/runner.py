@@ -1,6 +1,6 @@
-"""Calls of the programs, and the arrays on the device that they donate and replace.
+"""Program calls, and the arrays on the device that they donate and replace.
 
-Where the devices belong to several hosts, rank 0 announces every call to the others (`apt_jax.distributed.hosts`),
+If the devices belong to several hosts, rank 0 announces every call to the other ranks (`apt_jax.distributed.hosts`),
 which make the same calls by `ProgramRunner.run_plan`.
 """
 
@@ -32,13 +32,13 @@ from apt_jax.models.params import ModelParams, output_head
 logger = logging.getLogger(__name__)
 
 BUILT = "program %s %s: lowered in %.3f s, compiled or loaded in %.3f s"
-"""Message of the log for each program that is made; without lowering it was loaded."""
+"""Log message for each program that is created; a lowering time of 0 means that it was loaded."""
 _VARYING = {"copy": 1, "save": 1, "load": 1, "save_slots": 1, "load_slots": 1, "score_prompts": 1, "pool_prompts": 0}
-"""Arguments, by their place, of which a program takes several sizes that its static arguments do not tell."""
+"""Index of the argument whose size varies independently of the static arguments, by program."""
 
 
 def _to_plan(static: dict[str, Any]) -> dict[str, Any]:
-    """Static arguments as plain values, for other hosts."""
+    """Return static arguments as plain values, for other hosts."""
     return {k: dataclasses.astuple(v) if isinstance(v, SamplerVariant) else v for k, v in static.items()}
 
 
@@ -49,39 +49,41 @@ def _from_plan(static: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCall:
-    """A call of a program that donates some of the runner's arrays; its results begin with their replacements."""
+    """A program call, which may donate some of the runner's arrays; its results begin with their replacements."""
 
     runner: "ProgramRunner"
     program: str
     args: tuple[Any, ...]
-    """Arguments from the host come last, and the first of these is an array."""
+    """Arguments of the program. Arguments from the host come last, and the first of these is an array."""
     static: dict[str, Any]
     replaces: tuple[str, ...] = ()
-    """Attributes of the runner that the first results replace, in order."""
+    """Names of the runner's attributes that the first results replace, in order."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Tells the executables of one runner apart: the program, its static arguments and what else its shapes vary with."""
+        """Key of the executable within one runner: the program, its static arguments, and the size of an argument if
+        that varies too."""
         at = _VARYING.get(self.program)
         size = None if at is None else self.args[at].shape[0]
         return (self.program, size, *self.static.values())
 
     def lower(self) -> Any:
-        """The program for these arguments, as JAX hands it to the compiler."""
+        """Return the program lowered for these arguments."""
         return self.runner.programs.jitted[self.program].lower(*self.args, **self.static)
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the program's products, padding included; 0: it has none, or they are of no use to choose options."""
+        """Number of rows of the program's matrix products, padding included; 0: not known or no products."""
         return sum(self.static.get(name, 0) for name in ("num_decode", "num_prefill", "rows"))
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the compiler that are this program's own."""
+        """Compiler options specific to this program."""
         return self.runner.programs.options_of(self.num_tokens)
 
     def compile(self) -> Compiled:
-        """The executable for calls of this `key`, loaded or compiled at the first use; in any thread."""
+        """Return the executable for calls with this `key`, loaded or compiled at the first use. May be called from any
+        thread."""
         programs, key = self.runner.programs, self.key
         found = programs.executables.get(key)
         if found is None:
@@ -105,7 +107,7 @@ class ProgramCall:
         return found
 
     def run(self) -> Any:
-        """Dispatch the program, compiled first if it was not; returns the results that replace nothing."""
+        """Dispatch the program, compiling it first if needed; return the results other than replacements."""
         runner = self.runner
         if runner.leader is not None:
             first = next(i for i, a in enumerate(self.args) if isinstance(a, np.ndarray))
@@ -120,7 +122,7 @@ class ProgramCall:
         return results[0] if len(results) == 1 else results
 
     def _unprepared(self) -> Any:
-        """Dispatch the program, which may have to be compiled."""
+        """Dispatch a program that was not prepared and may have to be compiled first."""
         programs = self.runner.programs
         begin, num_compiled = time.perf_counter(), programs.num_compiled()
         if self.options:
@@ -137,18 +139,18 @@ class ProgramCall:
 
 
 class ProgramRunner:
-    """Makes the calls of an executor.
+    """Makes the program calls of an executor.
 
     Attributes:
         pools: one array per layer, (blocks + 1, block_size, lane), donated to every program that writes cache.
-        last_tokens: (max_num_seqs,) the token sampled last for each slot; a step takes tokens from here that the host
-            has not seen.
-        tables: (max_num_seqs, 2, J) the block table of each slot; steps send what is new in them.
-        token_counts: (max_num_seqs, V) for penalties, how often each token is among the outputs of each slot, and whether
-            it is in the prompt.
-        is_allocated: these are arrays, not shapes.
-        sent_tables, sent_counts: what `tables` and `token_counts` have.
-        leader: receives every call, where other hosts must make it too.
+        last_tokens: (max_num_seqs,) the token sampled last for each slot, from which steps take tokens that the host
+            has not fetched.
+        tables: (max_num_seqs, 2, J) the block table of each slot; steps send only changes.
+        token_counts: (max_num_seqs, V) for penalties: number of occurrences of each token in the outputs of each slot,
+            and whether it is in the prompt (`SentCounts`).
+        is_allocated: True if the attributes above are arrays; False if they are only shapes.
+        sent_tables, sent_counts: the host's record of `tables` and `token_counts`.
+        leader: announces every call to other hosts; None: one host.
     """
 
     def __init__(self, params: ModelParams, programs: Programs, memory: PoolMemory) -> None:
@@ -183,7 +185,7 @@ class ProgramRunner:
         self.is_allocated = True
 
     def described(self, argument: Any) -> str:
-        """`executables.described`, once for the weights."""
+        """Return `executables.described` of an argument, computed only once for the weights."""
         if argument is not self.params and argument is not self._head:
             return described(argument)
         if id(argument) not in self._described:
@@ -201,17 +203,17 @@ class ProgramRunner:
             self.counts_call(part).run()
 
     def check_integrity(self) -> None:
-        """Check the device's arrays against the sent ones.
+        """Check the device's arrays against the record of sent changes.
 
         Raises:
-            RuntimeError: it has something else.
+            RuntimeError: they differ.
         """
         self.sent_tables.check(np.asarray(self.tables))
         self.sent_counts.check(np.asarray(self.token_counts))
 
     def _empty_states(self, rows: int) -> Any:
-        """Hidden states as a forward program returns them, placed as it does: another placement would be another
-        program. As a shape where nothing is allocated."""
+        """Return empty hidden states with the shape and placement of a forward program's results, as another placement
+        would need another program. If nothing is allocated, only their description is returned."""
         shape, dtype = self._memory.states_shape(rows), self.params.dtype
         if not self.is_allocated:
             return self._memory.described(shape, dtype)
@@ -226,7 +228,7 @@ class ProgramRunner:
         hidden_room: int | None = None,
         prefix_room: int | None = None,
     ) -> ProgramCall:
-        """Gives hidden states of the rows that sample."""
+        """Return the call that computes hidden states of the sampling rows."""
         args = (self.params, self.pools, self.tables, self.last_tokens, ints)
         static = {
             "num_decode": num_decode,
@@ -238,16 +240,16 @@ class ProgramRunner:
         return ProgramCall(self, "forward", args, static, replaces=("pools", "tables"))
 
     def forward_all_call(self, ints: Ints, num_prefill: int) -> ProgramCall:
-        """Gives hidden states of the rows that sample, and of all tokens."""
+        """Return the call that computes hidden states of the sampling rows and of all tokens."""
         args, static = (self.params, self.pools, self.tables, self.last_tokens, ints), {"num_prefill": num_prefill}
         return ProgramCall(self, "forward_all", args, static, replaces=("pools", "tables"))
 
     def score_call(self, states: Array, ints: Ints, rows: int) -> ProgramCall:
-        """Gives log probabilities of prompt tokens."""
+        """Return the call that computes log probabilities of prompt tokens."""
         return ProgramCall(self, "score_prompts", (self._head, states, ints), {"rows": rows})
 
     def pool_call(self, states: Array, segments: Ints) -> ProgramCall:
-        """Gives sums of hidden states by row."""
+        """Return the call that computes sums of hidden states by row."""
         return ProgramCall(self, "pool_prompts", (states, segments), {})
 
     def decode_call(
@@ -259,7 +261,7 @@ class ProgramRunner:
         variant: SamplerVariant,
         hidden_room: int | None = None,
     ) -> ProgramCall:
-        """Gives tokens."""
+        """Return the call that runs forward and sampling of decode rows and computes tokens."""
         args = (self.params, self.pools, self.tables, self.last_tokens, forward_ints, sample_ints)
         static = {"num_decode": num_decode, "kinds": kinds, "variant": variant, "hidden_room": hidden_room}
         return ProgramCall(self, "decode", args, static, replaces=("pools", "tables", "last_tokens"))
@@ -273,7 +275,7 @@ class ProgramRunner:
         rows: int,
         variant: SamplerVariant,
     ) -> ProgramCall:
-        """Gives tokens and log probabilities, if the variant has them."""
+        """Return the call that samples tokens, with log probabilities if the variant has them."""
         counts = self.token_counts if variant.penalised else None
         args, static = (
             (self._head, hidden, self.last_tokens, counts, ints, penalties, masks),
@@ -282,37 +284,37 @@ class ProgramRunner:
         return ProgramCall(self, "sample", args, static, replaces=("last_tokens", "token_counts"))
 
     def copy_call(self, copies: Ints, size: int) -> ProgramCall:
-        """Gives nothing."""
+        """Return the call that copies blocks."""
         pairs = pack_copies(copies, size, self.step_format)
         return ProgramCall(self, "copy", (self.pools, pairs), {}, replaces=("pools",))
 
     def tables_call(self, changes: Ints) -> ProgramCall:
-        """Gives nothing."""
+        """Return the call that applies changes to the block tables."""
         return ProgramCall(self, "change_tables", (self.tables, changes), {}, replaces=("tables",))
 
     def counts_call(self, changes: Ints) -> ProgramCall:
-        """Gives nothing."""
+        """Return the call that applies changes to the token counts."""
         return ProgramCall(self, "change_counts", (self.token_counts, changes), {}, replaces=("token_counts",))
 
     def convert_call(self, ints: Ints, num_blocks: int) -> ProgramCall:
-        """Gives nothing."""
+        """Return the call that converts layer inputs to keys and values."""
         args, static = (self.params, self.pools, ints), {"num_blocks": num_blocks}
         return ProgramCall(self, "convert", args, static, replaces=("pools",))
 
     def save_call(self, blocks: Ints) -> ProgramCall:
-        """Gives the contents of blocks."""
+        """Return the call that reads the contents of blocks."""
         return ProgramCall(self, "save", (self.pools, blocks), {})
 
     def load_call(self, blocks: Ints, rows: Any) -> ProgramCall:
-        """Gives nothing."""
+        """Return the call that writes contents of blocks."""
         return ProgramCall(self, "load", (self.pools, blocks, rows), {}, replaces=("pools",))
 
     def save_slots_call(self, places: Ints, width: int) -> ProgramCall:
-        """Gives the contents of slots, each of this number of values."""
+        """Return the call that reads the contents of slots of `width` values each."""
         return ProgramCall(self, "save_slots", (self.pools, places), {"width": width})
 
     def load_slots_call(self, places: Ints, slots: Any, width: int) -> ProgramCall:
-        """Gives nothing."""
+        """Return the call that writes contents of slots."""
         args = (self.pools, places, slots)
         return ProgramCall(self, "load_slots", args, {"width": width}, replaces=("pools",))
 
@@ -324,34 +326,34 @@ class ProgramRunner:
         hidden_room: int | None = None,
         prefix_room: int | None = None,
     ) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `forward_call` on padding only."""
         _, ints = self.step_format.empty_forward(num_decode, num_prefill)
         return self.forward_call(ints, num_decode, num_prefill, kinds, hidden_room, prefix_room)
 
     def empty_tables_call(self) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `tables_call` on padding only."""
         return self.tables_call(empty_changes(math.prod(self.step_format.tables_shape)))
 
     def empty_counts_call(self) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `counts_call` on padding only."""
         return self.counts_call(empty_changes(math.prod(self.step_format.counts_shape)))
 
     def empty_forward_all_call(self, num_prefill: int) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `forward_all_call` on padding only."""
         return self.forward_all_call(self.step_format.empty_forward(0, num_prefill)[1], num_prefill)
 
     def empty_score_call(self, num_states: int, rows: int) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `score_call` on padding only."""
         states = self._empty_states(num_states)
         return self.score_call(states, np.zeros((2, rows), np.int32), rows)
 
     def empty_pool_call(self, num_states: int) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `pool_call` on padding only."""
         states = self._empty_states(num_states)
         return self.pool_call(states, np.full(num_states, self.step_format.max_num_seqs, np.int32))
 
     def empty_sample_call(self, rows: int, variant: SamplerVariant) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `sample_call` on padding only."""
         step_format = self.step_format
         _, ints = step_format.empty_sample(rows)
         hidden = self._empty_states(step_format.buckets.decode[-1])
@@ -362,13 +364,13 @@ class ProgramRunner:
     def empty_decode_call(
         self, rows: int, kinds: KindSet, variant: SamplerVariant, hidden_room: int | None = None
     ) -> ProgramCall:
-        """A call on padding only."""
+        """Return a `decode_call` on padding only."""
         _, ints = self.step_format.empty_forward(rows, 0)
         _, sample_ints = self.step_format.empty_sample(rows)
         return self.decode_call(ints, sample_ints, rows, kinds, variant, hidden_room)
 
     def run_plan(self, plan: Plan) -> Any:
-        """Make a call that rank 0 announced; its results can be waited for."""
+        """Make a call that rank 0 announced, and return arrays whose readiness can be awaited."""
         arrays: Sequence[Any] = plan.arrays
         static = _from_plan(plan.static)
         if plan.program == "forward":

@@ -1,4 +1,5 @@
-"""Tokens that the device has counted for penalties, as the host knows them: a step sends only the new ones. NumPy only."""
+"""The host's record of the tokens that the device has counted for penalties, so that a step sends only new tokens. Uses
+NumPy only."""
 
 from collections.abc import Sequence
 
@@ -8,16 +9,17 @@ from numpy.typing import NDArray
 from apt_jax.executor.programs.block_tables import Changes
 
 IN_PROMPT = 1 << 30
-"""Added to the count of a token that is in the prompt. Outputs are counted below it: no context is as long."""
+"""Amount added to the count of a token that is in the prompt; larger than any number of outputs."""
 
 Ints = NDArray[np.int32]
 
 
 class SentCounts:
-    """The tokens of each slot that the device has counted, once the steps that were dispatched have run.
+    """The tokens of each slot that the device has counted after all dispatched steps have run.
 
-    The device holds an integer for each slot and token: how often the token is among the outputs, and `IN_PROMPT` more if
-    it is in the prompt. All changes are added, those that undo what a request before had in the slot too.
+    For each slot and token the device holds the number of occurrences in the outputs, plus `IN_PROMPT` if the token is
+    in the prompt. All changes are increments, including the negative ones that remove an earlier request's tokens from
+    a slot.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -25,21 +27,21 @@ class SentCounts:
         self.clear()
 
     def clear(self) -> None:
-        """The device has counted nothing."""
+        """Record that the device's counts are 0."""
         empty = np.zeros(0, np.int32)
         self._tokens: list[Ints] = [empty] * self._max_num_seqs  # with room behind
         self._lens, self._prompt_lens = [0] * self._max_num_seqs, [0] * self._max_num_seqs
 
     def take_changes(self, slots: Sequence[int], histories: Sequence[Ints], prompt_lens: Sequence[int]) -> Changes:
-        """Changes of the device's counts, which will be sent: from now on it has them.
+        """Return the changes that the device's counts need, and record them as sent.
 
         Args:
-            slots: of the rows whose tokens count.
-            histories: of each, prompt then outputs.
-            prompt_lens: of each, how much of it is the prompt.
+            slots: slots of the rows with penalties on token counts.
+            histories: tokens of each row, prompt then outputs.
+            prompt_lens: number of prompt tokens in each history.
 
         Returns:
-            Places among (max_num_seqs, V), and what is added there.
+            Indices into (max_num_seqs, V), and increments.
         """
         places, added = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
         for slot, history, prompt_len in zip(slots, histories, prompt_lens, strict=True):
@@ -51,7 +53,7 @@ class SentCounts:
         return np.stack([np.concatenate(places), np.concatenate(added)]).astype(np.int32)
 
     def _changes(self, slot: int, history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Tokens of a slot, and the increments of their counts."""
+        """Return tokens of a slot, and the increments of their counts."""
         num_sent, old = self._lens[slot], self._tokens[slot][: self._lens[slot]]
         grows = prompt_len == self._prompt_lens[slot] and prompt_len <= num_sent <= len(history)
         if grows and np.array_equal(history[:num_sent], old):
@@ -72,10 +74,10 @@ class SentCounts:
         return found
 
     def check(self, on_device: Ints) -> None:
-        """Check the device's counts.
+        """Check the device's counts against this record.
 
         Raises:
-            RuntimeError: they are not those of the tokens here.
+            RuntimeError: they differ.
         """
         for slot, length in enumerate(self._lens):
             expected = np.zeros(self._vocab_size, np.int64)
@@ -85,7 +87,7 @@ class SentCounts:
 
 
 def _counts(history: Ints, prompt_len: int) -> tuple[Ints, NDArray[np.int64]]:
-    """Tokens, some of them repeated, and the increment of each one's count."""
+    """Return tokens, possibly repeated, and the increment for each."""
     prompt, outputs = np.unique(history[:prompt_len]), history[prompt_len:]
     ones = np.ones(len(outputs), np.int64)
     return np.concatenate([prompt, outputs]), np.concatenate([np.full(len(prompt), IN_PROMPT), ones])
