@@ -12,7 +12,7 @@ from apt_jax.request import SamplingParams
 _MIN_PREFILL_BUCKET = 32
 _Length = TypeVar("_Length", int, NDArray[np.int32])
 _SPARSE_ROWS = 64
-"""Rows of a step below which the weights take its time, on GPUs."""
+"""Number of rows below which reading the weights takes most of a step's time on GPUs."""
 _FLAT_TOKENS = (64, 128)
 """Tokens of prompts below `_STEEP_TOKENS`, on GPUs: an H100 reads weights as long as it multiplies 240 tokens by them, an
 A100 as long as 150."""
@@ -79,7 +79,7 @@ def prefix_sizes(
     Args:
         prompts: tokens of prompts of a step, ascending.
         in_pieces: kernels for prefixes are launched as often as positions may need; else the device counts.
-        few_tokens: up to so many tokens the number of launches does not depend on the prefixes.
+        few_tokens: number of tokens up to which the number of launches does not depend on the prefixes.
     """
     coarse, size = [prompts[-1]], prompts[0]
     while size < prompts[-1]:
@@ -115,19 +115,19 @@ class Buckets:
     """Padded sizes that programs are compiled for, ascending."""
 
     decode: list[int]
-    """Rows that decode, and rows that sample."""
+    """Numbers of decode rows, and of sampling rows."""
     masked: list[int]
-    """Rows that sample, where some do so under a mask."""
+    """Numbers of sampling rows in steps with at least one masked row."""
     prefill: list[int]
-    """Tokens of prompt chunks."""
+    """Numbers of tokens of prompt chunks."""
     prefixed: list[PromptSize]
     """Sizes of programs for prompts with hidden prefixes; `prefill` has the sizes for prompts without."""
     scored: list[int]
-    """Tokens of prompt chunks in steps that give the states of all of them."""
+    """Numbers of tokens of prompt chunks in steps that return the hidden states of all tokens."""
     copies: list[int]
-    """Blocks that are copied before a step."""
+    """Numbers of blocks copied before a step."""
     conversions: list[int]
-    """X blocks that are converted by one program."""
+    """Numbers of X blocks that one program converts."""
 
     @classmethod
     def for_limits(
@@ -146,10 +146,10 @@ class Buckets:
         """Buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`.
 
         Args:
-            sparse: half as many of them where a step takes as long with some rows more, because it reads the weights once in
-                any case, and those of `prompt_buckets`.
+            sparse: use fewer row buckets up to the size at which reading the weights takes most of a step, and
+                `prompt_buckets` for tokens.
             has_rooms: programs are compiled for hidden prefixes of prompts by their length.
-            in_pieces, few_tokens: as of `prefix_sizes`.
+            in_pieces, few_tokens: see `prefix_sizes`.
         """
         decode = power_of_two_buckets(1, max_num_seqs, rows_multiple, sparse_below=_SPARSE_ROWS if sparse else 0)
         if sparse:
@@ -182,7 +182,7 @@ class Buckets:
         """The cheapest of `prompts` that holds a step.
 
         Args:
-            prefix: positions of its hidden prefixes, each as of `padded_prefix`.
+            prefix: total positions of the hidden prefixes, each rounded up by `padded_prefix`.
         """
         return next(size for size in self.prompts if size.holds(tokens, prefix))
 
@@ -198,11 +198,11 @@ class SamplerVariant:
     """Features of a sampling program; each needed combination is compiled."""
 
     greedy: bool = False
-    """All rows take the most likely token, their settings are not read."""
+    """True if all rows take the most likely token and their settings are ignored."""
     penalised: bool = False
-    """Rows may have penalties, bias or a minimum of tokens, and get log probabilities."""
+    """True if rows may have penalties, a bias or `min_tokens`, and log probabilities are returned."""
     masked: bool = False
-    """Rows may have a mask of allowed tokens."""
+    """True if rows may have a mask of allowed tokens."""
 
     @classmethod
     def for_rows(cls, params: Sequence[SamplingParams], *, masked: bool) -> "SamplerVariant":
@@ -214,7 +214,8 @@ class SamplerVariant:
         return GREEDY if all(p.is_greedy for p in params) else cls()
 
     def broader(self) -> "list[SamplerVariant]":
-        """Others that serve the same rows with the same tokens, where programs branch; the cheapest first."""
+        """Return the other variants that serve the same rows with the same tokens, if programs branch; the cheapest
+        first."""
         others = [SAMPLED, SamplerVariant(masked=True), SamplerVariant(penalised=True), EVERYTHING]
         needed = {name for name in ("penalised", "masked") if getattr(self, name)}
         return [v for v in others if v != self and all(getattr(v, name) for name in needed)]
@@ -233,4 +234,4 @@ class SamplerVariant:
 GREEDY = SamplerVariant(greedy=True)
 SAMPLED = SamplerVariant()
 EVERYTHING = SamplerVariant(penalised=True, masked=True)
-"""Serves all rows, where programs branch."""
+"""Variant that serves all rows, if programs branch."""

@@ -29,9 +29,9 @@ TRANSFERS: tuple[Kind, ...] = (
 )  # fmt: skip
 """Kinds that move blocks or slots between the device and host memory."""
 _SIZES: dict[Kind, str] = {"decode": "decode", "copy": "copies", "convert": "conversions"}
-"""The field of `Buckets` that has the sizes of programs of a kind. Those of prompts have two (`Buckets.prompts`)."""
+"""Field of `Buckets` with the sizes of programs, by kind. Prompt sizes have two fields (`Buckets.prompts`)."""
 _SIZES_OF_GRAPHS: dict[Kind, str] = {**_SIZES, "decode": "masked", "fused": "decode"}
-"""The same where a decode step is one program with its sampler."""
+"""Like `_SIZES`, if a decode step and its sampler are one program."""
 
 
 class ProgramName(NamedTuple):
@@ -41,7 +41,7 @@ class ProgramName(NamedTuple):
     size: int
     variant: SamplerVariant | None = None
     prefix_room: int | None = None
-    """Room of a program for prompts, as of `PromptSize`."""
+    """Room of a program for hidden prefixes; see `PromptSize.prefix_room`."""
 
 
 class ReadyPrograms:
@@ -63,7 +63,7 @@ class ReadyPrograms:
 
     @property
     def is_complete(self) -> bool:
-        """True: there is nothing that a step may not run."""
+        """True if steps may run all programs."""
         return self._samplers is None
 
     def first(self) -> set[ProgramName]:
@@ -92,7 +92,7 @@ class ReadyPrograms:
         self._samplers, self._transfers = {}, {}
 
     def add(self, name: ProgramName) -> None:
-        """A program is ready."""
+        """Let steps use a program, which is ready."""
         if self._samplers is None:
             return
         if not self._branches and name.kind in ("decode", "fused", "prefill", "mixed") and name not in self.first():
@@ -121,7 +121,7 @@ class ReadyPrograms:
             self.sizes = dataclasses.replace(self.sizes, prefill=sorted({*self.sizes.prefill, size.tokens}))
 
     def finish(self) -> None:
-        """All programs are ready."""
+        """Let steps use all programs, which are ready."""
         self.sizes, self._samplers = self._all, None
 
     def transfers(self, kind: Kind, sizes: Sequence[int]) -> Sequence[int]:

@@ -27,7 +27,7 @@ _NAME = re.compile(r"[\w=+-]+\.textproto")
 
 
 def card_name(device_kind: str) -> str:
-    """A card's name as part of a path: "NVIDIA H100 80GB HBM3" is nvidia-h100-80gb-hbm3."""
+    """Return a card's name as part of a path: "NVIDIA H100 80GB HBM3" is nvidia-h100-80gb-hbm3."""
     return re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
 
 
@@ -80,8 +80,8 @@ def read_results(path: Path) -> dict[str, str]:
     """Names and contents of files, from one that `write_results` has written.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file.
+        OSError: the file cannot be read.
+        ValueError: the file has another format.
     """
     found = json.loads(path.read_text())
     if not isinstance(found, dict) or not all(
@@ -92,7 +92,7 @@ def read_results(path: Path) -> dict[str, str]:
 
 
 def write_results(directory: Path, path: Path) -> int:
-    """Put all results of a directory into one file, to be shipped; returns how many they are."""
+    """Write all results of a directory into one file for shipping; return their number."""
     results = {file.name: file.read_text() for file in sorted(directory.glob("*.textproto"))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=0, sort_keys=True) + "\n")

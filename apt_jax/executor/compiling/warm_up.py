@@ -18,7 +18,7 @@ from apt_jax.executor.compiling.ready_programs import TRANSFERS, ProgramName, Re
 from apt_jax.executor.programs.runner import ProgramCall, ProgramRunner
 
 MAX_COMPILERS, MAX_COMPILERS_FOR_GPU = 8, 16
-"""Programs that are compiled at once. For a GPU the compiler spends more of its time outside Python's lock."""
+"""Maximum number of programs compiled at once. For GPUs the compiler spends more of its time outside Python's lock."""
 _NO_COPIES = np.zeros((0, 2), np.int32)
 
 
@@ -29,20 +29,21 @@ class Program:
     name: ProgramName
     call: Callable[[], ProgramCall]
     is_general: bool = True
-    """It takes rows of every cache kind, whatever their lengths."""
+    """True if the program takes rows of every cache kind and length."""
 
     def compile(self) -> Any:
-        """Compile it, or load it from the cache directory; in any thread. Calls of it run that."""
+        """Compile the program, or load it from the cache directory, for later calls. May be called from any thread."""
         return self.call().compile()
 
     def temporary_bytes(self) -> int:
-        """Device memory that it takes while it runs, beside its arguments and their replacements."""
+        """Return the device memory in bytes that the program takes while it runs, besides its arguments and their
+        replacements."""
         memory = self.compile().memory_analysis()
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.temp_size_in_bytes + max(0, results)
 
     def run(self) -> None:
-        """Run it once, so that the next call finds it; where nothing else runs programs."""
+        """Run the program once. Must be called while no other thread runs programs."""
         call = self.call()
         call.compile()
         jax.block_until_ready(call.run())

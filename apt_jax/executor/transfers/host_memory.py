@@ -38,7 +38,7 @@ from apt_jax.executor.transfers.host_slots import HostSlots
 logger = logging.getLogger("apt_jax.executor")
 
 _TRANSFER_BYTES = 64 << 20
-"""Most bytes that one program moves."""
+"""Maximum number of bytes that one program moves."""
 _MAX_TRANSFER_BLOCKS = 256
 
 
@@ -46,20 +46,20 @@ class HostPool:
     """Implements `apt_jax.core.tiers.HostMemory` for the pools of a `ProgramRunner`.
 
     Args:
-        runner: calls the programs.
-        ready: those that it may call.
-        blocks: what one block looks like.
-        num_blocks: of host memory, with ids in [1, num_blocks].
-        place: puts an array of the host to where the load program takes it from.
+        runner: runner that calls the programs.
+        ready: programs that steps may run.
+        blocks: shape and dtype of one block.
+        num_blocks: number of host blocks, with ids in [1, num_blocks].
+        place: function that copies a host array to where the load program reads it.
         pinned: see `HostSaver`.
 
     Attributes:
         sizes: numbers of blocks that programs move, ascending.
         saved_bytes, loaded_bytes: moved so far, without padding.
-        slots: saves and loads single slots; None: nothing does.
+        slots: saves and loads single slots; None: not supported.
 
     Raises:
-        ConfigError: there is no memory.
+        ConfigError: the memory cannot be allocated.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class HostPool:
     # --- transfers of a step ---------------------------------------------------------------------------------------
 
     def announce(self, saves: Ints) -> None:
-        """These host blocks (second column) will be saved: what is in them is good no more."""
+        """Mark host blocks (second column) as about to be saved, which invalidates their contents."""
         for block in saves[:, 1].tolist():
             self._announced[block] += 1
             self._saving.pop(block, None)
 
     def save(self, saves: Ints) -> None:
-        """Dispatch the saves of a step, as `StepBatch.saves`; they have been announced."""
+        """Dispatch the saves of a step, given like `StepBatch.saves`, after `announce`."""
         for part, size in self._parts(saves, "save"):
             array = self._save_call(part[:, 0], size).run()
             blocks = part[:, 1].copy()
@@ -171,7 +171,7 @@ class HostPool:
         self.save(saves)
 
     def load(self, loads: Ints) -> None:
-        """Dispatch the loads of a step, as `StepBatch.loads`."""
+        """Dispatch the loads of a step, given like `StepBatch.loads`."""
         for part, size in self._parts(loads, "load"):
             self._load_call(part, size).run()
             self.loaded_bytes += len(part) * self._blocks.block_bytes

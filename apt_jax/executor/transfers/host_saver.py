@@ -14,7 +14,7 @@ from apt_jax.errors import one_line
 logger = logging.getLogger("apt_jax.executor")
 
 _MAX_SAVES = 4
-"""Arrays that wait to be stored, at most: on the device or in pinned memory."""
+"""Maximum number of arrays waiting to be stored, on the device or in pinned memory."""
 
 
 PINNED = "pinned_host"
@@ -34,7 +34,7 @@ class HostSaver:
     later one stays.
 
     Args:
-        pinned: arrays are copied to pinned memory of the host, and stored from there.
+        pinned: copy arrays to pinned host memory first, and store them from there.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -46,9 +46,9 @@ class HostSaver:
         """Have the thread copy an array to the host and call `store` with it; waits where too many are under way.
 
         Args:
-            array: of the device.
-            what: is lost where that fails, for the log. Nobody else is told: it has not been stored.
-            store: writes it to its place.
+            array: array on the device.
+            what: description of the contents for the log, if copying or storing fails.
+            store: function that writes the array to its place.
         """
         while len(self._under_way) >= _MAX_SAVES:
             concurrent.futures.wait([self._under_way.popleft()])
@@ -69,7 +69,7 @@ class HostSaver:
         return self._thread.submit(self._run, function, what)
 
     def wait(self) -> None:
-        """Wait until all has been stored, or lost."""
+        """Wait until all arrays have been stored or have failed."""
         concurrent.futures.wait(self._under_way)
 
     @staticmethod

@@ -26,7 +26,7 @@ from apt_jax.executor.transfers.host_saver import HostSaver
 logger = logging.getLogger("apt_jax.executor")
 
 _SIZES = (8, 64, 512)
-"""Slots that a program moves."""
+"""Numbers of slots that programs move."""
 _NAMES: dict[int, tuple[Kind, Kind]] = {
     KV: ("save kv slots", "load kv slots"),
     HIDDEN: ("save hidden slots", "load hidden slots"),
@@ -38,12 +38,12 @@ class HostSlots:
     """Saves and loads slots.
 
     Args:
-        runner: calls the programs.
-        ready: those that it may call.
+        runner: runner that calls the programs.
+        ready: programs that steps may run.
         memory: (blocks, layers, C, E) of the host; block b is row b - 1.
-        saver: that whole blocks are saved by, so that all saves to a block come in their order.
-        widths: values of a slot, by kind; None: the kind is not offered.
-        place: puts an array (n, layers, values) of the host to where the load program takes it from.
+        saver: saver of whole blocks, shared so that all saves to a block keep their order.
+        widths: number of values in a slot, by cache kind; None: the kind is not offered.
+        place: function that copies a host array (n, layers, values) to where the load program reads it.
 
     Attributes:
         saved_bytes, loaded_bytes: moved so far, without padding.
@@ -106,12 +106,12 @@ class HostSlots:
     # --- transfers of a step -----------------------------------------------------------------------------------------
 
     def announce(self, saves: Ints) -> None:
-        """These slots will be saved, as `StepBatch.slot_saves`: what is in them is good no more."""
+        """Mark host slots (`StepBatch.slot_saves`) as about to be saved, which invalidates their contents."""
         places = tuple(_slots(saves[:, 1], saves).T)
         self._announced[places] += 1
 
     def save(self, saves: Ints) -> None:
-        """Dispatch the saves of a step, which have been announced."""
+        """Dispatch the saves of a step, after `announce`."""
         for kind in (KV, HIDDEN):
             spans = saves[saves[:, 4] == kind]
             places, copies = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)
@@ -138,7 +138,7 @@ class HostSlots:
                 self._held[block, slot] = generation
 
     def load(self, loads: Ints) -> None:
-        """Dispatch the loads of a step, as `StepBatch.slot_loads`."""
+        """Dispatch the loads of a step, given like `StepBatch.slot_loads`."""
         for kind in (KV, HIDDEN):
             spans = loads[loads[:, 4] == kind]
             sources, places = _slots(spans[:, 0], spans), _slots(spans[:, 1], spans)

@@ -40,7 +40,7 @@ from apt_jax.errors import ConfigError
 logger = logging.getLogger("apt_jax.executor")
 
 FORMAT = 1
-"""Version of header and contents; a file of another one is not read."""
+"""Version of header and contents; files of other versions are not read."""
 
 _MAGIC = b"aptprefx"
 _HEADER = struct.Struct("<8sIBBHQ32s16sII")
@@ -60,30 +60,30 @@ _DEPTH_S = 1e-2
 
 
 class StoredGroup(NamedTuple):
-    """Contents of a file."""
+    """Contents of a file with one group."""
 
     blocks: NDArray[np.uint8]
-    """(blocks, bytes of a block)"""
+    """Bytes of the blocks, (blocks, bytes per block)."""
     checksums: tuple[int, ...]
-    """CRC-32 of each."""
+    """CRC-32 checksum of each block."""
     is_downward: bool
-    """Positions lie from the right end of the blocks (`apt_jax.cache.placement`)."""
+    """True if positions fill the blocks from their right end (`apt_jax.cache.placement`)."""
 
 
 class PrefixFiles:
     """Files of one model in a directory. Methods may be called from several threads, and raise `OSError`.
 
     Args:
-        directory: made where it is missing.
+        directory: created if it is missing.
         identity: 32 bytes; groups of another one are never found.
         block_bytes: bytes of one block.
-        blocks_per_group: by kind.
-        max_bytes: bound of all files of the directory.
+        blocks_per_group: number of blocks per group, by cache kind.
+        max_bytes: maximum size of all files in the directory.
 
     Attributes:
         salt: start of the digests.
-        num_bytes: of all files, as far as this process knows.
-        num_dropped_files: files that did not match and were removed.
+        num_bytes: bytes of all files that this process knows of.
+        num_dropped_files: number of files removed because they did not match.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -159,7 +159,7 @@ class PrefixFiles:
         return self._blocks_per_group[kind] * self._block_bytes
 
     def forget(self, kind: int, digest: bytes) -> None:
-        """Take a file for gone."""
+        """Mark a file as missing."""
         with self._lock:
             self._known.discard((kind, digest))
 
@@ -212,10 +212,10 @@ class PrefixFiles:
     # --- reading and writing ---------------------------------------------------------------------------------------
 
     def write(self, kind: int, digest: bytes, depth: int, group: StoredGroup) -> int:
-        """Write a file; returns its bytes, 0 where it is larger than the bound.
+        """Write a file and return its size in bytes; 0: it is larger than the bound and not written.
 
         Args:
-            depth: of the group in its prefix, from 1.
+            depth: depth of the group in its prefix, from 1.
         """
         num_blocks, data = len(group.checksums), group.blocks
         checksums = (*group.checksums, 0)[:2]
@@ -296,7 +296,7 @@ class PrefixFiles:
         self.remove(kind, digest, size)
 
     def touch(self, kind: int, digest: bytes, depth: int) -> None:
-        """Note a use of a group; nothing happens where it is missing."""
+        """Update a group's time of last use; does nothing if the file is missing."""
         try:
             self._stamp(_name_of(kind, digest), depth)
         except FileNotFoundError:
@@ -358,7 +358,7 @@ def _opened_file(name: str, folder: int) -> int:
 
 
 def _write_part(file: io.RawIOBase, part: memoryview) -> int:
-    """Write as much as the file takes; returns how much."""
+    """Write as much as the file accepts; return the number of bytes."""
     num = file.write(part)
     if not num:
         raise OSError(errno.EIO, "nothing could be written")
