@@ -1,4 +1,4 @@
-"""The engine and its parts; `apt_jax.engine.engine` tells the life of a request."""
+"""The engine and its parts; `apt_jax.engine.engine` describes the life cycle of a request."""
 
 from apt_jax.engine.engine import Engine
 from apt_jax.engine.policy_runner import STALL_LIMIT

@@ -1,20 +1,19 @@
-"""Admission control: requests that would have to wait too long, or behind too many of the same tenant, are rejected at
-once.
+"""Admission control: rejects on arrival requests that would wait too long or behind too many requests of their tenant.
 
 Three bounds, checked when a request arrives and before anything is allocated for it:
 
 * total: `max_num_queued_reqs` waiting requests and `max_num_queued_tokens` prompt tokens;
 * per tenant (an API key): as many waiting requests as `TENANT_SHARE` times the places still free, the dynamic threshold
   of shared buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue,
-  k tenants that ask for more get about a k-th each, and a new tenant finds room;
-* SLO: the first token must be expected within the request's TTFT (`slo_admission`), by the cost model plus the error of
-  the model that nine in ten of the last requests stayed below.
+  k tenants that ask for more get about 1/k of it each, and there is room for a new tenant;
+* SLO: the expected TTFT must be within the request's TTFT SLO (`slo_admission`). It is the estimate of the cost model
+  plus the 90th percentile of the model's recent errors.
 
-A rejection says when to retry: when the excess has been worked off.
+A rejection says when to retry: after the time in which the excess is expected to be processed.
 
-A request that arrives while a step runs need not wait for its end to be rejected: `Admission.early_reject` decides by a
-`QueueSnapshot`, which the engine published when the step began, and by the requests that have arrived since. It only
-ever rejects; the engine decides about the others.
+A request that arrives while a step runs can be rejected before the step ends: `Admission.early_reject` decides by the
+`QueueSnapshot` that the engine published when the step began, and by the requests that have arrived since. It can only
+reject; the engine decides about the requests that it does not reject.
 """
 
 import collections
@@ -39,7 +38,7 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 TENANT_SHARE = 8.0
-"""Limit of a tenant's waiting requests, per free place of the queue."""
+"""Maximum number of waiting requests of a tenant, per free place of the queue."""
 
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 60.0
 _WARN_EVERY_S = 10.0
@@ -56,31 +55,31 @@ class Queue:
     num_of_tenant: int
     """Waiting requests of the new request's tenant."""
     uncached_tokens: int
-    """Positions to be computed for the requests that come before the new one."""
+    """Positions to be computed for the requests that are served before the new one."""
     uncached_requests: int
-    """Number of these requests."""
+    """Number of requests that are served before the new one."""
     missing_blocks: int
-    """Blocks that they and the new request need beyond the free ones; negative: free blocks left."""
+    """Blocks that the new request and the requests before it need, minus the free blocks; may be negative."""
     missing_slots: int
-    """Slots of the batch that they need beyond the free ones."""
+    """Batch slots that the new request and the requests before it need, minus the free slots; may be negative."""
     blocks_per_s: float
-    """Recent rate of blocks given back by requests that end; 0: not known."""
+    """Blocks freed by ending requests, per second, recently; 0: not known."""
     requests_per_s: float
-    """Recent rate of requests that end; 0: not known."""
+    """Ending requests per second, recently; 0: not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueueSnapshot:
-    """Snapshot of the queue while a step runs: nothing of it changes before the step has ended. For any thread."""
+    """Snapshot of the queue while a step runs; immutable, so readable from any thread."""
 
     queues: tuple[Queue, Queue]
-    """The queue before a request with an SLO, and before a best-effort one, which itself needs one slot and no
-    blocks."""
+    """State of the queue before a request with an SLO, and before a best-effort request. One slot for the new request
+    is counted, its blocks are not."""
     of_tenants: Mapping[str | None, int]
-    """Waiting requests by tenant; those without a tenant may be missing."""
+    """Number of waiting requests by tenant; requests without a tenant may be left out."""
     costs: StepCosts
     margin_s: float
-    """See `Admission.margin_s`."""
+    """Result of `Admission.margin_s` when the snapshot was made, seconds."""
 
     def queue_before(self, pending: "PendingArrivals", *, blocks: int, best_effort: bool, tenant: str | None) -> Queue:
         """Return the queue before one more request whose prompt needs `blocks`."""
@@ -99,10 +98,10 @@ class QueueSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionDemand:
-    """Resources and latency that a request asks of an engine."""
+    """Properties of a new request that admission needs."""
 
     prompt_len: int
-    """Tokens of its prompt."""
+    """Tokens of the prompt."""
     uncached_tokens: int
     """Prompt tokens that are not cached."""
     num_blocks: int
@@ -112,7 +111,7 @@ class AdmissionDemand:
 
 
 class PendingArrivals:
-    """Requests that have arrived since a `QueueSnapshot` was made; indexes are those of `QueueSnapshot.queues`."""
+    """Counts of requests that arrived after a `QueueSnapshot`; lists are indexed like `QueueSnapshot.queues`."""
 
     def __init__(self) -> None:
         self.num = self.tokens = 0
@@ -131,7 +130,7 @@ class PendingArrivals:
 
 
 class Admission:
-    """Decides by counts, the cost model, and the recent errors of the model."""
+    """Admits or rejects requests by counts, the cost model, and the recent errors of the model."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -151,21 +150,24 @@ class Admission:
         costs: StepCosts,
         now_s: float,
     ) -> float | None:
-        """Admit or reject a request; returns the TTFT expected by the model alone, for `learn`, where the request has
-        to wait for others and has an SLO.
+        """Admit or reject a request.
 
         Args:
             prompt_len: tokens of its prompt.
-            own_tokens: those of them that are not cached.
-            ttft_s: its SLO; infinite: none.
-            tenant: its tenant; None: no tenant, without a share.
+            own_tokens: prompt tokens that are not cached.
+            ttft_s: its TTFT SLO, seconds; infinite: no SLO.
+            tenant: its tenant; None: no tenant, so that no share limits it.
             queue: the queue without the request.
-            costs: step costs, zero where nothing is known.
+            costs: step costs; zero: not known.
             now_s: the time on the engine's clock.
 
+        Returns:
+            The TTFT that the model expects without the margin, for `learn`; None: the request has no SLO, or need not
+            wait for others.
+
         Raises:
-            QueueFullError: retry later.
-            InvalidRequestError: the SLO is out of reach even alone.
+            QueueFullError: the request was rejected and may be retried later.
+            InvalidRequestError: the SLO cannot be met even without other requests.
         """
         self._check_counts(prompt_len, tenant, queue, costs)
         if self._config.slo_admission == "off" or not math.isfinite(ttft_s):
@@ -184,8 +186,8 @@ class Admission:
         demand: AdmissionDemand,
         ttft_s: float,
     ) -> QueueFullError | None:
-        """Return why a request that arrives while a step runs would be rejected; None: it would not be, or only the
-        engine can tell. Callable from any thread.
+        """Return the error with which a request that arrives while a step runs is rejected; None: the engine decides.
+        Callable from any thread.
 
         Args:
             ttft_s: its TTFT SLO, seconds.
@@ -206,16 +208,16 @@ class Admission:
         return _out_of_reach_now(ttft_s, expected_s)
 
     def expected_wait_s(self, queue: Queue, costs: StepCosts, margin_s: float) -> float:
-        """Estimate how long a new request waits for others, seconds; its own prompt is not counted."""
+        """Estimate the time that a new request waits for others, seconds, without the time of its own prompt."""
         before_s = self._before_s(queue, costs)
         return max(before_s + margin_s, 0.0) if before_s else 0.0
 
     def learn(self, expected_s: float, ttft_s: float, now_s: float) -> None:
-        """Record the TTFT of a request that `check` expected."""
+        """Record the expected (`check`) and the measured TTFT of a request."""
         self._errors.append((now_s, ttft_s - expected_s))
 
     def margin_s(self, now_s: float) -> float:
-        """Return the correction of the model's estimate: batches end in bursts, policies put others first."""
+        """Return the 90th percentile of the recent errors of the expected TTFT, seconds; 0 if too few are known."""
         while self._errors and now_s - self._errors[0][0] > _FORGET_S:
             self._errors.popleft()
         errors = sorted(error for _, error in self._errors)
@@ -264,8 +266,8 @@ class Admission:
             raise _out_of_reach_now(ttft_s, expected_s)
 
     def _before_s(self, queue: Queue, costs: StepCosts) -> float:
-        """Estimate when a new request's turn would come if the waiting ones went first, whole prompts at a time: after
-        their prompts, or when there are memory and slots for all, whichever is last."""
+        """Estimate the time until a new request runs, seconds, if all waiting requests are served first: until their
+        prompts are computed, or until blocks and slots suffice for all, whichever is later."""
         before_s = self.prefill_s(queue.uncached_tokens, queue.uncached_requests, costs)
         if queue.missing_blocks > 0 and queue.blocks_per_s:
             before_s = max(before_s, queue.missing_blocks / queue.blocks_per_s)
@@ -274,7 +276,7 @@ class Admission:
         return before_s
 
     def prefill_s(self, num_tokens: int, num_requests: int, costs: StepCosts) -> float:
-        """Estimate the time of prefill steps at full size, the tokens shared evenly among the requests."""
+        """Estimate the time of prefill steps of maximum size, seconds, for requests of equal length."""
         if num_tokens <= 0:
             return 0.0
         budget = self._config.max_num_batched_tokens
@@ -310,16 +312,16 @@ def _bounded(seconds: float) -> float:
 
 
 class AdmissionController:
-    """Decides on the engine's new requests, and describes its queue.
+    """Admits or rejects the engine's new requests, and describes its queue.
 
     Args:
-        admission: decides by the queue.
+        admission: limits of the queue, and estimates of the TTFT.
         config: limits.
         states: live requests.
         cache: the pool.
         clock: the current time.
-        offered: cache kinds on offer, the one that takes the fewest blocks per position first.
-        can_mask: whether requests may have structured output.
+        offered: available cache kinds; the kind with the fewest blocks per position comes first.
+        can_mask: whether requests may ask for structured output.
     """
 
     def __init__(
@@ -344,17 +346,16 @@ class AdmissionController:
     def check(self, request: EngineRequest, costs: StepCosts) -> tuple[int, float | None]:
         """Reject requests that cannot be served.
 
-        The check is on prompt + `max_tokens`: a request that fits a pool of its own always ends, since the policy can
-        give it the whole pool. A kind that could hold only a part of it must never be chosen, or it would run until
-        the pool is full and then be preempted for ever.
+        Prompt and `max_tokens` together must fit the whole pool: then the request always ends, since the policy can
+        give it the whole pool. With a kind that can hold only a part of the request, it would be preempted forever.
 
         Returns:
-            The only kind that can hold the request, `NO_KIND` where any can, and what `Admission.check` returns.
+            The only kind that can hold the request (`NO_KIND`: any kind can), and the result of `Admission.check`.
 
         Raises:
-            DuplicateRequestError: the id is alive.
-            InvalidRequestError: it can never be served.
-            QueueFullError: retry later.
+            DuplicateRequestError: a live request has this id.
+            InvalidRequestError: the request can never be served.
+            QueueFullError: the request may be retried later.
         """
         prompt_len, max_tokens = int(request.prompt_token_ids.size), request.params.max_tokens
         if request.request_id in self._states.by_id:
@@ -388,16 +389,16 @@ class AdmissionController:
         return drop_oversized[0] if len(drop_oversized) < len(offered) else NO_KIND, expected_ttft_s
 
     def num_cached(self, request: EngineRequest) -> int:
-        """Count the prompt tokens that a new request would find cached; 0 where admission does not need to know."""
+        """Return the number of cached prompt tokens of a new request; 0 if admission does not need the number."""
         asks = self._config.slo_admission != "off" and math.isfinite(request.slo.ttft_s)
         return self._states.prefixes.num_cached(request) if asks else 0
 
     def min_blocks_for(self, num_tokens: int) -> int:
-        """Count the blocks of these positions in the cheapest kind on offer."""
+        """Return the number of blocks that `num_tokens` positions take in the cheapest available kind."""
         return min(self._cache.blocks_needed(num_tokens, kind) for kind in self._offered)
 
     def queue_snapshot(self, costs: StepCosts) -> QueueSnapshot:
-        """Return the queue as early rejection sees it while a step runs."""
+        """Return a snapshot of the queue, for early rejection while a step runs."""
         waiting = self._states.rows(WAITING)
         with_slo = waiting[~self._states.table.best_effort[waiting]]
         queue = self._queue(waiting, with_slo, 0, 0)
@@ -410,14 +411,14 @@ class AdmissionController:
         )
 
     def expected_wait_s(self, costs: StepCosts) -> float | None:
-        """Estimate the queueing time of a new request with an SLO; None without a cost model."""
+        """Estimate the queueing time of a new request with an SLO, seconds; None without a cost model."""
         if costs == StepCosts():
             return None
         snapshot = self.queue_snapshot(costs)
         return self._admission.expected_wait_s(snapshot.queues[0], costs, snapshot.margin_s)
 
     def _queue_before(self, request: EngineRequest, blocks: int) -> Queue:
-        """The queue before a new request that needs `blocks` for its prompt."""
+        """Return the state of the queue before a new request whose prompt needs `blocks`."""
         states = self._states
         waiting = states.rows(WAITING)
         tenant, num_of_tenant = request.tenant, 0

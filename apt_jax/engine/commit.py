@@ -1,5 +1,4 @@
-"""Commits a step: delivers its tokens, ends the requests that are done, and publishes the prefixes that it has
-filled."""
+"""Commits a step: delivers its tokens, ends finished requests, and registers the prefixes that it has filled."""
 
 import logging
 import time
@@ -33,19 +32,19 @@ def finish_reason(
     stop_string: str | None,
     constraint_ended: bool,
 ) -> tuple[FinishReason | None, int | str | None]:
-    """Decide whether a token is the last of its request.
+    """Return the finish reason of a request if a token is its last.
 
     Args:
         token: the new token.
-        count: outputs of the request, this one included.
-        params: `min_tokens` and `max_tokens`; before `min_tokens` neither stop token nor stop string ends a request.
-        stop_token_ids: of the request.
-        stop_string: the one that the token has completed; None: none.
-        constraint_ended: the output is complete by its constraint.
+        count: number of output tokens of the request, this one included.
+        params: sampling parameters; before `min_tokens`, stop tokens and stop strings do not end a request.
+        stop_token_ids: stop tokens of the request.
+        stop_string: stop string that the token has completed; None: no stop string.
+        constraint_ended: whether the output is complete by its constraint.
 
     Returns:
-        The reason, and the stop token or stop string that is named with it; None: the request goes on. Of several
-        reasons the first counts: stop token, stop string, constraint, length.
+        The reason, and the stop token or stop string if it is the cause; None: the request continues. If several
+        reasons apply, the first counts: stop token, stop string, constraint, length.
     """
     if count >= params.min_tokens:
         if token in stop_token_ids:
@@ -61,14 +60,14 @@ class TokenCommitter:
     """Delivers the tokens of steps.
 
     Args:
-        states: takes the outputs and ends requests.
-        cache: keeps the prefixes.
+        states: the requests; receives the outputs and ends requests.
+        cache: registers the prefixes.
         clock: the current time.
-        counters: tokens are counted there.
-        admission: learns how long first tokens took.
+        counters: counts the tokens.
+        admission: receives the measured TTFT of requests.
         output_processor: the front end's hook for every token.
         vocab_size: V; a sampled token outside [0, V) ends its request.
-        lengths_only: deliver the last output of each request only.
+        lengths_only: deliver only the last output of each request.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class TokenCommitter:
         self._lengths_only = lengths_only
 
     def commit(self, step: InFlightStep, result: StepResult) -> None:
-        """Deliver the tokens of a step and end the requests that are done."""
+        """Deliver the tokens of a step and end finished requests."""
         states, requests = self._states, step.requests
         if step.prompt_targets:
             self._keep_prompt_logprobs(step, result)
@@ -136,7 +135,7 @@ class TokenCommitter:
                     states.await_hits(state)  # it was preempted: now its tokens are known
 
     def _keep_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
-        """Keep the log probabilities of prompts, and end the requests where they are not finite."""
+        """Store log probabilities of prompts, and end requests whose log probabilities are not finite."""
         for row, targets in step.prompt_targets.items():
             state = step.requests[row]
             if state.ended or state.prompt_scores is None:
@@ -151,7 +150,7 @@ class TokenCommitter:
                 self._states.await_hits(state)  # it was preempted: from now on cached prefixes serve it
 
     def _keep_pooled(self, step: InFlightStep, result: StepResult) -> None:
-        """Add the sums of states of prompts, and end the requests where they are not finite."""
+        """Add the summed states of prompts, and end requests whose sums are not finite."""
         for row, span in step.pool_spans.items():
             state = step.requests[row]
             if state.ended or state.pooled is None:
@@ -166,7 +165,7 @@ class TokenCommitter:
                 self._states.await_hits(state)
 
     def _deliver(self, state: RequestState, token: int, now_s: float, logprobs: list[TokenLogprobs] | None) -> None:
-        """Append one token, and end the request where it is the last."""
+        """Append one token, and end the request if it is the last."""
         params, known, counters = state.params, state.num_known, self._counters
         count = known - state.prompt_len + 1
         stop_string: str | None = None
@@ -234,8 +233,11 @@ class TokenCommitter:
             )
 
     def _process(self, state: RequestState, token: int) -> tuple[str | None, bool, str | None]:
-        """Give a token to output processor and constraint; returns stop string, whether the constraint ended, and
-        error."""
+        """Pass a token to the output processor and the constraint.
+
+        Returns:
+            The completed stop string, whether the constraint has ended, and the error; None: no stop string, no error.
+        """
         stop_string: str | None = None
         if self._output_processor is not None:
             try:
@@ -255,8 +257,8 @@ class TokenCommitter:
             return None, False, grammar_error(caught)
 
     def _commit_prefixes(self, step: InFlightStep, result: StepResult) -> None:
-        """Publish the groups that a step has filled where its token is good; drop those of a request where it is
-        not."""
+        """Register the groups that a step has filled. If a token is invalid, discard the groups of its request, and
+        drop the cached prefix under it unless an earlier token has proven it valid."""
         cache = self._cache
         good = result.finite & (result.token_ids >= 0) & (result.token_ids < self._vocab_size)
         for filled in step.filled:
@@ -284,7 +286,7 @@ class TokenCommitter:
 
 
 def _logprobs(k: int, result: StepResult, i: int) -> list[TokenLogprobs] | None:
-    """Log probabilities of row `i` with its `k` most likely tokens; None where the executor gave none."""
+    """Return the log probabilities of row `i` and its `k` most likely tokens; None: the executor returned none."""
     if result.logprob is None:
         return None
     top_ids = np.zeros(0, np.int32) if result.top_ids is None else result.top_ids[i, :k]
@@ -297,11 +299,11 @@ FillMasks = Callable[[Sequence[TokenConstraint], NDArray[np.int32], Sequence[int
 
 
 class StepMasks:
-    """Makes the masks that a dispatched step waits for.
+    """Fills the token masks that a dispatched step waits for.
 
     Args:
-        states: requests whose mask cannot be filled end there.
-        counters: the time is counted there.
+        states: the requests; a request whose mask cannot be filled ends.
+        counters: records the time spent.
         fill_masks: fills the masks of a step.
         vocab_size: V; None: no request may have a constraint.
     """
@@ -319,10 +321,10 @@ class StepMasks:
         self.num_words = None if vocab_size is None else -(-vocab_size // 32)
 
     def fill(self, step: InFlightStep) -> NDArray[np.int32]:
-        """Fill the masks of a step all of whose earlier tokens are known; ends requests whose constraint leaves
-        nothing.
+        """Fill the masks of a step, and end requests whose constraint allows no token. All earlier tokens must be
+        known.
 
-        Rows whose request has ended, now or before, may sample anything: it is discarded at commit.
+        Rows of ended requests may sample any token: it is discarded at commit.
         """
         assert step.masked is not None
         assert self.num_words is not None
@@ -356,7 +358,7 @@ def _nothing_left(request: EngineRequest) -> str:
 
 
 def grammar_error(error: Exception) -> str:
-    """Return the reason that users see: our own words, or the type of the exception alone."""
+    """Return the reason shown to users: the message of our own exceptions, otherwise only the exception type."""
     if isinstance(error, NoTokenLeftError):
         return f"{EXCLUDED}{error}"
     text = str(error) if isinstance(error, GrammarError) else type(error).__name__

@@ -16,23 +16,22 @@ _NEW_COST_ERROR = 1 / 32
 
 
 class RecomputeCause(enum.IntEnum):
-    """Why positions are computed again: how their cache was lost the last time."""
+    """Reason for which positions are computed again: the last loss of their cache."""
 
     MEMORY = 0
-    """Preempted when the running requests could not all go on: their next positions did not fit the pool."""
+    """Preempted when the next positions of all running requests did not fit the pool."""
     POLICY = 1
-    """Preempted by choice of the policy (or of an operator), although they did."""
+    """Preempted by the policy or an operator although the next positions of all running requests fitted the pool."""
     KIND_SWITCH = 2
-    """Preempted by choice, to come back with the other cache kind."""
+    """Preempted by the policy or an operator, and scheduled again with another cache kind."""
     FAILED_STEP = 3
-    """A step failed and took the pool with it."""
+    """A failed step destroyed the pool."""
     PREFIX_LOST = 4
-    """The request had found them in the prefix cache, and they were there no more when it came back after a
-    preemption."""
+    """Positions first found in the prefix cache were no longer cached when the request was scheduled again."""
 
 
 class RollingPercentiles:
-    """Percentiles over the last few thousand values of a number."""
+    """Percentiles of the last few thousand values."""
 
     def __init__(self, size: int = 4096) -> None:
         self._values = np.zeros(size)
@@ -49,17 +48,17 @@ class RollingPercentiles:
 
 
 class EngineCounters:
-    """Counts since the engine was made, incremented by its parts; named as in `EngineStats`."""
+    """Counts since the engine was made, incremented by its parts; names are the same as in `EngineStats`."""
 
     def __init__(self) -> None:
         self.iterations: collections.Counter[str] = collections.Counter()
         self.finished: collections.Counter[str] = collections.Counter()
         self.kind_switches = np.zeros((NUM_KINDS, NUM_KINDS), np.int64)
-        """[from, to]"""
+        """(kinds, kinds) number of switches, indexed by [from, to]."""
         self.num_conversions = 0
         self.num_preemptions = 0
         self.recomputed = np.zeros(len(RecomputeCause), np.int64)
-        """[cause] positions"""
+        """(causes,) recomputed positions, indexed by `RecomputeCause`."""
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.cache_hit_tokens = 0
@@ -73,10 +72,10 @@ class EngineCounters:
         self.generation_tokens = 0
         self.tenant_prompt_tokens: collections.Counter[str] = collections.Counter()
         self.tenant_generation_tokens: collections.Counter[str] = collections.Counter()
-        """By tenant; requests without one are left out."""
+        """Delivered tokens by tenant; requests without a tenant are left out."""
         self.best_effort_prompt_tokens = 0
         self.ended_best_effort_tokens = 0
-        """Output tokens of best-effort requests that have ended."""
+        """Output tokens of ended best-effort requests."""
         self.num_deferred_requests = 0
         self.num_discarded_tokens = 0
         self.num_invalid_plan_rows = 0
@@ -96,12 +95,12 @@ class EngineCounters:
         return int(self.recomputed.sum())
 
     def add_schedule(self, seconds: float) -> None:
-        """Count one decision of the policy."""
+        """Record the duration of one decision of the policy."""
         self.last_schedules_s.add(seconds)
         self.schedule_s.add(seconds)
 
     def add_step(self, step_s: float, predicted_s: float | None, phase: str) -> None:
-        """Count the time of a step, and how wrong the cost model was about it (None: not measured)."""
+        """Record the duration of a step, and the error of its prediction (None: not measured)."""
         self.busy_s += step_s
         if predicted_s is not None and step_s > 0:
             error = abs(predicted_s - step_s) / step_s

@@ -1,12 +1,12 @@
-"""Prefixes of waiting requests that are on disk: which are read, and where they go.
+"""Reads of prefixes from disk for waiting requests.
 
-1. A request that begins to wait is looked up: which of its groups are on disk, behind those that the cache has.
-2. Where reading and copying them takes less time than computing, by the cost model and the speed of the last reads, they
-   are read in a thread of the `DiskStore`, and policies do not see the request until that has ended (*held*).
-3. Between two steps, what has been read gets blocks of host memory and a node in the tree of prefixes, as if it had never
-   left. From there it is copied to the device like everything else (`apt_jax.engine.restore` may still think better).
+1. When a request begins to wait, the groups that follow its cached prefix are looked up on disk.
+2. If reading and copying them takes less time than computing, by the cost model and the speed of recent reads, a thread
+   of the `DiskStore` reads them. Until it has finished, policies do not see the request (it is *held*).
+3. Between two steps, groups that have been read get blocks of host memory and a node in the tree of prefixes. From
+   there they are copied to the device like other groups, unless computing is cheaper (`apt_jax.engine.restore`).
 
-A read that fails or stalls is ended: the request computes what is missing.
+A read that fails or stalls is cancelled: the request computes the missing positions.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from apt_jax.engine.restore import RestoreChoice
 from apt_jax.utils.clock import Clock
 
 _STALLED_S = 2.0
-"""Seconds after which a read without a result is cancelled."""
+"""Time after which a read without a result is cancelled, seconds."""
 _NEWEST = 0.1
-"""Weight of the last read in the speed of reads."""
+"""Weight of the newest read in the moving average of the time per byte."""
 _FORGOTTEN = 0.05
-"""How much of the time of reads is forgotten each time that it decides against one: they may have become quicker."""
+"""Fraction by which the estimated read time shrinks each time it rules out a read: the disk may have become faster."""
 _IDLE_WAIT_S = 0.005
-"""Most that the engine waits for the disk when it has nothing else to do."""
+"""Maximum time that an idle engine waits for the disk, seconds."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    """A read, and the requests that wait for it."""
+    """A read from disk, and the requests that wait for it."""
 
     of_disk: DiskRead
     digests: list[bytes]
     next: int
-    """Place among the digests of the group that comes next."""
+    """Index, in the digests, of the next group to arrive."""
     owner: int
-    """Row of the request that it was begun for."""
+    """Row of the request for which the read was begun."""
     rows: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -48,11 +48,11 @@ class DiskReads:
 
     Args:
         states: the requests.
-        cache: has a tier of host memory.
+        cache: the cache; it must have a tier of host memory.
         hits: tracks the waiting requests.
-        disk: has the groups.
-        choice: estimates copies and computation.
-        counters: positions that were read are counted there.
+        disk: stores the groups.
+        choice: estimates the time of copies and of computation.
+        counters: counts the positions that were read.
         clock: the current time.
     """
 
@@ -71,9 +71,9 @@ class DiskReads:
         self._reads: list[_Read] = []
         self._of_row: dict[int, _Read] = {}
         self._progress_s = 0.0
-        """When something was last read, or began to be."""
+        """Time of the last progress of a read, on the clock of the engine, seconds."""
         self._byte_s: float | None = None
-        """Seconds that a byte takes; None: nothing has been read yet."""
+        """Time per byte of recent reads, seconds; None: no read yet."""
 
     @property
     def is_reading(self) -> bool:
@@ -83,7 +83,7 @@ class DiskReads:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def begin(self, state: RequestState) -> None:
-        """A request waits from now on, and is tracked: hold it if what is on disk is worth reading."""
+        """Hold a request that begins to wait if reading its groups from disk saves time; `hits` must track it."""
         row = state.row
         if row in self._of_row or state.needs_all_states:
             return
@@ -102,7 +102,7 @@ class DiskReads:
             self._hold(row, *found)
 
     def end(self, row: int) -> None:
-        """The request of a row has ended."""
+        """Forget the request of a row, which has ended."""
         read = self._of_row.pop(row, None)
         if read is not None:
             self._states.held[row] = False
@@ -111,8 +111,8 @@ class DiskReads:
                 read.of_disk.is_cancelled = True
 
     def _saved_s(self, row: int, kind: int, end: int, num_groups: int) -> float:
-        """Seconds that are saved by reading the last `num_groups` of the first `end` groups; negative: it takes longer than
-        to compute them. 0 where nothing is known of costs."""
+        """Estimate the time saved by reading the last `num_groups` of the first `end` groups, seconds; negative:
+        computing is faster; 0: the costs are not known."""
         table, choice = self._states.table, self._choice
         total = int(table.num_tokens[row])
         tokens, host = int(table.cached_prefix_tokens[row, kind]), int(table.host_prefix_tokens[row, kind])
@@ -131,7 +131,8 @@ class DiskReads:
         return saved_s
 
     def _hold(self, row: int, kind: int, first: int, digests: list[bytes]) -> None:
-        """Have a request wait for groups `[first, len(digests))`, which may be under way for another one."""
+        """Hold a request until groups `[first, len(digests))` are read; joins a read of another request if there is
+        one."""
         for read in self._reads:
             of_disk = read.of_disk
             if not of_disk.is_cancelled and of_disk.kind == kind and digests[first] in read.digests[read.next :]:
@@ -148,11 +149,11 @@ class DiskReads:
     # --- between two steps -----------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait a little for something to be read: there is nothing else to do."""
+        """Wait a few milliseconds for a read; for an engine that has nothing else to do."""
         self._disk.wait(_IDLE_WAIT_S)
 
     def take(self) -> None:
-        """Register groups that have been read in host memory, and show policies the requests whose reads are complete."""
+        """Register the groups that have been read, in host memory, and release requests whose reads are complete."""
         for read in self._reads.copy():
             of_disk = read.of_disk
             is_done = of_disk.is_done  # before the last look at what there is
@@ -184,7 +185,7 @@ class DiskReads:
             self._counters.disk_hit_tokens += self._cache.block_sizes[kind]
 
     def _release(self, read: _Read) -> None:
-        """Show policies the requests that waited for a read. Those that joined it may find more."""
+        """Show policies the requests that waited for a read; requests that joined it may begin another read."""
         rows, read.rows = sorted(read.rows), set()
         for row in rows:
             del self._of_row[row]
@@ -194,7 +195,7 @@ class DiskReads:
                 self.begin(self._states.state(row))
 
     def check_integrity(self) -> None:
-        """Check that exactly the requests that wait for a read are held."""
+        """Check that the held requests are exactly the requests that wait for a read."""
         held = self._states.held.nonzero()[0].tolist()
         assert sorted(self._of_row) == held, "requests are held that wait for nothing"
         assert all(row in read.rows for row, read in self._of_row.items()), "a read without its request"

@@ -17,14 +17,14 @@ def write_prefixes(
     timeout_s: float,
     is_hurried: Callable[[], bool],
 ) -> None:
-    """Write cached prefixes to disk, and end its threads.
+    """Write cached prefixes to disk, and close the `DiskStore`.
 
     Args:
-        cache: in which nothing is held.
-        host: through which all prefixes are written; None: only those already on their way are.
-        disk: written to; closed afterwards.
-        timeout_s: what has not been written by then is lost.
-        is_hurried: asked meanwhile; True ends it at once.
+        cache: the cache; no request may hold any of it.
+        host: host memory through which prefixes are written; None: only writes that have begun are completed.
+        disk: the store; closed afterwards.
+        timeout_s: time limit, seconds; prefixes not written by then are lost.
+        is_hurried: called repeatedly while writing; True ends the writing.
     """
     until_s = time.perf_counter() + timeout_s
 

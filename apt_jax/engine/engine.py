@@ -1,58 +1,59 @@
-"""The engine: one loop that schedules, builds, executes and commits. It knows neither the device nor the clock.
+"""The engine: one loop that schedules, builds, executes and commits, independent of the device and the clock.
 
 The life of a request:
 
-1. `Engine.add_request` gives it a row of the `RequestTable` and puts it among the waiting ones, or rejects it: nothing
-   is allocated for a rejected request.
+1. `Engine.add_request` gives it a row of the `RequestTable`, in which it waits, or rejects it: nothing is allocated
+   for a rejected request.
 2. Each `Engine.step` makes four calls: *schedule* (the policy's pure decision), *build* (block accounting and the
    batch), *execute* (the executor runs the rows) and *commit* (tokens are delivered, requests end).
-3. The first time that it is scheduled it takes a slot and blocks of one kind and is running. Its prompt is computed in
-   one step or in chunks; the step that reaches its end samples the first token, and every later step one more.
+3. When it is first scheduled, it takes a slot and blocks of one kind and is running. Its prompt is computed in one
+   step or in chunks; the step that computes its end samples the first token, each later step one token.
 4. A policy may *convert* it from layer inputs to keys and values (`Plan.convert`): it gets new blocks, the executor
-   computes their content from the old ones, and the step itself runs it as a KV request. Its old blocks are given back
-   when the step has been put together; whoever gets them writes them in a later step. Without free blocks it stays
-   hidden.
-5. A policy may *preempt* it: cache and slot are gone, it waits again under its old rank, and prompt and output so far
-   are recomputed when it is next scheduled, with either kind (Apt-Serve §4.3: a switch of the cache type discards
-   the cache and recomputes it).
+   computes their content from the old ones, and the step itself runs it as a KV request. Its old blocks are freed when
+   the step has been built; their next owner writes to them in a later step. Without free blocks it keeps its layer
+   inputs.
+5. A policy may *preempt* it: it loses cache and slot, waits again under its old rank, and prompt and output so far are
+   recomputed when it is scheduled again, with either kind (Apt-Serve §4.3: a switch of the cache type discards the
+   cache and recomputes it).
 6. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
 
 Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled starts with the cached prefix of its
 tokens, computed by others or by itself before a preemption; `PrefixHitTracker` shows the policy how much that would be.
-At least its last token is computed, since logits are not cached: where all of a last block is cached, it gets a copy of
-it to write to (`StepBatch.copies`). Blocks are published at commit, when a token that was sampled over them was good,
-and not before. A step that fails clears the prefix cache. A request for log probabilities of its prompt finds nothing
-until it has them all, and recomputes after a preemption without asking for any of them again (`PromptScores`).
+At least its last token is computed, since logits are not cached: if its last block is fully cached, it gets a copy of
+the block to write to (`StepBatch.copies`). Blocks are registered at commit, after a valid token has been sampled from
+them. A step that fails clears the prefix cache on the device. A request for log probabilities of its prompt uses no
+cached prefix until it has all of them, and after a preemption it does not compute them again (`PromptScores`).
 
 Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the one before it are fetched:
 
     host    | schedule n+1, build | execute n+1 | result n, commit n | schedule n+2 ...
     device  ... step n ............................| step n+1 ................
 
-The table counts tokens in flight, so that the policy sees the lengths that will be; their values are `TOKEN_ON_DEVICE`
-to the next step. Four things follow:
+The table counts tokens in flight, so that the policy sees the lengths after the step in flight; the next step gets
+`TOKEN_ON_DEVICE` in place of their values. This has four consequences:
 
 * A request whose last allowed token is in flight takes part in no further step. Its cache is no longer needed and is
-  released right after dispatch. Steps run in order: whoever gets the blocks writes them in a later step.
+  released right after dispatch. Steps run in order, so the next owner of the blocks writes to them in a later step.
 * A stop token is seen one step late. The row that has been dispatched meanwhile is discarded at its commit, because its
-  request has ended; its blocks were given back before, for the same reason as above.
+  request has ended; its blocks are free before that, which is safe for the same reason.
 * A request with structured output samples under a mask that depends on the token before. Its step is dispatched like
   any other up to the sampler; then the step before is fetched and committed, masks are filled, and the sampler follows.
-  The host does this while the device computes, so that overlap is lost for the sampler alone.
-* A preempted request's token in flight is delivered like any other. Until it is, the request is not shown to the
-  policy: recomputing takes tokens that the host knows.
+  The host does this while the device computes, so that only the sampler does not overlap.
+* A preempted request's token in flight is delivered like any other. Until then the policy does not see the request:
+  only tokens known to the host can be recomputed.
 
-Policies. One that raises, or whose plan violates the contract of `Plan`, has its iteration scheduled by `fcfs` instead.
-Plans of policies from outside this package are checked each time (0.1 ms), those of its own by their tests.
+Policies. If a policy raises, or its plan violates the contract of `Plan`, `fcfs` schedules the iteration instead.
+Plans of policies from outside this package are checked each time (0.1 ms), plans of its own policies by their tests.
 
-Failures. What can be blamed on one request (logits that are not finite, a token outside the vocabulary, its output
-processor, its grammar) ends that request alone. A step that raises has destroyed the pool: the executor is reset, every
-request that held cache waits again, and the loop goes on; a second failure within a minute ends the engine, visibly.
-After a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`). Accounting that
-contradicts itself (`CacheIntegrityError`) ends the engine at once: better than serving one request another's memory.
+Failures. A failure of one request (logits that are not finite, a token outside the vocabulary, its output processor,
+its grammar) ends only that request. A step that raises has destroyed the pool: the executor is reset, every request
+that held cache waits again, and the loop continues; a second failure within a minute ends the engine with an error for
+each request. After a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`).
+Inconsistent accounting (`CacheIntegrityError`) ends the engine at once, since a request could read another's memory.
 
-Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` the policy, `BatchBuilder` turns plans
-into batches, `TokenCommitter` results into outputs, `Recovery` deals with failures. None of them knows the engine.
+Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` calls the policy, `BatchBuilder` turns
+plans into batches, `TokenCommitter` turns results into outputs, `Recovery` handles failures. None of them uses
+`Engine`.
 """
 
 import logging
@@ -98,28 +99,28 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 CLOSE_S = 20.0
-"""Most that the end of an engine waits for cached prefixes to be written to disk, seconds."""
+"""Default time limit for writing cached prefixes to disk when the engine closes, seconds."""
 
 
 class Engine:
     """Serves requests with an executor and a policy; synchronous, for one thread.
 
     Args:
-        executor: runs steps; its pool and its slots set the limits.
+        executor: runs steps; its pool and its slots limit the requests that run.
         policy: decides each iteration.
         clock: the current time.
-        kinds: cache kinds as data, indexed by `core.kinds.KV` and `HIDDEN`.
+        kinds: specifications of the cache kinds, indexed by `core.kinds.KV` and `HIDDEN`.
         scheduler_config: limits and whether steps overlap.
-        cache_config: block size.
-        costs: iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
-        vocab_size: V; a sampled token outside [0, V) ends its request. None: only negative ones do.
+        cache_config: block size, prefix caching and sharing of blocks.
+        costs: cost model of iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
+        vocab_size: V; a sampled token outside [0, V) ends its request. None: only a negative token does.
         output_processor: the front end's hook for every token.
-        tiers: where cached groups go that leave the pool.
-        reserver: how requests get blocks (`apt_jax.engine.batch.reserver_for`).
+        tiers: host memory and disk for cached groups that leave the pool.
+        reserver: class that reserves blocks for requests (`apt_jax.engine.batch.reserver_for`).
         debug: check everything after every step, and let contract violations and failures of the policy raise.
 
-    With an executor that looks at lengths alone (`Executor.lengths_only`), `step` delivers the last output of each request
-    only; decisions and accounting are the same, in half the time.
+    With an executor that uses only lengths (`Executor.lengths_only`), `step` delivers only the last output of each
+    request; decisions and accounting are the same, in half the time.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class Engine:
         self._costs = costs
         self.max_num_seqs = min(scheduler_config.max_num_seqs, executor.max_num_seqs)
         self.last_plan: Plan | None = None
-        """The last decision, as the policy made it."""
+        """The last plan of the policy, or of `fcfs` in its place; None: no plan yet."""
         self.before_dispatch: Callable[[StepBatch], None] | None = None
-        """Called when a step has been put together and is about to be run: requests may be added, and nothing else."""
+        """Called between building and dispatching a step. It may add requests, but change nothing else."""
         self._overlap = scheduler_config.overlap
         self._reads: DiskReads | None = None
         self._is_closed = False
@@ -257,12 +258,12 @@ class Engine:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def add_request(self, request: EngineRequest) -> None:
-        """Put a request among the waiting ones. A rejected one leaves no trace.
+        """Add a request to the waiting requests. A rejected request changes no state.
 
         Raises:
-            DuplicateRequestError: the id is alive.
-            InvalidRequestError: prompt and `max_tokens` cannot fit the pool with any kind on offer.
-            QueueFullError: the waiting queue is at one of its limits.
+            DuplicateRequestError: a live request has this id.
+            InvalidRequestError: the request can never be served, for example because it does not fit the pool.
+            QueueFullError: the waiting queue is at one of its limits, or the SLO cannot be met now.
             EngineDeadError: the engine has ended.
         """
         self._recovery.raise_if_dead()
@@ -276,11 +277,11 @@ class Engine:
         self.states.add(request, pinned_kind, expected_ttft_s)
 
     def note_refused(self) -> None:
-        """Count a request that was rejected early, by the `queue_snapshot`."""
+        """Count a request that was rejected early, based on the `queue_snapshot`."""
         self._counters.num_rejected += 1
 
     def abort(self, request_id: str) -> bool:
-        """End a live request now; its blocks are free at once, its terminal output comes with the next `step`.
+        """End a live request now. Its blocks are free at once; the next `step` returns its last output.
 
         Returns:
             False when no live request has this id (it may have ended already).
@@ -292,7 +293,7 @@ class Engine:
         return True
 
     def preempt(self, request_id: str) -> bool:
-        """Preempt a running request, as a policy could. For operators and tests.
+        """Preempt a running request, like a policy. For operators and tests.
 
         Returns:
             False when no live request with this id holds cache.
@@ -306,7 +307,7 @@ class Engine:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Run one iteration. Returns what there is to deliver: with overlap the tokens of the iteration before.
+        """Run one iteration, and return the outputs to deliver; with overlap these are of the iteration before.
 
         Raises:
             EngineDeadError: the engine ended in an earlier step (which delivered an error to every request).
@@ -366,7 +367,7 @@ class Engine:
             self._counters.host_s.add(timer() - started - (launched - prepared) - waited)
 
     def view(self) -> SchedulerView:
-        """Show the policy the state of the engine."""
+        """Return the policy's view of the state of the engine."""
         return self.states.view(
             kinds=self.kinds,
             max_num_seqs=self._limits.num_seqs,
@@ -392,12 +393,12 @@ class Engine:
         return plan
 
     def close(self, timeout_s: float = CLOSE_S, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Write all cached prefixes to disk, where there is one, and end its threads. No request is alive; nothing may be
-        run afterwards.
+        """Write all cached prefixes to disk, if there is a disk tier, and close the tier. Call it when no request is
+        live; no step may be run afterwards.
 
         Args:
-            timeout_s: what has not been written by then is lost.
-            is_hurried: asked meanwhile; True ends it at once.
+            timeout_s: time limit, seconds; prefixes not written by then are lost.
+            is_hurried: called repeatedly while writing; True ends the writing.
         """
         if self._tiers.disk is None or self._is_closed:
             return
@@ -410,7 +411,7 @@ class Engine:
 
     @property
     def costs(self) -> StepCosts:
-        """Iteration times for the policy."""
+        """Cost model of iteration times, for the policy."""
         return self._costs
 
     @costs.setter
@@ -421,7 +422,7 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """Decides each iteration."""
+        """The policy, which plans each iteration."""
         return self._policies.policy
 
     @policy.setter
@@ -439,7 +440,7 @@ class Engine:
 
     @property
     def after_step(self) -> Callable[[Iteration], None] | None:
-        """Told of every decision, in order, when its step has ended; must be quick and must not raise."""
+        """Called with every `Iteration`, in order, when its step has ended; must be quick and must not raise."""
         return self._recorder.listener
 
     @after_step.setter
@@ -448,12 +449,12 @@ class Engine:
 
     @property
     def num_decisions(self) -> int:
-        """The number of the next `Iteration`."""
+        """Number of the next `Iteration`."""
         return self._recorder.num_decisions
 
     @property
     def has_work(self) -> bool:
-        """True while another `step` has something to do."""
+        """True while requests are live, outputs are undelivered, or a step is in flight."""
         return bool(self.states.by_id or self.states.outputs) or self._steps.pending is not None
 
     @property
@@ -467,22 +468,25 @@ class Engine:
         return len(self.states.by_id)
 
     def usage_of(self, tenant: str) -> TenantUsage:
-        """Counters and gauges of a tenant."""
+        """Return counters and gauges of a tenant."""
         return usage_of(self.states, self._counters, tenant)
 
     @property
     def dead_reason(self) -> str | None:
-        """Reason for which the engine ended; None while it is alive."""
+        """Reason for which the engine ended; None: it has not ended."""
         return self._recovery.dead_reason
 
     def is_live(self, request: EngineRequest) -> bool:
-        """Return True if this very request, not another one of its id, is alive."""
+        """Return True if this request object is live; another request with its id does not count."""
         state = self.states.by_id.get(request.request_id)
         return state is not None and state.request is request
 
     def metrics_of(self, request_id: str) -> RequestMetrics:
-        """Return the metrics of a live request, which go on changing until it has ended. Raises KeyError: no such
-        request."""
+        """Return the metrics of a live request; the object is updated until the request ends.
+
+        Raises:
+            KeyError: no live request has this id.
+        """
         return self.states.by_id[request_id].metrics
 
     def has(self, request_id: str) -> bool:
@@ -490,27 +494,27 @@ class Engine:
         return request_id in self.states.by_id
 
     def has_been_scheduled(self, request_id: str) -> bool:
-        """Return True if a live request has ever been scheduled, and for a request that is not alive."""
+        """Return True if the request has been scheduled at least once, or is not live."""
         state = self.states.by_id.get(request_id)
         return state is None or state.metrics.first_scheduled_s is not None
 
     def num_cached(self, request: EngineRequest) -> int:
-        """Count the prompt tokens that a new request would find cached; 0 where admission does not need to know.
+        """Return the number of cached prompt tokens of a new request; 0 if admission does not need the number.
 
-        For any thread: what is found may be gone a moment later.
+        Callable from any thread; the cache may change right after the call.
         """
         return self._controller.num_cached(request)
 
     def min_blocks_for(self, num_tokens: int) -> int:
-        """Count the blocks of these positions in the cheapest kind on offer. For any thread."""
+        """Return the number of blocks that `num_tokens` positions take in the cheapest available kind. Thread-safe."""
         return self._controller.min_blocks_for(num_tokens)
 
     def queue_snapshot(self) -> QueueSnapshot:
-        """Return the queue for early rejection while the step runs that has just been built (`before_dispatch`)."""
+        """Return a snapshot of the queue, for early rejection during the step just built (in `before_dispatch`)."""
         return self._controller.queue_snapshot(self.costs)
 
     def stats(self) -> EngineStats:
-        """Return counters and gauges; takes a tenth of a millisecond."""
+        """Return counters and gauges; takes about 0.1 ms."""
         return collect_stats(
             self.states,
             self._counters,
@@ -522,11 +526,11 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Recount everything: the pool, the tables, and that engine, request table, cache and device say the same.
+        """Recount pool and tables, and check that engine, request table, cache and device are consistent.
 
         Raises:
-            CacheIntegrityError: they do not.
-            RuntimeError: the device does not.
+            CacheIntegrityError: engine, request table and cache are inconsistent.
+            RuntimeError: the state of the device is inconsistent.
         """
         if self.dead_reason is None:
             self.executor.check_integrity()

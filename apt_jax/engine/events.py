@@ -1,8 +1,8 @@
 """Events of the engine: the scheduler's decisions, iteration by iteration, and subscriptions to them.
 
-The engine makes an `Iteration` of each of its decisions while a listener is attached, and reports it when the step has
-ended. A `IterationSubscription` keeps the last few hundred for a reader in an event loop; a reader that is too slow
-loses the oldest ones and receives their number.
+While a listener is attached, the engine makes an `Iteration` for each decision and reports it when the step has ended.
+An `IterationSubscription` keeps the last few hundred iterations for a reader in an event loop. A reader that is too
+slow loses the oldest iterations and receives their number.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ class ScheduledRow:
 
     request_id: str
     num_tokens: int
-    """Tokens computed: one in decoding, a prompt or a chunk of it in prefill."""
+    """Number of tokens computed: one in decode; a prompt or a chunk of it in prefill."""
     start: int
-    """Positions cached before the step."""
+    """Number of positions cached before the step."""
     kind: CacheKindName
 
     @property
     def decodes(self) -> bool:
-        """True: it computes one token over cached ones."""
+        """True: the row computes one token, and earlier positions are cached."""
         return self.num_tokens == 1 and self.start > 0
 
 
@@ -37,13 +37,13 @@ class PreemptedRow:
 
     request_id: str
     num_tokens: int
-    """Positions that were cached and are recomputed later, unless they are found in the prefix cache."""
+    """Number of positions lost from the cache; the prefix cache may still hold some of them."""
     kind: CacheKindName
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KindSwitch:
-    """A preempted request that is scheduled again with another kind of cache."""
+    """A preempted request scheduled again with another cache kind."""
 
     request_id: str
     old: CacheKindName
@@ -52,21 +52,21 @@ class KindSwitch:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Iteration:
-    """One decision and its outcome."""
+    """One decision of the scheduler and its outcome."""
 
     number: int
-    """Number among the decisions that run or preempt something, from 0, listened to or not."""
+    """Index of the decision, from 0, among decisions that run or preempt a request; counted without a listener too."""
     at_s: float
-    """Time of the decision on the engine's clock."""
+    """Time of the decision on the engine's clock, seconds."""
     type: str
-    """`Plan.iteration`: "prefill", "decode" or "mixed"; "idle": nothing to run."""
+    """Value of `Plan.iteration`: "prefill", "decode", "mixed", or "idle" if no row runs."""
     scheduled: tuple[ScheduledRow, ...] = ()
     preempted: list[PreemptedRow] = dataclasses.field(default_factory=list)
     switched: list[KindSwitch] = dataclasses.field(default_factory=list)
     converted: list[str] = dataclasses.field(default_factory=list)
     """Ids of requests converted from layer inputs to keys and values."""
     deferred: tuple[str, ...] = ()
-    """Ids of scheduled requests that did not run because no block was free after all."""
+    """Ids of scheduled requests that did not run because too few blocks were free."""
     num_waiting: int = 0
     """Requests without cache after this decision."""
     num_running: int = 0
@@ -74,15 +74,14 @@ class Iteration:
     free_blocks: int = 0
     """Free blocks after this decision."""
     schedule_s: float = 0.0
-    """Host time of the decision."""
+    """Host time of the decision, seconds."""
     step_s: float | None = None
-    """Duration of the step: from its dispatch, or from the end of the step before it if that is later, until its tokens
-    arrived. None: nothing ran."""
+    """Duration of the step, seconds: from its dispatch, or the end of the step before it if later, until its tokens
+    arrived. None: no step ran, or it failed."""
     failed: bool = False
-    """The step raised, or was in flight when another one did; its results are lost."""
+    """True: the step raised, or was in flight when another step raised; its results are lost."""
     lost: tuple[str, ...] = ()
-    """Ids of requests whose cache, or last token, was lost with the step that raised, whether they took part in it or
-    not."""
+    """Ids of all requests whose cache or last token was lost because a step raised, in the step or not."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -95,18 +94,18 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterationBatch:
-    """The iterations that a subscriber has not read yet."""
+    """Iterations that a subscriber has not read yet."""
 
     num_dropped: int
-    """Iterations before these ones that were dropped because the subscriber did not read."""
+    """Number of earlier iterations dropped because the subscriber was too slow."""
     iterations: list[Iteration]
 
 
 class IterationSubscription:
-    """A subscription: an asynchronous iterator of `IterationBatch`, for one reader; made by `AsyncEngine.watch`.
+    """Asynchronous iterator of `IterationBatch` for one reader, made by `AsyncEngine.watch`.
 
     Raises:
-        EngineDeadError: the engine has ended, or is closed.
+        EngineDeadError: the engine has ended or is closed.
     """
 
     def __init__(self, capacity: int, leave: Callable[["IterationSubscription"], None]) -> None:
@@ -133,7 +132,7 @@ class IterationSubscription:
             await self._has_unread.wait()
 
     def take(self) -> IterationBatch:
-        """Return unread events without waiting; from any thread."""
+        """Return unread iterations without waiting; callable from any thread."""
         with self._lock:
             batch = IterationBatch(num_dropped=self._num_dropped, iterations=list(self._unread))
             self._unread.clear()
@@ -141,7 +140,7 @@ class IterationSubscription:
         return batch
 
     def close(self) -> None:
-        """End the subscription; any number of times."""
+        """End the subscription; may be called more than once."""
         self._leave(self)
 
     # Called by the engine's thread.
@@ -156,7 +155,7 @@ class IterationSubscription:
             self._error = error
 
     def _wake(self) -> bool:
-        """Wake the reader; returns False where its event loop is gone."""
+        """Wake the reader; returns False if its event loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._has_unread.set)
         except RuntimeError:  # the event loop is closed

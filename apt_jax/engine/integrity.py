@@ -1,4 +1,4 @@
-"""Recounts everything: that requests, request table, cache and the step in flight say the same."""
+"""Checks that requests, request table, cache and the step in flight are consistent."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,15 @@ from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, Reques
 
 
 def check_engine(states: RequestStates, offered: Sequence[int], pending: InFlightStep | None) -> None:
-    """Check the accounting of a living engine.
+    """Check the accounting of an engine that has not ended.
 
     Args:
         states: the requests.
-        offered: cache kinds on offer.
-        pending: the step in flight; None: there is none.
+        offered: available cache kinds.
+        pending: the step in flight; None: no step.
 
     Raises:
-        CacheIntegrityError: something contradicts itself.
+        CacheIntegrityError: the accounting is inconsistent.
     """
     table, cache, live = states.table, states.cache, states.by_id.values()
     cache.check_integrity(state.rank for state in live)
@@ -108,7 +108,7 @@ def check_engine(states: RequestStates, offered: Sequence[int], pending: InFligh
 
 
 def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.int32]) -> None:
-    """Look up the cached prefix of each waiting request again, and compare."""
+    """Look up the cached prefix of each waiting request again, and compare it with the tracked hit."""
     table, cache = states.table, states.cache
     hits = states.prefixes.hits
     cached_prefix_tokens, host_prefix_tokens, shared_prefix_blocks = (

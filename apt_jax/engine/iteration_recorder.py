@@ -1,4 +1,4 @@
-"""Records the engine's decisions while a listener is attached; costs nothing otherwise."""
+"""Records the engine's decisions while a listener is attached."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,13 +11,13 @@ from apt_jax.utils.clock import Clock
 
 
 class IterationRecorder:
-    """Makes an `Iteration` of each decision and gives it to the listener when its step has ended.
+    """Makes an `Iteration` for each decision, and passes it to the listener when its step has ended.
 
     Attributes:
         listener: called with every decision, in order; must be quick and must not raise.
-        num_decisions: the number of the next `Iteration`.
-        current: the decision that is being carried out; None: there is no listener, or it does nothing.
-        preempted_between: preemptions that no decision asked for; reported with the next decision.
+        num_decisions: number of the next `Iteration`.
+        current: the decision being carried out; None: there is no listener, or the decision is empty.
+        preempted_between: preemptions made outside decisions; reported with the next decision.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -28,7 +28,7 @@ class IterationRecorder:
         self.preempted_between: list[PreemptedRow] = []
 
     def begin(self, plan: Plan, schedule_s: float) -> None:
-        """Number a decision that does something, and record it in `current` if there is a listener."""
+        """Number a decision that runs or preempts requests, and set `current` if there is a listener."""
         preempted, self.preempted_between = self.preempted_between, []
         self.current = None
         if not plan.rows.size and not plan.preempt.size and not preempted:
@@ -44,20 +44,20 @@ class IterationRecorder:
             )
 
     def preempted(self, request_id: str, num_tokens: int, kind: int) -> None:
-        """Record a preemption, by the current decision or from outside."""
+        """Record a preemption, made by the current decision or outside decisions."""
         if self.listener is None:
             return
         rows = self.preempted_between if self.current is None else self.current.preempted
         rows.append(PreemptedRow(request_id=request_id, num_tokens=num_tokens, kind=KIND_NAMES[kind]))
 
     def switched(self, request_id: str, old: int, new: int) -> None:
-        """Record that a request was scheduled again with another kind of cache."""
+        """Record that a request was scheduled again with another cache kind."""
         if self.current is not None:
             switch = KindSwitch(request_id=request_id, old=KIND_NAMES[old], new=KIND_NAMES[new])
             self.current.switched.append(switch)
 
     def converted(self, request_id: str) -> None:
-        """Record that a request went from layer inputs to keys and values."""
+        """Record that a request was converted from layer inputs to keys and values."""
         if self.current is not None:
             self.current.converted.append(request_id)
 
@@ -70,7 +70,7 @@ class IterationRecorder:
         num_running: int,
         free_blocks: int,
     ) -> None:
-        """Record the batch of the current decision (None: nothing runs) and the state behind it."""
+        """Record the batch of the current decision (None: no row runs), and the request and block counts after it."""
         iteration = self.current
         assert iteration is not None
         iteration.num_waiting = num_waiting
@@ -89,18 +89,18 @@ class IterationRecorder:
             )
 
     def end(self, iteration: Iteration | None, step_s: float | None) -> None:
-        """Report a decision whose step took `step_s` seconds, or failed (None)."""
+        """Report a decision whose step took `step_s` seconds; None: the step failed."""
         if iteration is not None:
             iteration.step_s, iteration.failed = step_s, step_s is None
             self._tell(iteration)
 
     def end_step(self, step: InFlightStep, step_s: float | None) -> None:
-        """Report the decision of a step, once."""
+        """Report the decision of a step; a second call for the step does nothing."""
         iteration, step.iteration = step.iteration, None
         self.end(iteration, step_s)
 
     def end_current(self, *, ran: bool) -> None:
-        """Report the current decision at once unless a step `ran`: then `end` follows."""
+        """Report the current decision now unless its step `ran`; then `end_step` reports it later."""
         if self.current is not None and not ran:
             self._tell(self.current)
         self.current = None

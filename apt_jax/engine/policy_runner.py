@@ -1,4 +1,4 @@
-"""Runs the scheduling policy, and `fcfs` in its place where it fails."""
+"""Runs the scheduling policy, or `fcfs` if the policy fails."""
 
 import logging
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from apt_jax.sched.view import Plan, Policy, SchedulerView
 logger = logging.getLogger("apt_jax.engine")
 
 FALLBACK_LOG_S = 60.0
-"""Minimum time between two log lines about a policy that fails."""
+"""Minimum time between two log lines about a failing policy, seconds."""
 
 STALL_LIMIT = 100
-"""Iterations in a row that may schedule nothing, with requests there and nothing in flight, before the engine acts."""
+"""Number of consecutive idle iterations, with requests but no step in flight, after which the engine acts."""
 
 
 class PolicyRunner:
-    """Owner of the policy and of the counts of its mistakes.
+    """Runs the policy and counts its errors.
 
     Args:
-        policy: decides each iteration.
-        counters: mistakes are counted there.
-        check_plans: check each plan before anything is done, with a table that the policy cannot write to.
-        debug: mistakes of the policy raise.
-        timer: seconds, for the log.
+        policy: plans each iteration.
+        counters: counts the errors of the policy.
+        check_plans: whether to check each plan before it is used, and to pass the policy a read-only table.
+        debug: whether errors of the policy raise.
+        timer: returns seconds; limits the rate of log lines.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PolicyRunner:
         self._is_stuck = False
 
     def schedule(self, view: SchedulerView) -> Plan | None:
-        """Decide one iteration; None: the policy failed, and `fcfs` in its place too."""
+        """Return the plan of one iteration; None: both the policy and `fcfs` failed."""
         try:
             return self._decide(view)
         except (Exception, SystemExit) as error:  # a library may exit
@@ -69,8 +69,7 @@ class PolicyRunner:
         return self.policy.schedule(view)
 
     def _fall_back(self, view: SchedulerView, error: BaseException) -> Plan:
-        """The policy has raised, or made a plan that cannot be used: `fcfs`, which keeps no state, decides this
-        iteration."""
+        """Return the plan of `fcfs`, which keeps no state, after the policy has raised or made an invalid plan."""
         plan = self.fallback.schedule(view)
         self._counters.fallback_iterations += 1
         now_s, last_s = self.timer(), self._fallback_logged_s  # not simulated time: somebody reads it
@@ -87,7 +86,7 @@ class PolicyRunner:
         return plan
 
     def report_violation(self, num_rows: int, message: str) -> None:
-        """Rows of a plan violate the contract of `Plan` and are left out."""
+        """Count and log rows that are left out because they violate the contract of `Plan`; raises in debug mode."""
         if self.debug:
             raise AssertionError(f"policy {self.policy.name}: {message}")
         if not self._counters.num_invalid_plan_rows:
@@ -95,14 +94,14 @@ class PolicyRunner:
         self._counters.num_invalid_plan_rows += num_rows
 
     def note_progress(self) -> None:
-        """Something was scheduled."""
+        """Record that an iteration ran a step."""
         self._num_idle, self._is_stuck = 0, False
 
     def note_idle(self, has_requests: bool) -> bool:
-        """Count an idle iteration with nothing in flight; returns True after so many that the engine must act.
+        """Count an idle iteration without a step in flight; returns True if the engine must break the stall.
 
-        No policy should let that last. Where plans are checked, `fcfs` decides until something runs; only when it finds
-        nothing to run either the engine must act.
+        After `STALL_LIMIT` idle iterations, `fcfs` plans until a step runs, if plans are checked; the engine must act
+        only if `fcfs` schedules nothing either.
         """
         if not has_requests:
             self._num_idle = 0

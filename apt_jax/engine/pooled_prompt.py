@@ -1,7 +1,7 @@
 """Pooled hidden states of one request's prompt, summed step by step.
 
-The device sums the states of a step's tokens; these sums are added up here. A sum cannot be taken apart, so each
-position is asked of one step only: what a preempted request computes again is not summed again.
+The device sums the states of a step's tokens; this module adds these sums. A sum cannot be split, so each position is
+requested from only one step: positions that a preempted request computes again are not summed again.
 """
 
 from typing import Literal
@@ -13,11 +13,11 @@ from apt_jax.core.step import PoolSpan
 
 
 class PooledPrompt:
-    """The pooled states of a prompt so far.
+    """Sum of the hidden states of a prompt so far.
 
     Args:
         prompt_len: tokens of the prompt.
-        pooling: "mean" over all tokens, or the "last" token's state.
+        pooling: "mean" for the mean over all tokens, or "last" for the state of the last token.
     """
 
     def __init__(self, prompt_len: int, pooling: Literal["mean", "last"]) -> None:
@@ -28,7 +28,7 @@ class PooledPrompt:
 
     @property
     def needs_all_states(self) -> bool:
-        """True while states before the last token's are missing: cached positions have none."""
+        """True while states before the last token are missing. Then no cached prefix can be used: it has no states."""
         return self._num_done < self._end - 1
 
     @property
@@ -36,8 +36,8 @@ class PooledPrompt:
         return self._num_done == self._end
 
     def take_span(self, start: int, num_tokens: int) -> PoolSpan | None:
-        """The positions that a step is to sum which computes `[start, start + num_tokens)`; no later step is asked for
-        them. None: nothing is missing there."""
+        """Return the positions to sum in a step that computes `[start, start + num_tokens)`, and mark them as
+        requested. None: all of them are requested already, or need not be summed."""
         begin, end = max(start, self._num_asked), min(start + num_tokens, self._end)
         if begin >= end:
             return None
@@ -45,17 +45,17 @@ class PooledPrompt:
         return PoolSpan(position=begin, num_tokens=end - begin)
 
     def forget_asked(self) -> None:
-        """The steps that were asked will never answer: ask again."""
+        """Mark sums that have not arrived as not requested, because their steps failed."""
         self._num_asked = self._num_done
 
     def add(self, span: PoolSpan, summed: NDArray[np.float32]) -> bool:
         """Add the (D,) sum that a step has returned.
 
         Returns:
-            False: the model's output is not finite.
+            False: the sum is not finite, and was not added.
 
         Raises:
-            ValueError: it does not follow what is there.
+            ValueError: `span` does not follow the positions summed so far.
         """
         if span.position != self._num_done:
             raise ValueError(f"states from position {span.position} arrive after {self._num_done}")
@@ -66,6 +66,6 @@ class PooledPrompt:
         return True
 
     def result(self) -> NDArray[np.float32]:
-        """(D,) the pooled states, when they are complete."""
+        """Return the (D,) pooled states; `is_complete` must be True."""
         assert self._sum is not None
         return self._sum / np.float32(self._end - self._first)

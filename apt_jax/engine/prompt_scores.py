@@ -1,7 +1,7 @@
 """Log probabilities of one request's prompt, collected step by step.
 
-What has been committed is never computed again: a request that is preempted goes on where it was. Until all are there,
-it finds nothing in the prefix cache, as cached positions have no logits; what it computes is cached for others as usual.
+Committed log probabilities are kept when the request is preempted. Until all of them are known, the request uses no
+cached prefix, as cached positions have no logits; the positions that it computes are cached for others as usual.
 """
 
 import numpy as np
@@ -12,11 +12,11 @@ from apt_jax.request import PromptLogprobs
 
 
 class PromptScores:
-    """The log probabilities of a prompt so far, host memory for `num_top` + 2 numbers a token.
+    """Log probabilities of a prompt so far; holds `num_top` + 2 numbers per token in host memory.
 
     Args:
         token_ids: (prompt_len,) the prompt.
-        num_top: most likely tokens to keep for each.
+        num_top: number of most likely tokens to keep per prompt token.
     """
 
     def __init__(self, token_ids: NDArray[np.int32], num_top: int) -> None:
@@ -24,26 +24,26 @@ class PromptScores:
         self._num_top = num_top
         self._parts: list[PromptLogprobs] = []
         self.num_done = 0
-        """Tokens whose log probabilities have been committed; those after it follow in order."""
+        """Number of tokens with committed log probabilities; tokens are committed in order."""
 
     @property
     def is_complete(self) -> bool:
         return self.num_done == self._targets.size
 
     def targets(self, start: int, num_tokens: int) -> PromptTargets | None:
-        """The tokens whose log probabilities a step is to return that computes positions
-        `[start, start + num_tokens)`; None: nothing is missing there."""
+        """Return the tokens whose log probabilities a step must return if it computes positions
+        `[start, start + num_tokens)`; None: no log probability is missing there."""
         begin, end = max(start, self.num_done), min(start + num_tokens, self._targets.size)
         return PromptTargets(position=begin, token_ids=self._targets[begin:end]) if begin < end else None
 
     def add(self, targets: PromptTargets, found: PromptLogprobs) -> bool:
-        """Keep the scores that a step has returned, unless an earlier step has.
+        """Store the log probabilities that a step has returned, unless they are stored already.
 
         Returns:
-            False: the model's output is not finite, and nothing was kept.
+            False: a log probability is NaN, and none was stored.
 
         Raises:
-            ValueError: what comes before it is missing.
+            ValueError: log probabilities of earlier tokens are missing.
         """
         if targets.position > self.num_done:
             raise ValueError(f"log probabilities from position {targets.position} arrive after {self.num_done}")
@@ -63,7 +63,7 @@ class PromptScores:
         return True
 
     def joined(self) -> PromptLogprobs:
-        """All of them."""
+        """Return the log probabilities of the whole prompt."""
         empty = PromptLogprobs(
             logprob=np.zeros(0, np.float32),
             rank=np.zeros(0, np.int32),

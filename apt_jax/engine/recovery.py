@@ -1,4 +1,4 @@
-"""Recovery from failures: recomputation, smaller steps, breaking a stall, and the end of the engine."""
+"""Recovery from failures: recomputes caches, makes steps smaller, breaks stalls, or ends the engine."""
 
 import logging
 
@@ -16,21 +16,20 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 FAILURE_WINDOW_S = 60.0
-"""A second failure of a step within this time ends the engine."""
+"""Time within which a second failure of a step or the policy ends the engine, seconds."""
 
 _LEAST_TOKENS = 16
-"""Minimum size of a step, however little memory there is: programs are not compiled for fewer, and prompts must go
-on."""
+"""Minimum token limit of a step after it ran out of memory; no programs are compiled for fewer tokens."""
 OOM_BACKOFF_S = 600.0
-"""Time for which steps stay small after one ran out of memory, seconds."""
+"""Time for which steps stay small after a step ran out of memory, seconds."""
 
 
 class StepLimits:
     """Limits of a step, which are lower for a while after a step ran out of memory.
 
     Attributes:
-        num_seqs: requests of a step at most.
-        num_tokens: tokens of a step at most.
+        num_seqs: maximum number of requests in a step.
+        num_tokens: maximum number of tokens in a step.
     """
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -53,7 +52,7 @@ class StepLimits:
         )
 
     def restore_if_due(self, clock: Clock) -> None:
-        """Go back to the configured limits once their time has come."""
+        """Restore the configured limits if `OOM_BACKOFF_S` has passed."""
         if self._until_s is not None and clock.now_s() >= self._until_s:
             self._until_s = None
             self.num_seqs, self.num_tokens = self._configured
@@ -61,10 +60,10 @@ class StepLimits:
 
 
 class Recovery:
-    """Puts the engine back to where it can go on after a failure, or ends it.
+    """Returns the engine to a working state after a failure, or ends it.
 
     Attributes:
-        dead_reason: why the engine ended; None while it lives.
+        dead_reason: why the engine ended; None: it has not ended.
     """
 
     def __init__(self, states: RequestStates, limits: StepLimits, clock: Clock, counters: EngineCounters) -> None:
@@ -76,13 +75,13 @@ class Recovery:
         self.dead_reason: str | None = None
 
     def recover(self, error: Exception, executor: Executor, iteration: Iteration | None, num_tokens: int) -> None:
-        """Reset the executor after a step that failed and took the pool with it; every request with cache waits again.
+        """Reset the executor after a failed step, which has destroyed the pool; every request with cache waits again.
 
         Args:
-            error: what the step raised.
-            executor: ran it.
-            iteration: its decision, not yet reported; None: there is no listener.
-            num_tokens: its size.
+            error: exception raised by the step.
+            executor: executor of the step.
+            iteration: decision of the step, not yet reported; None: there is no listener.
+            num_tokens: number of tokens of the step.
         """
         self._counters.step_failures += 1
         logger.error("a step failed; the cache is rebuilt: %s", error, exc_info=error)
@@ -105,8 +104,8 @@ class Recovery:
         states.lose_cache()
 
     def note_failure(self, what: str) -> bool:
-        """Record a failure; returns True where the engine has ended, by this second one within `FAILURE_WINDOW_S` or
-        before."""
+        """Record a failure, and end the engine if it is the second within `FAILURE_WINDOW_S`; returns True if the
+        engine has ended."""
         now_s, last_s = self._clock.now_s(), self._last_failure_s
         self._last_failure_s = now_s
         if last_s is not None and now_s - last_s < FAILURE_WINDOW_S:
@@ -114,19 +113,20 @@ class Recovery:
         return self.dead_reason is not None
 
     def end(self, reason: str) -> None:
-        """End the engine, and every request with an error."""
+        """End the engine, and end every request with an error."""
         if self.dead_reason is None:
             self.dead_reason = reason
         self._states.end_all(f"the engine has ended: {reason}")
 
     def raise_if_dead(self) -> None:
-        """Raise `EngineDeadError` where the engine has ended."""
+        """Raise `EngineDeadError` if the engine has ended."""
         if self.dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self.dead_reason}")
 
 
 def break_stall(states: RequestStates, view: SchedulerView, policy_name: str, *, debug: bool) -> None:
-    """Break a stall, in which the policy schedules nothing: preempt the last request in order, or end the only one."""
+    """Preempt the last request in order, or end the only request, after the policy has scheduled nothing for too
+    long."""
     message = (
         f"{policy_name} scheduled nothing in {STALL_LIMIT} iterations: {view.waiting.size} waiting, "
         f"{view.running.size} running, {view.free_blocks} free blocks"

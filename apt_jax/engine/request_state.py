@@ -27,11 +27,11 @@ class OutputProcessor(Protocol):
     """The front end's hook for every token: it detokenizes and looks for stop strings."""
 
     def on_token(self, request: EngineRequest, token_id: int) -> str | None:
-        """Called in commit, in order, for each token that is not itself a stop token.
+        """Process one token; called at commit, in order, for each token that is not a stop token.
 
         Returns:
-            The stop string that this token completed, else None. Ignored before `min_tokens`. An exception ends this
-            request alone, with `finish_reason="error"`.
+            The stop string that this token completed, else None; it is ignored before `min_tokens`. An exception ends
+            only this request, with `finish_reason="error"`.
         """
         ...
 
@@ -45,31 +45,30 @@ class TokenLogprobs:
     top_ids: NDArray[np.int32]
     """(k,) most likely tokens, best first; k is the request's `logprobs`."""
     top_logprobs: NDArray[np.float32]
-    """(k,)"""
+    """(k,) log probabilities of `top_ids`."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class StepOutput:
-    """Incremental output of one request. A request has any number of these, and exactly one, the last, with a
-    `finish_reason`."""
+    """Incremental output of one request. Only the last output of a request has a `finish_reason`."""
 
     request: EngineRequest
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One entry per new token where the request asked for it."""
+    """One entry per new token; None: the request did not ask for log probabilities."""
     prompt_logprobs: PromptLogprobs | None = None
-    """With the first token, where the request asked for it: of all prompt tokens but the first."""
+    """Log probabilities of all prompt tokens but the first, in the output of the first token, if requested."""
     pooled: NDArray[np.float32] | None = None
-    """(D,) pooled states of the prompt, with the first token."""
+    """(D,) pooled states of the prompt, in the output of the first token, if requested."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it. Validation merges EOS into the stop tokens: it is named here too."""
+    """The stop token or stop string that ended the request; EOS counts as a stop token."""
     error: str | None = None
-    """Reason for which it ended with "error"."""
+    """Error message, if the finish reason is "error"."""
     num_outputs: int = 0
-    """Tokens delivered so far, the new ones included."""
+    """Number of tokens delivered so far, including the new tokens."""
     metrics: RequestMetrics
-    """Metrics of the whole request; the object goes on changing until the request has ended."""
+    """Metrics of the whole request; the object is updated until the request ends."""
 
     @property
     def request_id(self) -> str:
@@ -82,45 +81,46 @@ class StepOutput:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class RequestState:
-    """A live request. `ended` is never undone: a step in flight checks it at commit."""
+    """A live request. `ended` never becomes False again; the commit of a step in flight checks it."""
 
     request: EngineRequest
     row: int
     rank: int
     """Arrival order; also the owner id of its blocks."""
     tokens: NDArray[np.int32]
-    """(prompt_len + max_tokens,) prompt, then the outputs that the host knows."""
+    """(prompt_len + max_tokens,) prompt, followed by the output tokens known to the host."""
     num_known: int
-    """Filled length of `tokens`."""
+    """Number of known tokens in `tokens`."""
     prompt_len: int
     params: SamplingParams
     stop_token_ids: frozenset[int]
     metrics: RequestMetrics
     constraint: TokenConstraint | None = None
     root: bytes
-    """Start of the digests of its prefixes."""
+    """Root digest of its prefixes."""
     digests: tuple[list[bytes], ...]
-    """By kind, digests of the full groups of its known tokens, as far as they were needed; kinds whose groups are
-    equally long share a list."""
+    """Digests of the full groups of its known tokens, by kind, extended on demand. Kinds with groups of equal length
+    share a list."""
     expected_ttft_s: float | None = None
-    """Estimate of admission; None: it had nothing to wait for, or no objective."""
+    """TTFT estimated at admission, seconds; None: it had no SLO, or need not wait for others."""
     num_found: int = 0
-    """Groups found in the prefix cache when it was last scheduled."""
+    """Number of groups found in the prefix cache when it last began."""
     is_proven: bool = False
-    """A token has been good since then: so are the groups that it found."""
+    """True: a valid token has been sampled since it last began, so the groups that it found are valid."""
     found_kind: int = NO_KIND
-    """Kind of the groups that it found: the one that it was last scheduled with."""
+    """Cache kind with which it last began, and of the groups found then."""
     last_kind: int = NO_KIND
-    """The kind held last."""
+    """Cache kind that it holds, or held last."""
     prompt_scores: PromptScores | None = None
-    """Log probabilities of its prompt so far; None: it asked for none, or they have been delivered."""
+    """Log probabilities of its prompt so far; None: not requested, or already delivered."""
     pooled: PooledPrompt | None = None
-    """Pooled states of its prompt so far; None: it asked for none, or they have been delivered."""
+    """Pooled states of its prompt so far; None: not requested, or already delivered."""
     ended: bool = False
 
     @property
     def needs_all_states(self) -> bool:
-        """True while requested outputs of its prompt are missing: cached positions have neither states nor logits."""
+        """True while requested outputs of its prompt are missing. Then it uses no cached prefix, which has no
+        states."""
         if self.pooled is not None and self.pooled.needs_all_states:
             return True
         return self.prompt_scores is not None and not self.prompt_scores.is_complete
@@ -128,8 +128,7 @@ class RequestState:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class FilledBlocks:
-    """Groups that are full once a step in flight has ended; `firsts` and `generations` as for
-    `HybridCache.register`."""
+    """Groups that a step in flight fills; `firsts` and `generations` are the arguments of `HybridCache.register`."""
 
     index: int
     """Row of the request in the step."""
@@ -141,26 +140,26 @@ class FilledBlocks:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class InFlightStep:
-    """A dispatched step. It holds the requests themselves: a row of the table may have a new request by its commit."""
+    """A dispatched step. It refers to `RequestState` objects, as a row may hold another request at its commit."""
 
     handle: StepHandle
     requests: list[RequestState]
     rows: NDArray[np.int32]
-    """Rows of the table; those of requests that have not ended are still their own."""
+    """(n,) rows of the request table; the row of an ended request may be in use again."""
     samples: NDArray[np.bool_]
     position: NDArray[np.int32]
     num_tokens: int
     masked: NDArray[np.int64] | None = None
-    """Rows that wait for masks before anything of the step is sampled."""
+    """Indexes of rows that need masks, without which the step cannot sample; None: no row needs a mask."""
     kind: NDArray[np.int8]
     filled: list[FilledBlocks]
     dispatched_s: float
     predicted_s: float | None
-    """Its time by the cost model; None: this step is not measured."""
+    """Duration predicted by the cost model, seconds; None: this step is not compared."""
     has_chunks: bool
     prompt_targets: Mapping[int, PromptTargets] = dataclasses.field(default_factory=dict)
-    """As in the batch."""
+    """Same as `StepBatch.prompt_targets`."""
     pool_spans: Mapping[int, PoolSpan] = dataclasses.field(default_factory=dict)
-    """As in the batch."""
+    """Same as `StepBatch.pool_spans`."""
     iteration: Iteration | None
-    """Reported when the step has ended; None: there is no listener."""
+    """Decision to report when the step has ended; None: there is no listener, or it has been reported."""

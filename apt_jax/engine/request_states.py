@@ -1,4 +1,4 @@
-"""The live requests of an engine: their rows, their states, and every transition between them."""
+"""The live requests of an engine: their rows, their states, and the transitions between these states."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ from apt_jax.utils.clock import Clock
 
 
 class PrefixReads(Protocol):
-    """Told of requests that wait and may find prefixes on disk: `DiskReads`."""
+    """Protocol of `DiskReads`, which reads prefixes of waiting requests from disk."""
 
     def begin(self, state: RequestState) -> None: ...
 
@@ -35,18 +35,18 @@ class PrefixReads(Protocol):
 
 
 class RequestPrefixes:
-    """Prefixes of requests as the cache knows them.
+    """Looks up cached prefixes of requests.
 
     Args:
-        cache: looked up; with prefix caching off there is nothing to be found.
-        table: `PrefixHitTracker` keeps its `cached_prefix_tokens` and `shared_prefix_blocks` of waiting requests.
-        offered: cache kinds on offer.
-        salt: start of the digests; None: they are unlike those of any other engine.
-        share: tenants find each other's prefixes.
+        cache: the cache; without prefix caching no prefix is found.
+        table: `PrefixHitTracker` updates its `cached_prefix_tokens` and `shared_prefix_blocks` of waiting requests.
+        offered: available cache kinds.
+        salt: salt of the root digest; None: random, so that digests differ from all other engines.
+        share: whether tenants share prefixes.
 
     Attributes:
         hits: tracks the waiting requests; None: prefix caching is off.
-        reads: prefixes on disk; None: there are none.
+        reads: reads of prefixes from disk; None: there is no disk tier.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class RequestPrefixes:
         self.hits: PrefixHitTracker | None = None if cache.prefixes is None else cache.watch_hits(table)
 
     def root_of(self, request: EngineRequest) -> bytes:
-        """Return the start of a request's digests.
+        """Return the root digest of a request's prefixes.
 
-        Requests of a tenant find what its others left, and nothing of anybody else's, whose prompts the time to a first
-        token would otherwise reveal (CVE-2025-46570). Nor do requests of different adapters, whose caches differ, or of
-        different `cache_salt`.
+        Unless tenants share prefixes, a request finds only prefixes of its own tenant: the time to the first token
+        would otherwise reveal prompts of others (CVE-2025-46570). Requests with different adapters, whose caches
+        differ, or with different `cache_salt` share no prefixes either.
         """
         if self.hits is None:
             return b""
@@ -81,20 +81,20 @@ class RequestPrefixes:
         return root if request.cache_salt is None else root_digest(root, request.cache_salt.encode())
 
     def no_digests(self) -> tuple[list[bytes], ...]:
-        """Return empty lists by kind, see `RequestState.digests`."""
+        """Return empty lists of digests by kind, for `RequestState.digests`."""
         of_size = {size: list[bytes]() for size in self._cache.block_sizes}
         return tuple(of_size[size] for size in self._cache.block_sizes)
 
     def digests(self, state: RequestState, kind: int, num_groups: int | None = None) -> list[bytes]:
-        """Return the digests of full groups of a request's known tokens, of all or at least of the first
-        `num_groups`."""
+        """Return the digests of the full groups of a request's known tokens; with `num_groups`, at least of the first
+        `num_groups` groups."""
         digests, size = state.digests[kind], self._cache.block_sizes[kind]
         num_known = state.num_known if num_groups is None else min(state.num_known, num_groups * size)
         extend_digests(digests, state.root, state.tokens[:num_known], size)
         return digests
 
     def track(self, state: RequestState, pinned_kind: int) -> None:
-        """Keep a waiting request's cached prefix in the table, until `untrack`."""
+        """Keep the table's entries for a waiting request's cached prefix up to date, until `untrack`."""
         if self.hits is None:
             return
         kinds = [int(k) for k in self._offered if pinned_kind in (NO_KIND, k)]
@@ -108,23 +108,23 @@ class RequestPrefixes:
             self.reads.begin(state)
 
     def converted_rows(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> NDArray[np.bool_] | None:
-        """Return which rows begin with layer inputs that become keys and values in the same step; None: none does."""
+        """Return an (n,) mask of rows that begin with layer inputs converted in the same step; None: no row does."""
         if self.hits is None or not self.hits.any_converted:
             return None
         found = [self.hits.is_converted(row, k) for row, k in zip(rows.tolist(), kind.tolist(), strict=True)]
         return np.array(found) if any(found) else None
 
     def untrack(self, row: int) -> None:
-        """Stop tracking a row, which need not be tracked."""
+        """Stop tracking a row; does nothing if it is not tracked."""
         if self.hits is not None:
             self.hits.end(row)
         if self.reads is not None:
             self.reads.end(row)
 
     def num_cached(self, request: EngineRequest) -> int:
-        """Count the prompt tokens that a new request would find cached.
+        """Return the number of cached prompt tokens of a new request.
 
-        Callable from any thread: what is found may be gone a moment later.
+        Callable from any thread; the cache may change right after the call.
         """
         prefixes, most = self._cache.prefixes, 0
         if prefixes is None or request.params.prompt_logprobs is not None or request.params.pooling == "mean":
@@ -147,25 +147,25 @@ ENDING = 3  # the last allowed token is in flight; holds nothing any more
 
 
 class RequestStates(ColumnTable):
-    """Owner of the live requests: columns beside those of the `RequestTable`, and the outputs to be delivered.
+    """The live requests: columns in addition to the `RequestTable`, state transitions, and outputs to be delivered.
 
     Args:
-        table: what policies see of the requests; rows are the same.
+        table: columns of the requests that policies see, with the same rows.
         cache: blocks and slots of the running requests.
-        prefixes: what waiting requests would find cached.
+        prefixes: cached prefixes of the waiting requests.
         clock: the current time.
-        counters: transitions are counted there.
-        recorder: preemptions and changes of kind are recorded there.
-        max_num_seqs: running requests at most.
-        adapters: names of the LoRA adapters that requests may have.
+        counters: counts the transitions.
+        recorder: records preemptions and changes of the cache kind.
+        max_num_seqs: maximum number of running requests.
+        adapters: names of the LoRA adapters that requests may use.
 
     Attributes:
-        by_id: live requests by their ids.
+        by_id: live requests by id.
         by_row: live requests by row; None: the row is free.
         adapters: numbers of the adapters, by name.
-        tenants: numbers of the tenants that there have been; bounded by the keys.
+        tenants: numbers of all tenants so far, by name; bounded by the number of API keys.
         outputs: outputs that `Engine.step` has not returned yet.
-        finish_times_s: times at which the last requests ended that gave back slot and blocks.
+        finish_times_s: end times of the last requests that held slot and blocks, on the engine's clock, seconds.
     """
 
     status = column(np.int8)
@@ -212,14 +212,14 @@ class RequestStates(ColumnTable):
     # --- looking up ------------------------------------------------------------------------------------------------
 
     def state(self, row: int) -> RequestState:
-        """Return the request of a row that must have one."""
+        """Return the request of a row, which must be in use."""
         state = self.by_row[row]
         if state is None:
             raise CacheIntegrityError(f"row {row} has no request")
         return state
 
     def states(self, rows: NDArray[np.int32]) -> list[RequestState]:
-        """Return the requests of rows that must have one each."""
+        """Return the requests of rows, which must all be in use."""
         states = [self.by_row[row] for row in rows.tolist()]
         if None in states:
             raise CacheIntegrityError(f"rows {rows.tolist()}: one has no request")
@@ -238,7 +238,7 @@ class RequestStates(ColumnTable):
         return int(np.count_nonzero(self.status == status))
 
     def by_rank(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the rows of waiting and of running requests, by rank; the arrays cannot be written to."""
+        """Return the rows of waiting and of running requests, sorted by rank, as read-only arrays."""
         if self._by_rank is None:
             rank = self.table.rank
             waiting, running = self.rows(WAITING).astype(np.int32), self.rows(RUNNING).astype(np.int32)
@@ -248,7 +248,7 @@ class RequestStates(ColumnTable):
         return self._by_rank
 
     def uncached_tokens(self, rows: NDArray[Any]) -> int:
-        """Count the positions of waiting requests that would not be found cached; `rows` by number or as a mask."""
+        """Return the number of uncached positions of waiting requests; `rows` are indexes or a mask."""
         uncached = self.table.num_tokens[rows] - self.table.cached_prefix_tokens[rows].max(axis=1)
         return int(uncached.sum())
 
@@ -293,12 +293,12 @@ class RequestStates(ColumnTable):
     # --- transitions -----------------------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, pinned_kind: int, expected_ttft_s: float | None) -> None:
-        """Put a request among the waiting ones.
+        """Add a request to the waiting requests.
 
         Args:
-            request: admitted by `AdmissionController.check`.
-            pinned_kind: the only kind that can hold it; `NO_KIND`: any can.
-            expected_ttft_s: see `Admission.check`.
+            request: request admitted by `AdmissionController.check`.
+            pinned_kind: the only cache kind that can hold it; `NO_KIND`: any kind can.
+            expected_ttft_s: expected TTFT returned by `Admission.check`, seconds.
         """
         prompt_len = int(request.prompt_token_ids.size)
         params = request.params
@@ -353,12 +353,12 @@ class RequestStates(ColumnTable):
         self.await_hits(state)
 
     def await_hits(self, state: RequestState) -> None:
-        """Keep a waiting request's cached prefix in the table. Not while a token of it is in flight."""
+        """Track the cached prefix of a waiting request, unless a token of it is in flight."""
         if not self.in_flight[state.row]:
             self.prefixes.track(state, int(self.pinned_kind[state.row]))
 
     def start(self, row: int, slot: int, kind: int, num_found: int) -> None:
-        """A waiting request has got its first blocks, and the cache of `num_found` positions."""
+        """Mark a waiting request as running, after it got its first blocks and `num_found` cached positions."""
         state = self.state(row)
         if self.prefixes.hits is not None:
             self.prefixes.hits.end(row)
@@ -390,7 +390,7 @@ class RequestStates(ColumnTable):
             state.metrics.first_scheduled_s = self._clock.now_s()
 
     def convert(self, row: int) -> None:
-        """A running request went from layer inputs to keys and values."""
+        """Record that a running request was converted from layer inputs to keys and values."""
         state = self.state(row)
         state.last_kind = KV
         state.metrics.cache_kind = KIND_NAMES[KV]
@@ -413,7 +413,7 @@ class RequestStates(ColumnTable):
         self._counters.num_preemptions += 1
 
     def release(self, row: int, status: int) -> None:
-        """Take cache and slot from a running row, which goes on with `status`."""
+        """Free cache and slot of a running request, and set its status."""
         table, state = self.table, self.by_row[row]
         if state is not None:
             state.metrics.num_blocks = int(table.num_blocks[row] + table.num_shared[row])
@@ -438,7 +438,7 @@ class RequestStates(ColumnTable):
             self.await_hits(self.state(row))
 
     def count_recomputed(self, state: RequestState, start: int, num_tokens: int) -> None:
-        """Count positions of a request, from `start` on, that had been cached before and are computed."""
+        """Count `num_tokens` positions of a request, from `start` on, as recomputed."""
         row, cause = state.row, RecomputeCause(int(self.lost_by[state.row]))
         state.metrics.recomputed_tokens += num_tokens
         recomputed, only_found = self._counters.recomputed, 0
@@ -448,7 +448,7 @@ class RequestStates(ColumnTable):
         recomputed[cause] += num_tokens - only_found
 
     def sync_charges(self) -> None:
-        """Update the blocks of all running rows in the table, after the sharing of blocks has changed."""
+        """Update the block counts of all running requests in the table after the sharing of blocks has changed."""
         rows = self.rows(RUNNING)
         slots = self.slot[rows]
         private = self.cache.num_private_blocks_of(slots)
@@ -457,8 +457,8 @@ class RequestStates(ColumnTable):
         self.cache.ownership_changed = False
 
     def lose_cache(self) -> None:
-        """A failed step took the pool with it: every holder of cache waits again, tokens in flight will never
-        arrive."""
+        """Let every request with cache wait again, and forget tokens in flight, after a failed step destroyed the
+        pool."""
         table = self.table
         self.lost_by[(self.status == RUNNING) | (self.status == ENDING)] = RecomputeCause.FAILED_STEP
         for row in self.rows(RUNNING).tolist():
@@ -495,7 +495,7 @@ class RequestStates(ColumnTable):
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: NDArray[np.float32] | None = None,
     ) -> None:
-        """End a request, from any state: the only place where requests end while the engine lives."""
+        """End a request in any state. All requests end here, unless the engine itself ends."""
         row = state.row
         if self.status[row] == RUNNING:
             self.release(row, FREE)
@@ -522,7 +522,7 @@ class RequestStates(ColumnTable):
         table.lengths.end(numbers)
 
     def end_all(self, error: str) -> None:
-        """End every request with an error. The accounting is left alone: it may be what is wrong."""
+        """End every request with an error, without changing the accounting, which may be inconsistent."""
         states = list(self.by_id.values())
         self.by_id.clear()
         for state in states:
@@ -560,12 +560,12 @@ class RequestStates(ColumnTable):
         )
 
     def take_outputs(self) -> list[StepOutput]:
-        """Return the outputs that have not been returned yet."""
+        """Return and clear the outputs that have not been returned yet."""
         outputs, self.outputs = self.outputs, []
         return outputs
 
 
 def _has_known_length(request: EngineRequest, constraint: TokenConstraint | None) -> bool:
-    """Return True if a request declares its length: nothing but `max_tokens` can end it (EOS is a stop token)."""
+    """Return True if only `max_tokens` can end a request (EOS is a stop token), so that its length is known."""
     params = request.params
     return constraint is None and (not (params.stop_token_ids or params.stop) or params.min_tokens >= params.max_tokens)

@@ -27,23 +27,23 @@ class EngineStats:
     """Counters since the engine was made, and current gauges."""
 
     num_waiting: int
-    """Requests without cache, preempted ones among them."""
+    """Requests without cache, including preempted requests."""
     num_running: int
     """Requests that hold cache."""
     num_ending: int
     """Requests whose last token is in flight."""
     num_waiting_best_effort: int
-    """Requests of `num_waiting` of class "be"."""
+    """Best-effort requests (class "be") in `num_waiting`."""
     num_running_best_effort: int
-    """Requests of `num_running` and `num_ending` of class "be"."""
+    """Best-effort requests (class "be") in `num_running` and `num_ending`."""
     waiting_prompt_tokens: int
     waiting_uncached_tokens: int
-    """Positions that the waiting requests have to compute: prompts and preempted positions, without cached prefixes."""
+    """Positions of the waiting requests, outputs of preempted requests included, without their cached prefixes."""
     total_blocks: int
     free_blocks: int
-    """Blocks that can be allocated, idle cached ones among them."""
+    """Blocks that can be allocated, including idle cached blocks."""
     cached_blocks: int
-    """Blocks of cached prefixes that no request holds: kept until they are needed."""
+    """Blocks of cached prefixes that no request holds; they can be allocated at any time."""
     blocks_by_kind: dict[str, int]
     requests_by_kind: dict[str, int]
     """Running requests by kind."""
@@ -51,17 +51,17 @@ class EngineStats:
     """Steps run, by `Plan.iteration`."""
     num_preemptions: int
     kind_switches: dict[tuple[str, str], int]
-    """Kind switches by (from, to), of requests resumed after a preemption."""
+    """Requests scheduled again with another cache kind after they lost their cache, by (from, to)."""
     num_conversions: int
-    """Conversions of a running request from layer inputs to keys and values."""
+    """Number of conversions of requests from layer inputs to keys and values."""
     recomputed_tokens: int
     """Positions recomputed after preemptions and failures."""
     recomputed_by_cause: dict[str, int]
-    """`recomputed_tokens` by the names of `RecomputeCause` in lower case."""
+    """`recomputed_tokens` by cause; keys are the names of `RecomputeCause` in lower case."""
     prefix_cache_queries: int
-    """Tokens of requests that were scheduled for the first time; 0 without prefix caching."""
+    """Prompt tokens of requests that have been scheduled; 0 without prefix caching."""
     prefix_cache_hits: int
-    """Tokens of `prefix_cache_queries` that were found cached."""
+    """Tokens of `prefix_cache_queries` that were cached."""
     host_blocks: int
     """Blocks of host memory for cached prefixes; 0 without `swap_space`."""
     used_host_blocks: int
@@ -70,35 +70,35 @@ class EngineStats:
     loaded_blocks: int
     """Whole blocks copied from host memory."""
     saved_bytes: int
-    """Bytes of these, and of single slots."""
+    """Bytes copied to host memory, as whole blocks and as single slots."""
     loaded_bytes: int
     saved_slots: int
-    """Positions that were copied to host memory one by one, before another request overwrote them."""
+    """Single slots copied to host memory before another request overwrote them (block sharing)."""
     loaded_slots: int
-    """Positions that came back."""
+    """Single slots copied back from host memory (block sharing)."""
     device_hit_tokens: int
-    """Positions, of new and of preempted requests, that were found on the device."""
+    """Positions of new and of preempted requests that were cached on the device."""
     host_hit_tokens: int
-    """Positions, of new and of preempted requests, that were copied from host memory in place of being computed."""
+    """Positions of new and of preempted requests that were copied from host memory instead of being computed."""
     restores: dict[str, int]
-    """Requests that found groups only in host memory, by how they went on: "kv" and "hidden" were copied, "recomputed"
-    computed again because that took less time. "converted" requests began with keys and values computed from cached
-    layer inputs, wherever these were."""
+    """Requests whose cached groups were only in host memory: "kv" and "hidden" groups were copied, "recomputed" groups
+    were computed again, which was faster. "converted" counts requests that began with keys and values computed from
+    cached layer inputs, on the device or in host memory."""
     num_lost_groups: int
-    """Groups of blocks in host memory that were lost, by a failed transfer or a wrong checksum."""
+    """Groups of blocks in host memory lost because a transfer failed or a checksum was wrong."""
     disk_bytes: int
-    """Bytes of the files of cached prefixes, of all servers on the directory as far as this one knows; 0 without
+    """Bytes of the prefix files in `prefix_cache_dir`, including known files of other servers; 0 without
     `prefix_cache_dir`."""
     disk_read_bytes: int
     disk_written_bytes: int
     disk_hit_tokens: int
-    """Positions that were read from disk into host memory, for requests that waited for them."""
+    """Positions read from disk into host memory for waiting requests."""
     num_dropped_files: int
-    """Files of cached prefixes that were removed because they were damaged, or not of this model."""
+    """Prefix files removed because they were damaged or belonged to another model."""
     num_unwritten_groups: int
-    """Groups of blocks that were not written to disk, as it failed, was full or too slow."""
+    """Groups of blocks not written because the disk failed, was full or was too slow."""
     finished: dict[str, int]
-    """Ended requests by reason."""
+    """Ended requests by finish reason."""
     num_rejected: int
     """Requests that admission rejected."""
     num_slo_at_risk_admitted: int
@@ -108,17 +108,17 @@ class EngineStats:
     generation_tokens: int
     """Tokens delivered."""
     best_effort_prompt_tokens: int
-    """`prompt_tokens` of requests of class "be"."""
+    """`prompt_tokens` of best-effort requests (class "be")."""
     best_effort_generation_tokens: int
-    """`generation_tokens` of requests of class "be"."""
+    """`generation_tokens` of best-effort requests (class "be")."""
     num_deferred_requests: int
-    """Rows of plans that did not run because no block was free after all."""
+    """Rows of plans that did not run because too few blocks were free."""
     num_discarded_tokens: int
     """Tokens discarded because their request had ended while the step was in flight."""
     num_invalid_plan_rows: int
-    """Rows of plans that violated the contract of `Plan`; any is a bug in the policy."""
+    """Rows of plans that violated the contract of `Plan`; a value above 0 is a bug in the policy."""
     fallback_iterations: int
-    """Iterations that `fcfs` scheduled, because the policy raised or its plan violated the contract."""
+    """Iterations that `fcfs` scheduled because the policy raised or its plan violated the contract."""
     step_failures: int
     compilations: int
     step_tokens: Distribution
@@ -126,24 +126,24 @@ class EngineStats:
     schedule_s: Distribution
     """Scheduling time per decision, seconds."""
     host_p50_ms: float
-    """Host work per iteration over the last 4,096: schedule, build, commit; neither dispatch nor waiting for the
-    device. 0 before the first iteration."""
+    """Median host time per iteration over the last 4,096 iterations, milliseconds, without dispatch and without waiting
+    for the device; 0 before the first iteration."""
     host_p99_ms: float
     schedule_p50_ms: float
-    """The policy's share of it."""
+    """Median time of the policy per iteration, milliseconds; part of the host time."""
     schedule_p99_ms: float
     dispatch_p50_ms: float
-    """`Executor.execute` per iteration."""
+    """Median time of `Executor.execute` per iteration, milliseconds."""
     mask_p50_ms: float
-    """Filling the token masks of a step, over the last 4,096 steps with masks; part of the host work."""
+    """Median time to fill token masks, over the last 4,096 steps with masks, milliseconds; part of the host time."""
     mask_p99_ms: float
     cost_errors: dict[str, float]
-    """Mean relative error of the step times that `StepCosts` predicts, by "prefill" (steps with chunks) and "decode",
-    over about the last 32 measured steps (every eighth is); empty without a cost model."""
+    """Mean relative error of the step times that `StepCosts` predicts, for "prefill" (steps with chunks) and "decode",
+    over about the last 32 measured steps; every eighth step is measured. Empty without a cost model."""
     busy_s: float
     """Total time of the steps, seconds."""
     expected_wait_s: float | None
-    """Queueing time of a new request with an SLO, estimated by admission; None without a cost model."""
+    """Estimated queueing time of a new request with an SLO, seconds; None without a cost model."""
 
     @property
     def used_blocks(self) -> int:
@@ -160,7 +160,7 @@ def collect_stats(
     host_block_bytes: int = 0,
     disk: DiskCounts | None = None,
 ) -> EngineStats:
-    """Take a snapshot; a tenth of a millisecond."""
+    """Return a snapshot of counters and gauges; takes about 0.1 ms."""
     table, cache = states.table, states.cache
     tier = cache.tier
     disk = DiskCounts() if disk is None else disk

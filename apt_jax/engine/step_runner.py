@@ -20,25 +20,25 @@ from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.sched.view import Plan
 
 _COST_ERROR_EVERY = 8
-"""Steps per comparison with the cost model."""
+"""Number of steps of a type per comparison with the cost model."""
 
 
 class StepRunner:
     """Runs steps, of which one may be in flight while the next one is dispatched.
 
     Args:
-        executor: runs them.
-        cache: forgets what a step that was not dispatched should have saved.
-        builder: accounts for steps that have been dispatched.
+        executor: runs the steps.
+        cache: cancels the saves of a step that could not be dispatched.
+        builder: updates the counts for dispatched steps.
         masks: fills the masks of steps that wait for them.
-        committer: delivers the step before one that failed.
-        recovery: puts everything back after a failure.
-        recorder: told of the ends of steps.
-        policies: in debug mode failures raise.
-        counters: steps are counted there.
+        committer: commits the step in flight if dispatching the next step fails.
+        recovery: resets the engine after a failure.
+        recorder: reports decisions when their steps end.
+        policies: its debug mode decides whether failures raise.
+        counters: counts the steps.
 
     Attributes:
-        pending: the step in flight; None: there is none.
+        pending: the step in flight; None: no step.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class StepRunner:
         requests: list[RequestState],
         costs: StepCosts,
     ) -> InFlightStep | None:
-        """Dispatch a step and account for it.
+        """Dispatch a step and update the counts.
 
         Args:
-            plan: that the step is made from.
-            batch: the step.
-            rows: (n,) its rows of the request table.
-            requests: of these rows.
-            costs: predict how long the step takes.
+            plan: plan of the step.
+            batch: batch to run.
+            rows: (n,) rows of the request table.
+            requests: requests of `rows`.
+            costs: cost model that predicts the duration of the step.
 
         Returns:
-            The step, None where it failed.
+            The dispatched step; None: it failed.
         """
         dispatched_s = time.perf_counter()
         try:
@@ -117,8 +117,8 @@ class StepRunner:
         )
 
     def _predicted_s(self, plan: Plan, batch: StepBatch, costs: StepCosts) -> float | None:
-        """Predict every eighth step of a type by the cost model, if there is one: it takes some hundredths of a
-        millisecond."""
+        """Return the duration predicted by the cost model, seconds, for every eighth step of a type, as a prediction
+        takes some 0.01 ms; None: no prediction."""
         if self._counters.iterations[plan.iteration] % _COST_ERROR_EVERY:
             return None
         step_s = costs.step_s(batch.num_tokens, batch.start, batch.kind)
@@ -126,10 +126,10 @@ class StepRunner:
         return max(step_s, costs.transfer_s(*batch.moved_blocks(self._cache.block_sizes))) or None
 
     def sample_masked(self, step: InFlightStep | None) -> InFlightStep | None:
-        """Fill the masks that a dispatched step waits for and dispatch its sampler; every token before is known.
+        """Fill the masks that a dispatched step waits for, and dispatch its sampler; all earlier tokens must be known.
 
         Returns:
-            The step, None where it failed.
+            The step; None: it failed.
         """
         if step is None or step.masked is None:
             return step
@@ -143,7 +143,7 @@ class StepRunner:
         return step
 
     def fetch(self, step: InFlightStep) -> StepResult | None:
-        """Wait for a step. None: it failed, and everything has been put back to where it can go on."""
+        """Wait for a step and return its result; None: it failed, and `Recovery.recover` has run."""
         try:
             result = step.handle.result()
             shape = (len(step.requests),)

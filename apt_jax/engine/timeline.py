@@ -1,7 +1,7 @@
-"""Timelines of requests: when they waited and for what, ran, changed the kind of their cache, or lost it.
+"""Timelines of requests: when they waited (and why), ran, changed their cache kind, or lost their cache.
 
-Made of the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of one kind are
-one event. All times are milliseconds since the arrival of the request.
+Timelines are made from the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of
+one type are one event. All times are milliseconds since the arrival of the request.
 """
 
 import collections
@@ -19,16 +19,16 @@ _MOST_LOOKED_AT = 2048
 
 
 _OF_OTHERS = ("free_blocks", "running", "waiting", "iteration")
-"""Details of events that depend on how much the server does for others."""
+"""Details of events that depend on the load by other requests."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Event:
-    """One event, or several consecutive ones of the same kind."""
+    """One event, or several consecutive events of the same type."""
 
     event: str
-    """"waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (it was scheduled, and no block
-    was free), "lost" (a failed step destroyed its cache), "ended"."""
+    """Type: "waited", "prefill", "decode", "preempted", "switched", "converted", "deferred" (scheduled, but too few
+    blocks were free), "lost" (a failed step destroyed its cache), or "ended"."""
     at_ms: float
     until_ms: float
     details: dict[str, Any]
@@ -39,24 +39,24 @@ class RequestTimeline:
     """Timeline of one request."""
 
     request_id: str
-    """The engine's id."""
+    """Id of the request in the engine."""
     tenant: str | None
     arrival_s: float
     prompt_len: int
     events: "collections.deque[Event]"
     num_dropped: int = 0
-    """Events dropped between the first one and the others."""
+    """Number of events dropped after the first event."""
     begun_at: int
-    """The first iteration that may concern it."""
+    """Number of the first iteration that may concern the request."""
     waits_since: int | None
-    """The first iteration in which it did not run; None: it runs."""
+    """Number of the first iteration of the current wait; None: the request runs."""
     ended: bool = False
 
     def as_json(self, *, others: bool = True) -> dict[str, Any]:
-        """Return the part that the sender of the request may see.
+        """Return the timeline as JSON data, as far as the sender of the request may see it.
 
         Args:
-            others: whether it may see counts of other requests and of the engine's steps.
+            others: whether the sender may see counts of other requests and of the engine's steps.
         """
         left_out = () if others else _OF_OTHERS
         return {
@@ -75,7 +75,7 @@ class RequestTimeline:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return the state of the request; times as in `as_json`, `arrival_s` on the engine's clock."""
+        """Return a summary of the request; times are as in `as_json`, `arrival_s` is on the engine's clock."""
         last = self.events[-1] if self.events else None
         kinds = [e.details["kind"] for e in self.events if e.event in ("prefill", "decode")]
         state = "waiting" if self.waits_since is not None else "running"
@@ -91,12 +91,12 @@ class RequestTimeline:
 
 
 class TimelineLog:
-    """Timelines of the last requests; for one thread.
+    """Timelines of the last requests; not thread-safe.
 
     Args:
-        num_requests: how many are kept.
-        max_num_seqs: slots of the batch.
-        blocks_needed: minimum number of blocks of so many tokens.
+        num_requests: number of requests kept.
+        max_num_seqs: number of slots of the batch.
+        blocks_needed: returns the minimum number of blocks for a number of tokens.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class TimelineLog:
         self._blocks_needed = blocks_needed
         self._requests: collections.OrderedDict[str, RequestTimeline] = collections.OrderedDict()
         self._states: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_NUM_STATES)
-        """Number, free blocks and running requests of the last iterations."""
+        """(iteration number, free blocks, running requests) of the last iterations."""
 
     def of(self, request_id: str) -> RequestTimeline | None:
-        """Return the last request with this id of the engine, if it is kept."""
+        """Return the timeline of the last request with this id; None: it is not kept."""
         return self._requests.get(request_id)
 
     def last(self, tenants: Collection[str | None], count: int) -> dict[str | None, list[RequestTimeline]]:
-        """Return the last requests of each of these tenants, at most `count`, newest first, among the last 2,048 of
-        all. None: those of all tenants."""
+        """Return at most `count` of the last requests of each tenant, newest first, from the last 2,048 requests; the
+        tenant None stands for all tenants."""
         found: dict[str | None, list[RequestTimeline]] = {tenant: [] for tenant in tenants}
         for request in itertools.islice(reversed(self._requests.values()), _MOST_LOOKED_AT):
             for tenant in {request.tenant, None}:
@@ -128,7 +128,7 @@ class TimelineLog:
         return found
 
     def begin(self, request: EngineRequest, number: int) -> None:
-        """A request was admitted; `number` is that of the next iteration."""
+        """Begin the timeline of an admitted request; `number` is the number of the next iteration."""
         self._requests.pop(request.request_id, None)
         self._requests[request.request_id] = RequestTimeline(
             request_id=request.request_id,
@@ -143,22 +143,22 @@ class TimelineLog:
             self._requests.popitem(last=False)
 
     def end(self, ended: EngineRequest, reason: str, now_s: float) -> None:
-        """Record the end of a request; another one with its id may have begun since."""
+        """Record the end of a request; does not touch a later request with the same id."""
         request = self._requests.get(ended.request_id)
         if request is not None and request.arrival_s == ended.arrival_s:
             self._add(request, "ended", now_s, reason=reason)
             request.ended = True
 
     def _in(self, iteration: Iteration, request_id: str) -> RequestTimeline | None:
-        """The request that an iteration is about: not a later one with its id, nor one that has ended while its step
-        ran."""
+        """Return the timeline of a request of an iteration. None: it is not kept, ended while the step ran, or its id
+        is now used by a later request."""
         request = self._requests.get(request_id)
         if request is None or request.ended or iteration.number < request.begun_at:
             return None
         return request
 
     def note(self, iteration: Iteration) -> None:
-        """Add a decision whose step has ended."""
+        """Add the events of a decision whose step has ended."""
         at_s = iteration.at_s
         for row in iteration.preempted:
             request = self._in(iteration, row.request_id)
@@ -197,7 +197,7 @@ class TimelineLog:
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
 
     def _lose(self, iteration: Iteration, request_id: str) -> None:
-        """A failed step destroyed its cache; added once, although the step behind that one is reported as well."""
+        """Add a "lost" event, once per failure although the step that followed is reported as failed as well."""
         request = self._in(iteration, request_id)
         if request is None:
             return
@@ -206,8 +206,8 @@ class TimelineLog:
         request.waits_since = iteration.number + 1
 
     def _add_wait(self, request: RequestTimeline, iteration: Iteration) -> None:
-        """Add the wait until now, and its causes: after each decision without the request there were too few free
-        blocks for it, no slot, or others went first. Counts the last iterations only."""
+        """Add the wait until now with its causes: per decision without the request, too few free blocks, no free slot,
+        or precedence of other requests. Only the last iterations are counted."""
         since, request.waits_since = request.waits_since, None
         iterations = iteration.number - (since or 0)
         if iterations <= 0:

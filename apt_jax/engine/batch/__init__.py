@@ -1,5 +1,5 @@
-"""From a plan to a `StepBatch`: which rows run (`plan_filter`), what they have cached already (`cached_prefixes`), how they
-get blocks (`reserver`), and the arrays of the step (`builder`)."""
+"""Builds a `StepBatch` from a plan: filters its rows (`plan_filter`), attaches cached prefixes (`cached_prefixes`),
+reserves blocks (`reserver`), and fills the arrays of the step (`builder`)."""
 
 from apt_jax.config import CacheConfig
 from apt_jax.engine.batch.reserver import PlainReserver, Reserver
@@ -10,8 +10,7 @@ __all__ = ["PlainReserver", "Reserver", "SharedReserver", "reserver_for"]
 
 
 def reserver_for(policy: Policy, cache: CacheConfig) -> type[Reserver]:
-    """Return how requests get blocks under a policy: they share blocks where it says so, and the configuration lets
-    them."""
+    """Return the `Reserver` class for a policy: requests share blocks if both policy and configuration allow it."""
     if takes_groups(policy) and cache.share_blocks and cache.swap_space > 0:
         return SharedReserver
     return PlainReserver

@@ -1,4 +1,4 @@
-"""Turns a plan into a `StepBatch`: preempts, reserves blocks, attaches cached prefixes, and does the accounting."""
+"""Builds a `StepBatch` from a plan: preempts, attaches cached prefixes, reserves blocks, and updates the counts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ _NO_TABLES = np.zeros((0, 2, 0), np.int32)
 
 
 class BatchBuilder:
-    """Builds the batch of a plan, and accounts for it once it has been dispatched.
+    """Builds the batch of a plan, and updates the counts after it has been dispatched.
 
     Args:
-        states: the requests; those of the batch are running afterwards.
-        cache: gives the blocks.
+        states: the requests; the requests of a batch are running afterwards.
+        cache: holds the blocks.
         plans: filters the plans.
-        prefixes: gives requests that begin what is cached of them.
-        reserver: gives blocks to rows.
-        counters: counts what happens to rows.
-        recorder: receives rows that must wait.
+        prefixes: attaches cached prefixes to requests that begin.
+        reserver: reserves blocks for rows.
+        counters: counts deferred rows and restored prefixes.
+        recorder: receives the batch and the rows that must wait.
         lengths_only: leave token ids, block tables, sampling parameters and histories empty.
     """
 
@@ -61,8 +61,11 @@ class BatchBuilder:
     # --- before dispatch -------------------------------------------------------------------------------------------
 
     def build(self, plan: Plan) -> tuple[StepBatch | None, NDArray[np.int32], list[RequestState]]:
-        """Preempt, then reserve in order. Returns the batch (None: nothing to run), its rows of the table, their
-        requests."""
+        """Preempt requests, then reserve blocks for rows, in the order of the plan.
+
+        Returns:
+            The batch (None: nothing to run), its rows of the request table, and their requests.
+        """
         states = self._states
         if plan.preempt.size:
             cause = self._cause_of_preemption(plan)
@@ -132,8 +135,8 @@ class BatchBuilder:
         return batch, rows, requests
 
     def _cause_of_preemption(self, plan: Plan) -> RecomputeCause:
-        """`MEMORY` if the running requests do not all fit the pool: those of the plan with the tokens that they get,
-        the preempted ones with one more, the others as they are."""
+        """Return `MEMORY` if the pool is too small for all running requests, else `POLICY`. Requests of the plan are
+        counted with the tokens that it gives them, preempted requests with one more token, the others unchanged."""
         table, running = self._table, self._states.rows(RUNNING)
         num_tokens = np.zeros(self._states.capacity, np.int64)
         for rows, more in ((plan.preempt, np.int32(1)), (plan.rows, plan.num_tokens)):
@@ -148,13 +151,13 @@ class BatchBuilder:
     def _convert(
         self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32], found: NDArray[np.int32]
     ) -> tuple[dict[int, NDArray[np.int32]], list[bool]]:
-        """Convert rows from layer inputs to keys and values, as far as there are blocks.
+        """Convert rows from layer inputs to keys and values while there are free blocks.
 
         Args:
-            found: (n,) positions that those which begin have found.
+            found: (n,) cached positions of the rows that begin; 0 for running rows.
 
         Returns:
-            By row the blocks of its layer inputs, of those that change; and for each row, whether it can run.
+            The blocks of layer inputs by converted row; and for each of `rows`, whether it can run.
         """
         table, states, cache = self._table, self._states, self._cache
         owners = table.rank[rows].tolist()
@@ -233,7 +236,7 @@ class BatchBuilder:
     def _begin_copies(
         self, rows: NDArray[np.int32], slots: NDArray[np.int32], sources: Mapping[int, CopySource]
     ) -> NDArray[np.int32]:
-        """(m, 2) source and destination blocks: the first new group of each row with a source begins as a copy."""
+        """Make the first new group of each row with a source a copy; return (m, 2) source and destination blocks."""
         copies = [
             self._cache.begin_copy(slot, int(self._table.num_cached[row]), sources[row])
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
@@ -255,7 +258,7 @@ class BatchBuilder:
     # --- after dispatch --------------------------------------------------------------------------------------------
 
     def account(self, batch: StepBatch, rows: NDArray[np.int32], requests: list[RequestState]) -> list[FilledBlocks]:
-        """Advance the counts by a dispatched step; returns the groups that it fills."""
+        """Update the counts for a dispatched step; returns the groups that it fills."""
         states, table, cache = self._states, self._table, self._cache
         end = batch.start + batch.num_tokens
         table.num_cached[rows] = end
@@ -284,7 +287,8 @@ class BatchBuilder:
         return filled
 
     def _filled(self, batch: StepBatch, rows: NDArray[np.int32], end: NDArray[np.int32]) -> list[FilledBlocks]:
-        """Full groups whose fate a step decides. A chunk that samples nothing decides nothing: it may not be finite."""
+        """Return the full groups that the commit of a step registers or discards. Rows that sample no token are left
+        out, because their values may not be finite."""
         num_filled = self._states.num_filled
         groups = end // self._block_sizes[batch.kind]
         more = batch.samples & (groups > num_filled[rows])
@@ -329,7 +333,7 @@ def _pool_spans(
 
 
 def _conversions_of(rows: NDArray[np.int32], inputs: dict[int, NDArray[np.int32]]) -> Conversions:
-    """`StepBatch.conversions` of a step's rows; `inputs` are the blocks of those that are converted."""
+    """Return `StepBatch.conversions`; `inputs` holds the blocks of layer inputs by converted row."""
     at = np.flatnonzero(np.isin(rows, list(inputs)))
     tables = [inputs[row] for row in rows[at].tolist()]
     padded = np.full((at.size, max(t.size for t in tables)), NULL_BLOCK, np.int32)

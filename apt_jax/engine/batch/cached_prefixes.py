@@ -1,4 +1,4 @@
-"""Gives requests that begin the groups of their prompts that are cached, from the device or from host memory."""
+"""Attaches groups cached on the device or in host memory to requests that begin."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,13 @@ from apt_jax.engine.request_states import RequestStates
 
 
 class CachedPrefixes:
-    """Attaches cached prefixes to the requests of a step that begin.
+    """Attaches cached prefixes to the requests that begin in a step.
 
     Args:
         states: the requests.
         cache: holds the prefixes.
         counters: counts how prefixes in host memory are used.
-        host_memory: of the executor, where the cache has a second tier.
+        host_memory: host memory of the executor; required if the cache has a second tier.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class CachedPrefixes:
         self._states, self._table = states, states.table
         self._cache, self._counters, self._host_memory = cache, counters, host_memory
         self._from_host: dict[int, int] = {}
-        """By row, positions of the step being built that are copied from host memory."""
+        """Number of positions that the step being built copies from host memory, by row."""
 
     def attach(
         self,
@@ -38,15 +38,15 @@ class CachedPrefixes:
         kind: NDArray[np.int8],
         begins: NDArray[np.bool_] | None,
     ) -> tuple[NDArray[np.int32], dict[int, CopySource]]:
-        """Give requests that begin their cached prefixes, all of them before any request gets new blocks.
+        """Attach the cached prefixes of all requests that begin; called before any request gets new blocks.
 
         Args:
-            rows, kind: of the plan.
-            slots: changed in place where a row takes one.
-            begins: rows that begin with layer inputs, to be converted; None: there are none.
+            rows, kind: (n,) rows of the plan and their cache kinds.
+            slots: (n,) slots of the rows; changed in place if a row takes one.
+            begins: (n,) True: the row begins with layer inputs that are converted; None: no row does.
 
         Returns:
-            (n,) positions that need no computing, and by row the group that its first new one begins as a copy of.
+            (n,) positions that need not be computed, and by row the group that its first new group is a copy of.
         """
         found = np.zeros(rows.size, np.int32)
         sources: dict[int, CopySource] = {}
@@ -88,7 +88,7 @@ class CachedPrefixes:
         return found, sources
 
     def count_restore(self, row: int, kind: int, found: int) -> None:
-        """Count how a request that begins uses its cached prefix."""
+        """Update the counters of restored prefixes for a request that begins."""
         copied, hits = self._from_host.pop(row, 0), self._states.prefixes.hits
         assert hits is not None
         self._counters.host_hit_tokens += copied if found else 0
@@ -100,7 +100,7 @@ class CachedPrefixes:
             self._counters.restores["recomputed"] += 1
 
     def _prepare_loads(self, rows: NDArray[np.int32], kind: NDArray[np.int8]) -> None:
-        """Check the copies in host memory that rows begin with; what is lost is not found any more."""
+        """Check the copies in host memory that rows begin with, and drop lost copies from the cache."""
         hits, cache, table = self._states.prefixes.hits, self._cache, self._table
         assert hits is not None
         assert cache.tier is not None

@@ -1,4 +1,4 @@
-"""Checks plans against the requests as they are: rows that cannot run are left out, and reported."""
+"""Checks plans against the current states of the requests; rows that cannot run are left out and reported."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,11 @@ class PlanFilter:
     """Checks plans against the states of the requests.
 
     Args:
-        states: the requests as they are.
-        limits: of a step.
-        policies: receives violations.
-        is_offered: (num_kinds,) cache kinds on offer.
-        can_convert: whether rows may be converted.
+        states: the live requests.
+        limits: limits of a step.
+        policies: receives reports of violations.
+        is_offered: (num_kinds,) True: the cache kind is available.
+        can_convert: whether rows may be converted to keys and values.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PlanFilter:
         self._place = np.zeros(states.capacity, np.int32)  # scratch of `_is_plain`
 
     def may_preempt(self, row: int) -> bool:
-        """Check that a row holds cache."""
+        """Return True if a row holds cache, else report a violation."""
         states = self._states
         if 0 <= row < states.capacity and states.status[row] == RUNNING:
             return True
@@ -45,7 +45,7 @@ class PlanFilter:
         return False
 
     def converted_rows(self, plan: Plan, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(n,) mask of the `rows`, checked ones of the plan, that it may convert."""
+        """Return the (n,) mask of rows that the plan may convert; `rows` are its valid rows."""
         if not plan.convert.size:
             return np.zeros(rows.size, np.bool_)
         wanted = np.isin(rows, plan.convert)
@@ -57,7 +57,7 @@ class PlanFilter:
         return may
 
     def valid_rows(self, plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int8]]:
-        """Return rows, numbers of tokens and kinds of a plan, without rows that cannot run."""
+        """Return rows, token counts and cache kinds of a plan, without rows that cannot run."""
         rows, num_tokens, kind = (
             np.asarray(plan.rows, np.int32),
             np.asarray(plan.num_tokens, np.int32),
@@ -103,7 +103,7 @@ class PlanFilter:
         kind: NDArray[np.int8],
         preempt: NDArray[np.int32],
     ) -> bool:
-        """Return True if a plan is valid and schedules only running requests: a fast check, which most plans pass."""
+        """Return True if a plan is valid and schedules only running requests: a fast check that most plans pass."""
         states = self._states
         if rows.min() < 0 or rows.max() >= states.capacity or preempt.size:
             return False

@@ -1,4 +1,4 @@
-"""How the rows of a step get blocks: the contract, and the plain way."""
+"""Reservation of blocks for the rows of a step: the protocol, and the implementation without shared blocks."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ from apt_jax.sched.view import TakeableGroups
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Demand:
-    """Rows that want to run, in order, and the positions that they need blocks for. Arrays are (n,)."""
+    """Rows to run, in order, and the positions that they need blocks for; arrays are (n,) unless noted."""
 
     rows: NDArray[np.int32]
     slots: NDArray[np.int32]
-    """Their slots; changed in place where a row takes or gives back one."""
+    """Slots of the rows; changed in place if a row takes or returns a slot."""
     num_tokens: NDArray[np.int32]
     kind: NDArray[np.int8]
     found: NDArray[np.int32]
-    """Positions that rows which begin have found cached, and hold."""
+    """Cached positions attached to the rows that begin; 0 for running rows."""
     sources: Mapping[int, CopySource]
-    """By row, the group that its first new one begins as a copy of."""
+    """Group that the first new group of a row is a copy of, by row."""
     first: NDArray[np.int32]
-    """Rows that get their blocks in order with real-time ones (`Plan.num_first`)."""
+    """(m,) rows that get blocks in plan order with real-time rows, before best-effort rows (`Plan.num_first`)."""
 
     def part(self, index: NDArray[np.intp]) -> "Demand":
-        """Return some of the rows, with slots of their own."""
+        """Return the demand of some rows, with a copy of their slots."""
         return Demand(
             rows=self.rows[index],
             slots=self.slots[index],
@@ -46,39 +46,39 @@ class Demand:
 
 
 class Reserver(Protocol):
-    """Gives blocks to the rows of a step.
+    """Reserves blocks for the rows of a step.
 
     Args:
-        states: the requests and their cache, which the reserver may tell where positions lie.
-        host_memory: of the executor; None: there is none.
+        states: the requests and their cache; the reserver may set the cache's `Placement`.
+        host_memory: host memory of the executor; None: it has none.
     """
 
     fills_both_ends: bool
-    """True: requests may have positions from the right end of a block. The executor must take such block tables
-    (`StepBatch.block_tables`), and nothing is converted."""
+    """True: requests may fill blocks from the right end. The executor must support such block tables
+    (`StepBatch.block_tables`), and no request is converted."""
 
     def __init__(self, states: RequestStates, host_memory: HostMemory | None) -> None: ...
 
     def reserve(self, demand: Demand) -> NDArray[np.bool_]:
-        """Reserve blocks for rows, in order. Rows that must wait give back the prefix that they have found, which may
-        help others.
+        """Reserve blocks for rows, in order. Rows that must wait return their cached prefix, so that others may get the
+        blocks.
 
         Returns:
-            (n,) False: the row must wait.
+            (n,) True: the row can run; False: it must wait.
         """
         ...
 
     def finish(self, batch: StepBatch) -> StepBatch:
-        """Return the batch with the transfers that its reservations need."""
+        """Return the batch with the transfers that its reservations require."""
         ...
 
     def takeable(self) -> TakeableGroups | None:
-        """Return `SchedulerView.takeable`."""
+        """Return the value of `SchedulerView.takeable`."""
         ...
 
 
 class PlainReserver:
-    """A `Reserver` that gives free blocks only."""
+    """A `Reserver` that uses only free blocks."""
 
     fills_both_ends = False
 
@@ -108,12 +108,12 @@ class PlainReserver:
 
 
 def give_back_prefixes(cache: HybridCache, table: RequestTable, demand: Demand, ok: NDArray[np.bool_]) -> bool:
-    """Give back the prefixes that rows that must wait have found; returns True if there were any.
+    """Return the cached prefixes of the rows that must wait; returns True if there were any.
 
     Args:
-        cache: that holds them.
-        table: of the rows.
-        demand: its `slots` change in place.
+        cache: the cache that holds the prefixes.
+        table: request table of the rows.
+        demand: the rows; its `slots` change in place.
         ok: (n,) False: the row must wait.
     """
     gave_back = False

@@ -1,4 +1,4 @@
-"""Reservations where real-time and best-effort requests share blocks (`apt_jax.cache.sharing`)."""
+"""Reservation of blocks that real-time and best-effort requests share (`apt_jax.cache.sharing`)."""
 
 import dataclasses
 
@@ -16,12 +16,12 @@ from apt_jax.sched.view import TakeableGroups
 
 
 class SharedReserver:
-    """A `Reserver` that gives real-time requests free blocks and then slots of best-effort ones, which go to host memory
-    and come back before their request runs again.
+    """A `Reserver` that gives real-time requests free blocks and then slots of best-effort requests. The contents of
+    these slots are saved to host memory and loaded before the best-effort request runs again.
 
     Args:
-        states: the requests; those whose slots are lost are preempted.
-        host_memory: of the executor.
+        states: the requests; a request whose slots are lost is preempted.
+        host_memory: host memory of the executor.
     """
 
     fills_both_ends = True
@@ -39,7 +39,7 @@ class SharedReserver:
         return int(np.flatnonzero((self._table.rank == owner) & self._table.live)[0])
 
     def reserve(self, demand: Demand) -> NDArray[np.bool_]:
-        """See `Reserver`; what rows lack of their own is restored."""
+        """See `Reserver`; slots of the rows that are in host memory are restored."""
         table, rows, slots, found = self._table, demand.rows, demand.slots, demand.found
         best_effort = table.best_effort[rows]
         if demand.first.size:  # they have their turn among real-time ones
@@ -71,7 +71,7 @@ class SharedReserver:
         return ok
 
     def _lost_slots(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(n,) True: the request's cache in host memory is lost."""
+        """Return an (n,) mask of the requests whose cache in host memory is lost."""
         preempted = self._sharing.preempted
         if not preempted.of_slot:
             return np.zeros(slots.size, np.bool_)
