@@ -60,7 +60,7 @@ def processes_of(out: Path) -> list[int]:
     return found
 
 
-@pytest.mark.in_turn(4, group="whole commands")
+@pytest.mark.slow  # minutes of compilation
 def test_kernel_stages(tmp_path: Path) -> None:
     out = tmp_path / "out"
     stages = ["bandwidth", "correctness", "kernels", "peers", "tune", "autotune", "sanitizer"]
