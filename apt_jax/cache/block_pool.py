@@ -1,4 +1,4 @@
-"""Block ids on a free list, and the names that the modules of the cache share."""
+"""A pool of block ids with a free list, and definitions that the modules of the cache share."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,22 +13,22 @@ NO_OWNER = -1
 
 
 class CacheIntegrityError(AssertionError):
-    """The accounting contradicts itself: going on could hand one request's memory to another.
+    """The accounting is inconsistent: if the engine continued, a request could read another request's memory.
 
-    Raised rather than asserted, so that it works under ``python -O`` as well.
+    It is raised without `assert`, so that the checks also run under ``python -O``.
     """
 
 
 def require(condition: object, message: str) -> None:
-    """Raise `CacheIntegrityError` unless the condition holds."""
+    """Raise `CacheIntegrityError` with a message if the condition is false."""
     if not condition:
         raise CacheIntegrityError(message)
 
 
 class BlockPool:
-    """Block ids [1, num_blocks] on a stack of free ones, with a bitmap of the ids on it.
+    """Pool of block ids [1, num_blocks]: a stack of the free ids, and a bitmap of the same ids.
 
-    The stack reuses the block that was freed last; the bitmap detects double and foreign frees.
+    The block freed last is reused first; the bitmap detects blocks that are freed twice or are not of this pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -52,7 +52,8 @@ class BlockPool:
         return self._is_free[ids]
 
     def allocate(self, num: int) -> NDArray[np.int32] | None:
-        """Take `num` blocks: all of them, or None and nothing changes."""
+        """Return the ids of `num` blocks taken from the pool; None: too few blocks are free, and nothing has
+        changed."""
         if num > self._num_free:
             return None
         self._num_free -= num
@@ -62,7 +63,7 @@ class BlockPool:
         return ids
 
     def free(self, ids: NDArray[np.int32]) -> None:
-        """Return blocks.
+        """Return blocks to the pool.
 
         Raises:
             CacheIntegrityError: an id does not belong to the pool, is already free, or occurs twice.

@@ -1,22 +1,22 @@
-"""Groups of blocks over one pool: who shares them, which can be found again, which are idle. Knows no block tables.
+"""Groups of blocks of one pool: their holders, their registration as prefixes, and idle groups.
 
-A group is named by its first block, the K or the X block. With prefix caching groups are shared: a group that is full
-and known to be good is registered in the `PrefixTree`, where later requests with the same tokens find it:
+A group is identified by its first block, the K or the X block. With prefix caching groups are shared: a full group with
+valid contents is registered in the `PrefixTree`, where later requests with the same tokens find it:
 
     free ── reserve ──► held by one ── register ──► registered, held by n ── last release ──► idle ── attach ──► held
       ▲                      │ release                                                         │
       └──────────────────────┴──────────── evict: least recently used first, leaf first ◄──────┘
 
 * Idle groups count as free: empty blocks are handed out first, then idle groups are evicted.
-* A request that holds a registered group holds those before it. A group whose tokens turn out to be registered already
-  is exchanged for the registered one, so this also holds for requests that computed the same prefix at the same time.
-* A group with two or more holders is attributed to none of them: a request is charged for what it alone holds, the
-  least that becomes free when it ends. Charges, blocks with several holders and free ones add up to the pool.
+* A request that holds a registered group also holds all groups before it in the prefix. If the tokens of a new
+  group are registered already, it is replaced by the registered group; so this also holds for requests that computed
+  the same prefix at the same time.
+* A group with two or more holders is charged to none of them: a request is charged only for groups without another
+  holder, the minimum that becomes free when it ends. Charged, shared and free blocks add up to the pool.
 
-With a `HostTier` an idle registered group that is evicted goes to host memory and stays registered; `share` loads it
-into new blocks.
+With a `HostTier`, an evicted idle group is saved to host memory and stays registered; `share` loads it into new blocks.
 
-Without prefix caching nothing is ever registered or idle.
+Without prefix caching no group is ever registered or idle.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,37 +33,37 @@ from apt_jax.cache.prefix_tree import Node, PrefixTree
 from apt_jax.core.step import NULL_BLOCK
 
 _WRITTEN_AT_ONCE = 8
-"""Groups that are written to disk one after the other before there is a look at the time."""
+"""Number of groups written to disk between two checks of the time limit."""
 
 
 class CopySource(NamedTuple):
-    """A registered group that another one begins as a copy of, as it was when it was found."""
+    """The registered group that a new group begins as a copy of."""
 
     group: NDArray[np.int32] | Node
-    """Its blocks (first, second), or the group where it is copied from host memory."""
+    """(2,) first and second block of the group on the device, or its node if it is copied from host memory."""
     is_downward: bool
-    """Its positions lie from the right end."""
+    """True: positions fill the group from the right end."""
 
 
 class GroupPool:
     """Allocation, references and sharing of groups.
 
-    Attributes (arrays are indexed by the first block of a group; read them, change them through the methods only):
+    Attributes (arrays are indexed by the first block of a group; change them only through the methods):
         pool: the blocks.
-        blocks_per_group: by kind.
+        blocks_per_group: number of blocks of a group, by kind.
         prefixes: registered and idle groups.
         tracker: prefix hits of waiting requests; None: not tracked.
-        tier: groups in host memory; None: there is none.
-        num_refs: requests that hold the group.
-        generation: how often a block was handed out as a first one: tells whether a group is still the same.
-        second: V block of a group, `NULL_BLOCK` for hidden ones.
-        slot_sum: sum of the slots that hold the group: names the last one.
-        is_expected: a step in flight fills the group, to be registered afterwards.
-        num_private: by slot, groups that it alone holds.
-        ownership_changed: `num_private` of a slot has changed otherwise than by its own allocations.
-        in_use: by kind, groups with a holder.
-        placement: told of new groups; None: nobody is.
-        num_idle_blocks: blocks of groups without a holder that may be found again.
+        tier: groups in host memory; None: there is no tier of host memory.
+        num_refs: number of requests that hold the group.
+        generation: number of times that the block was allocated as a first block; identifies one use of it.
+        second: V block of the group; `NULL_BLOCK` for the hidden kind.
+        slot_sum: sum of the slots that hold the group; equals the slot if there is only one holder.
+        is_expected: True: a step in flight fills the group, which may be registered afterwards.
+        num_private: number of groups without another holder, by slot.
+        ownership_changed: True: `num_private` of a slot has changed by anything but its own allocations.
+        in_use: number of groups with a holder, by kind.
+        placement: receives new groups; None: each group is filled from the left by one request at a time.
+        num_idle_blocks: number of blocks of idle groups.
     """
 
     def __init__(
@@ -89,11 +89,12 @@ class GroupPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out: empty ones and idle ones."""
+        """Number of blocks that can be allocated: empty and idle blocks."""
         return self.pool.num_free + self.num_idle_blocks
 
     def allocate(self, num: int) -> NDArray[np.int32] | None:
-        """Take `num` blocks, empty ones first, then blocks of idle groups; None if both together are too few."""
+        """Return the ids of `num` allocated blocks: empty blocks first, then blocks of evicted idle groups. None: too
+        few."""
         if num > self.pool.num_free:
             if num > self.num_free:
                 return None
@@ -107,7 +108,7 @@ class GroupPool:
         seconds: int | NDArray[np.int32],
         slots: int | NDArray[np.int32],
     ) -> None:
-        """Give newly allocated groups their only holder; `in_use` and `num_private` are left to the caller."""
+        """Set the only holder of newly allocated groups; the caller updates `in_use` and `num_private`."""
         self.num_refs[firsts] = 1
         self.generation[firsts] += 1
         self.slot_sum[firsts] = slots
@@ -116,11 +117,13 @@ class GroupPool:
             self.placement.note_new(firsts, slots)
 
     def release(self, ids: NDArray[np.int32], slot: int, kind: int, *, is_read: bool = False) -> None:
-        """Drop a slot's references; groups that are registered or expected stay idle when nobody is left.
+        """Drop a slot's references; registered and expected groups without another holder become idle, others free.
 
         Args:
-            ids: (halves, groups) blocks of all groups that the slot holds; `num_private` is left to the caller.
-            is_read: the step that is being built reads them, so that what it was to load is loaded.
+            ids: (halves, groups) blocks of all groups that the slot holds; the caller updates `num_private`.
+            slot: slot that held the groups.
+            kind: cache kind of the groups.
+            is_read: True: the step being built reads the groups, so that their loads are kept.
         """
         firsts = ids[0]
         self.num_refs[firsts] -= 1
@@ -147,7 +150,7 @@ class GroupPool:
             self.tracker.used(self.prefixes.node_of[int(changed[0])])
 
     def _mark_exclusive(self, firsts: NDArray[np.int32]) -> None:
-        """Charge these groups to their last holder."""
+        """Charge groups to their only remaining holder."""
         if firsts.size:
             np.add.at(self.num_private, self.slot_sum[firsts], 1)
             self.ownership_changed = True
@@ -155,17 +158,17 @@ class GroupPool:
     # --- prefixes --------------------------------------------------------------------------------------------------
 
     def share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
-        """Add a holder to the first groups of a path from the root; those in host memory are to be loaded.
+        """Add a holder to the first groups of a path from the root; groups that are only in host memory will be loaded.
 
         Returns:
-            Their first blocks. None where those in host memory cannot be loaded; then nothing has changed.
+            (n,) first blocks of the groups; None: groups in host memory cannot be loaded, and nothing has changed.
         """
         if self.tier is None or all(node.block != NULL_BLOCK for node in nodes):
             return self._share(nodes, slot)
         return self._load(self.tier, nodes, slot)
 
     def _load(self, tier: HostTier, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
-        """`share` of groups of which some are only in host memory."""
+        """Do the work of `share` if some groups are only in host memory."""
         kind = nodes[0].kind
         present = [node for node in nodes if node.block != NULL_BLOCK]
         missing = [node for node in nodes if node.block == NULL_BLOCK]
@@ -195,7 +198,7 @@ class GroupPool:
         return np.array([node.block for node in nodes], np.int32)
 
     def _cancel_loads(self, idle: list[int]) -> None:
-        """Take back the loads of these idle groups: they are in host memory alone again."""
+        """Cancel the loads of idle groups, which are then only in host memory again."""
         assert self.tier is not None
         for first in idle:
             node = self.prefixes.node_of.get(first)
@@ -204,13 +207,13 @@ class GroupPool:
                 self._leave_device(node)
 
     def _keep_loads(self, firsts: list[int]) -> None:
-        """Have these groups loaded whoever else gives them up: the step reads them."""
+        """Keep the loads of groups that the step reads, even if no request holds these groups any more."""
         assert self.tier is not None
         nodes = (self.prefixes.node_of.get(first) for first in firsts)
         self.tier.kept.update(node for node in nodes if node is not None and node in self.tier.loads)
 
     def _leave_device(self, node: Node) -> None:
-        """Free the blocks of an idle group that is in host memory too."""
+        """Free the device blocks of an idle group that is also in host memory."""
         first = node.block
         self.prefixes.displace(node)
         self._discard(first)
@@ -220,7 +223,7 @@ class GroupPool:
             self.tracker.used(node)
 
     def _share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32]:
-        """`share` of groups that are all on the device."""
+        """Do the work of `share` if all groups are on the device."""
         kind = nodes[0].kind
         firsts = np.array([node.block for node in nodes], np.int32)
         before = self.num_refs[firsts]
@@ -241,9 +244,9 @@ class GroupPool:
         return firsts
 
     def copy_source(self, node: Node) -> CopySource | None:
-        """Source of a copy of a registered group that is about to be made; None where the group has been evicted just now.
+        """Return the source for a copy of a registered group; None: the group has just been evicted.
 
-        Counts as a use of the group.
+        The call counts as a use of the group.
         """
         if self.tier is not None and (node.block == NULL_BLOCK or node in self.tier.loads):
             return CopySource(node, node.host_is_downward) if node in self.tier.pinned else None
@@ -262,11 +265,11 @@ class GroupPool:
         slot: int,
         table: NDArray[np.int32] | None,
     ) -> None:
-        """Let others find full groups, as `HybridCache.register`.
+        """Register full groups, so that other requests find them; see `HybridCache.register` for the other arguments.
 
         Args:
-            slot: of the request that filled them, if `table` is given.
-            table: (2, J) its block table, changed where a group is exchanged; None: it holds no cache.
+            slot: slot of the request that filled the groups, if `table` is given.
+            table: (2, J) block table of the request, changed if a group is replaced; None: it holds no cache.
         """
         prefixes = self.prefixes
         parent = prefixes.find(kind, digests[begin - 1]) if begin else prefixes.roots[kind]
@@ -309,14 +312,14 @@ class GroupPool:
             self.tracker.registered(new)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
-        """Withdraw groups that were announced for registration, and free the unheld ones."""
+        """Cancel the registration of expected groups, and free groups without a holder."""
         same = self.generation[firsts] == generations
         self.is_expected[firsts[same]] = False
         for first in firsts[same].tolist():
             self._discard(first)
 
     def drop(self, node: Node) -> None:
-        """Unregister a node and all below it; groups without a holder become free."""
+        """Unregister a node and its descendants; groups without a holder become free."""
         nodes = self.prefixes.subtree(node)
         if self.tracker is not None:
             self.tracker.dropped(nodes)
@@ -327,7 +330,7 @@ class GroupPool:
             self._discard(each.block)
 
     def clear_prefixes(self) -> None:
-        """Forget every registered or expected group: their contents are lost. Held groups stay held."""
+        """Unregister every registered or expected group, whose contents are lost. Held groups stay held."""
         self.is_expected[:] = False
         for root in self.prefixes.roots:
             for node in list(root.children):
@@ -336,9 +339,9 @@ class GroupPool:
             self._discard(first)
 
     def lose_device(self) -> None:
-        """The device has lost its contents: forget what is registered or expected there and not in host memory.
+        """Forget all registered or expected groups without a copy in host memory, after the device lost its contents.
 
-        Nothing is held.
+        No group may be held.
         """
         if self.tier is None:
             self.clear_prefixes()
@@ -357,7 +360,7 @@ class GroupPool:
             self._discard(first)
 
     def _return_to_device(self, node: Node, first: int) -> None:
-        """A group in host memory has been computed again, in blocks that are held or idle."""
+        """Place a group of host memory on the device too, after it has been computed again in held or idle blocks."""
         self.prefixes.place(node, first)
         if self.tier is not None:
             self.tier.note_place(node)
@@ -365,12 +368,14 @@ class GroupPool:
             self.tracker.used(node)
 
     def _deduplicate(self, slot: int, column: NDArray[np.int32], node: Node) -> None:
-        """Give a slot the registered group with the same tokens in place of its own, which becomes free.
+        """Replace a group of a slot by the registered group with the same tokens, and free the replaced group.
 
-        A step in flight may still read the old one; whoever gets its blocks writes them in a later step.
+        A step in flight may still read the replaced group; its next holder writes to it only in a later step.
 
         Args:
-            column: (2,) of the slot's block table.
+            slot: slot whose group is replaced.
+            column: (2,) column of the slot's block table, changed in place.
+            node: the registered group.
         """
         kind = node.kind
         old = column[: self.blocks_per_group[kind]].copy()
@@ -401,7 +406,7 @@ class GroupPool:
             self.drop(node)
 
     def _offload(self, tier: HostTier, node: Node) -> bool:
-        """Move an idle group to host memory; False: there is no room for it."""
+        """Move an idle group to host memory; returns False if there is no room for it."""
         second = int(self.second[node.block])
         blocks = (node.block,) if second == NULL_BLOCK else (node.block, second)
         if self.placement is not None and not node.host:
@@ -413,7 +418,7 @@ class GroupPool:
         return done
 
     def _make_host_room(self, tier: HostTier, node: Node) -> bool:
-        """Drop one group from host memory so that `node` can be there; False: there is none to be dropped."""
+        """Drop one group from host memory to make room for `node`; returns False if no group can be dropped."""
         victim = tier.victim(node, self.tracker)
         if victim is None:
             return False
@@ -427,7 +432,7 @@ class GroupPool:
     # --- disk --------------------------------------------------------------------------------------------------------
 
     def place_in_host(self, parent: Node, digest: bytes, *, is_downward: bool) -> Node | None:
-        """Make the node of a group that was read from disk, with blocks of host memory for it; None: they are lacking."""
+        """Return a new node for a group read from disk, with blocks of host memory; None: too few blocks."""
         tier = self.tier
         assert tier is not None
         node = Node(parent.kind, digest, parent, NULL_BLOCK)
@@ -443,11 +448,11 @@ class GroupPool:
         return node
 
     def write_all(self, save: Callable[[NDArray[np.int32]], None], goes_on: Callable[[], bool]) -> None:
-        """Write all registered groups to disk, most recently used first; nothing is held.
+        """Write all registered groups to disk, most recently used first. No group may be held.
 
         Args:
-            save: saves blocks, as `StepBatch.saves`, between two steps.
-            goes_on: asked after every few groups: waits until these have been written; False ends it.
+            save: copies blocks to host memory; takes the same array as `StepBatch.saves`.
+            goes_on: called after every few groups; waits until they have been written, and returns False to stop.
         """
         tier = self.tier
         assert tier is not None
@@ -469,7 +474,7 @@ class GroupPool:
                 return
 
     def lend_host(self, num: int) -> NDArray[np.int32] | None:
-        """Take blocks of host memory for other things than groups, and drop groups for them; None: there are too few."""
+        """Return `num` blocks of host memory for other uses than groups, dropping groups if needed; None: too few."""
         tier = self.tier
         assert tier is not None
         while (ids := tier.pool.allocate(num)) is None:
@@ -479,7 +484,7 @@ class GroupPool:
         return ids
 
     def _discard(self, first: int) -> None:
-        """Free an idle group that is not registered; nothing otherwise."""
+        """Free a group if it is idle and not registered."""
         if first in self.prefixes.idle and not self.prefixes.is_registered[first]:
             del self.prefixes.idle[first]
             self.is_expected[first] = False

@@ -1,23 +1,24 @@
-"""The second tier of the cache: which registered groups have a copy in host memory, and which blocks a step moves.
+"""The second tier of the cache: copies of registered groups in host memory, and the transfers of a step.
 
-Groups that nobody holds stay on the device until somebody needs their blocks. Only then do they travel: `GroupPool`
-*saves* a group as it is evicted, and its node stays in the tree. A request that finds it gets new blocks, into which the
-group is *loaded*; the copy in host memory stays as long as there is room, so that the same group is not saved twice.
-Preempted requests come back in this way, and prefixes outlive the pool of the device.
+Groups without a holder stay on the device until their blocks are needed: then `GroupPool` evicts and *saves* a group,
+and its node stays in the tree. A request that finds it gets new blocks, into which the group is *loaded*. The copy in
+host memory stays while there is room, so that the same group is not saved twice. Preempted requests are restored in
+this way, and prefixes are kept longer than the pool of the device allows.
 
-    held ── last release ──► idle ── evicted: saved ──► host memory alone
+    held ── last release ──► idle ── evicted: saved ──► only in host memory
       ▲                                                    │
       └───────── found: loaded into new blocks ◄───────────┘          dropped from there: removed from the tree
 
-Nothing is copied here. The transfers of a step are collected while it is built, and its `StepBatch` takes them.
+This module copies no data. It collects the transfers of a step while the step is built; the `StepBatch` takes them.
 
-What is dropped from there goes to disk, if there is one (`apt_jax.engine.disk_reads` brings it back).
+Groups dropped from host memory are written to disk, if there is a disk tier (`apt_jax.engine.disk_reads` reads them).
 
-Where host memory is full, these go first, one group at a time:
+If host memory is full, groups are dropped one at a time, in this order:
 
-1. second copies of what is on the device;
-2. what no waiting request would find, least recently used first, the end of a prefix before its beginning;
-3. what best-effort requests wait for, then what real-time requests do, those with the most time left first.
+1. copies of groups that are also on the device;
+2. groups that no waiting request would find, least recently used first, the end of a prefix before its beginning;
+3. groups that best-effort requests wait for, then groups that real-time requests wait for; among these, groups of the
+   request with the most time left first.
 """
 
 import collections
@@ -33,11 +34,11 @@ from apt_jax.core.step import NULL_BLOCK
 from apt_jax.core.tiers import DiskStore
 
 _LOOKED_AT = 64
-"""Groups that requests wait for and that are passed over, at most, in the search for one to drop."""
+"""Maximum number of groups examined in the search for a group to drop."""
 
 
 class _Waiting(Protocol):
-    """The requests that wait for groups: `PrefixHitTracker`."""
+    """Protocol of `PrefixHitTracker`, which knows the groups that requests wait for."""
 
     def least_urgent(self, skip: set[Node]) -> Node | None: ...
 
@@ -46,20 +47,20 @@ class HostTier:
     """Groups in host memory, and the transfers of the step that is being built.
 
     Args:
-        num_blocks: of host memory, as large as those of the device.
-        blocks_per_group: by kind.
+        num_blocks: number of blocks of host memory, of the same size as device blocks.
+        blocks_per_group: number of blocks of a group, by kind.
 
     Attributes:
         pool: the blocks, with ids in [1, num_blocks].
-        only: groups that are in host memory alone, least recently used first.
-        copies: groups that are on the device too, in the same order.
+        only: groups that are only in host memory, least recently used first.
+        copies: groups that are also on the device, least recently used first.
         pinned: groups that the step may load; they are not dropped before `take_transfers`.
         saves: device blocks of the groups that the step saves.
         loads: device blocks of the groups that the step loads.
-        kept: those of them that the step reads although nobody holds them.
-        disk: where groups go that are dropped from host memory; None: they are lost.
-        num_saved_blocks, num_loaded_blocks: of all steps.
-        num_lent: blocks that hold no group of these, but slots that requests have lost to each other (`LentBlocks`).
+        kept: groups in `loads` that the step reads although no request holds them.
+        disk: store for groups dropped from host memory; None: they are lost.
+        num_saved_blocks, num_loaded_blocks: number of blocks moved in all steps so far.
+        num_lent: number of blocks lent for checkpointed slots of requests (`LentBlocks`).
     """
 
     def __init__(self, num_blocks: int, blocks_per_group: Sequence[int]) -> None:
@@ -79,10 +80,14 @@ class HostTier:
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def save(self, node: Node, blocks: tuple[int, ...]) -> bool:
-        """Have the step save a group that is about to leave the device, unless it has a copy; False: there is no room.
+        """Add a group that is about to leave the device to the saves of the step, unless it has a copy.
 
         Args:
+            node: the group.
             blocks: its blocks on the device.
+
+        Returns:
+            False: there is no room in host memory.
         """
         if not node.host:
             ids = self.pool.allocate(len(blocks))
@@ -94,16 +99,16 @@ class HostTier:
         return True
 
     def load(self, node: Node, blocks: list[int]) -> None:
-        """Have the step load a group into these blocks of the device, which are its own from now on."""
+        """Add a group to the loads of the step; `blocks` are its device blocks from now on."""
         self.loads[node] = blocks
         self.note_place(node)
 
     def load_copy(self, node: Node, blocks: Sequence[int]) -> None:
-        """Have the step load a group into blocks that a request will write to."""
+        """Add to the loads of the step a copy of a group into `blocks`, which a request will write to."""
         self._copied += zip(node.host, blocks[: len(node.host)], strict=True)
 
     def note_place(self, node: Node) -> None:
-        """Note that a group is on the device now, or no longer; that is a use of it."""
+        """Update the lists after a group has come to the device or left it; this counts as a use of the group."""
         if node.host:
             here, there = (self.only, self.copies) if node.block == NULL_BLOCK else (self.copies, self.only)
             there.pop(node, None)
@@ -122,7 +127,8 @@ class HostTier:
             self.pinned.discard(node)
 
     def victim(self, node: Node, waiting: _Waiting | None) -> Node | None:
-        """The group to drop so that `node` can be saved; None: all others are worth more, or are needed for it."""
+        """Return the group to drop so that `node` can be saved; None: no group is less valuable, or `node` needs
+        them."""
         for copy in self.copies:
             if copy not in self.pinned and copy not in self.saves:
                 return copy
@@ -138,10 +144,11 @@ class HostTier:
         return None if found is None or _is_above(found, node) else found
 
     def write_out(self, nodes: Sequence[Node], first: int | None = None) -> None:
-        """Have these groups written to disk as they are in host memory, as far as they are there.
+        """Queue groups to be written to disk, if they are in host memory.
 
         Args:
-            first: place of the first one in the order in which they are worth keeping; None: by their depth.
+            nodes: the groups.
+            first: depth recorded on disk for the first group, increasing by 1 per group; None: the depths of the nodes.
         """
         if self.disk is None:
             return
@@ -153,11 +160,11 @@ class HostTier:
     # --- transfers of a step ---------------------------------------------------------------------------------------
 
     def pin(self, nodes: Sequence[Node]) -> None:
-        """Keep these groups, whose copies are good, until the step has been built."""
+        """Keep groups with valid copies in host memory until the step has been built."""
         self.pinned.update(nodes)
 
     def take_transfers(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The transfers of the step that has been built, as `StepBatch.saves` and `StepBatch.loads`."""
+        """Return and clear the transfers of the step being built, as `StepBatch.saves` and `StepBatch.loads`."""
         saves = [(b, h) for node, blocks in self.saves.items() for b, h in zip(blocks, node.host, strict=True)]
         loads = [(h, b) for node, blocks in self.loads.items() for h, b in zip(node.host, blocks, strict=True)]
         loads += self._copied
@@ -177,10 +184,10 @@ class HostTier:
 
         Args:
             nodes: all registered groups.
-            prefixes: their tree.
+            prefixes: tree of the groups.
 
         Raises:
-            CacheIntegrityError: something does not add up.
+            CacheIntegrityError: the blocks are inconsistent.
         """
         self.pool.check_integrity()
         hosted = [node for node in nodes if node.host]

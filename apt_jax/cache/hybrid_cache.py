@@ -1,4 +1,4 @@
-"""The unified block cache, host side: which request holds which blocks, and nothing about what is in them.
+"""Host side of the unified block cache: the blocks that each request holds, without their contents.
 
 One pool serves both cache kinds (Apt-Serve §4.3, Fig. 6): a block holds token positions of one request, for all
 layers, either as K, as V, or as the layer input X. All blocks have as many bytes, so the number of positions C in one
@@ -12,8 +12,8 @@ of C; a group takes two blocks with the KV kind and one with the hidden kind:
     HIDDEN row 0  X block           X block           X block           ceil(n / C) blocks, C = hidden_block_size
            row 1  NULL_BLOCK        NULL_BLOCK        NULL_BLOCK
 
-Growing from m to n positions (`reserve`) adds the groups [ceil(m / C), ceil(n / C)); positions of the last group are
-used up first:
+Growing from m to n positions (`reserve`) adds the groups [ceil(m / C), ceil(n / C)); free positions of the last group
+are used first:
 
     | cached [0, m)                     | new [m, n)              |
     | groups held          | rest of the last group  | new groups |
@@ -21,13 +21,13 @@ used up first:
 
 Block 0 is reserved: `NULL_BLOCK` pads block tables, is never handed out and never read.
 
-With prefix caching requests share groups, see `apt_jax.cache.group_pool`; with a second tier what is evicted goes to
-host memory, see `apt_jax.cache.host_tier`. Nobody writes into a group that is registered
-or held by two (`check_writable`): a request that needs all but the last position of one writes into a copy of it.
+With prefix caching requests share groups, see `apt_jax.cache.group_pool`; with a second tier evicted groups go to host
+memory, see `apt_jax.cache.host_tier`. No request writes to a group that is registered or has two holders
+(`check_writable`): a request that needs all but the last position of such a group writes to a copy of it.
 
-Objects, from below: `BlockPool` counts blocks; `GroupPool` shares groups of them; `HybridCache` gives groups to
-requests and keeps their block tables, one row per slot. A slot is a request's place among those that hold cache, in [0,
-max_num_seqs). An owner is the number by which the engine knows a request during its whole life.
+Layers, from the bottom: `BlockPool` counts blocks; `GroupPool` shares groups of blocks; `HybridCache` gives groups to
+requests and keeps their block tables, one row per slot. A slot is the index of a request that holds cache, in [0,
+max_num_seqs). An owner is the number that identifies a request in the engine until it ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,20 +49,20 @@ from apt_jax.sched.request_table import RequestTable
 class HybridCache:
     """Block tables of the requests that hold cache, over one pool for both kinds.
 
-    Attributes (arrays are indexed by slot; read them, change them through the methods only):
-        groups: the groups of blocks; `pool`, `num_refs` and `generation` are its own.
+    Attributes (arrays are indexed by slot; change them only through the methods):
+        groups: the groups of blocks; `pool`, `num_refs` and `generation` belong to it.
         tables: (max_num_seqs, 2, J) int32 block tables as drawn above; J grows on demand.
-        num_groups: groups held, ceil(num_tokens / block_sizes[kind]).
-        num_tokens: positions reserved.
-        num_private: groups that nobody else holds.
-        kind: kind held, `NO_KIND` on free slots.
-        block_sizes: positions of a group, by kind.
-        blocks_per_group: its blocks, by kind.
-        owner: who holds the slot, `NO_OWNER` on free slots.
-        slot_by_owner: the same the other way round.
-        free_slots: the next one last.
-        prefixes: registered groups; None: nothing is shared.
-        tier: groups in host memory; None: there is none.
+        num_groups: number of groups held, ceil(num_tokens / block_sizes[kind]).
+        num_tokens: number of positions reserved.
+        num_private: number of groups without another holder.
+        kind: cache kind held; `NO_KIND` for free slots.
+        block_sizes: number of positions of a group, by kind.
+        blocks_per_group: number of blocks of a group, by kind.
+        owner: owner of the slot; `NO_OWNER` for free slots.
+        slot_by_owner: slots by owner.
+        free_slots: free slots; the last one is used next.
+        prefixes: registered groups; None: prefix caching is off.
+        tier: groups in host memory; None: there is no tier of host memory.
         placement: places of positions in groups; None: each group is filled from the left by one request at a time.
     """
 
@@ -102,7 +102,8 @@ class HybridCache:
         self._size = np.asarray(self.block_sizes, np.int32)
 
     def watch_hits(self, table: RequestTable) -> PrefixHitTracker:
-        """Keep prefix hits of waiting requests up to date in `table`; needs prefix caching."""
+        """Return a tracker that keeps prefix hits of waiting requests up to date in `table`; requires prefix
+        caching."""
         groups = self.groups
         groups.tracker = PrefixHitTracker(
             groups.prefixes, table, groups.num_refs, self.block_sizes, self.blocks_per_group
@@ -110,12 +111,12 @@ class HybridCache:
         return groups.tracker
 
     def use_placement(self, placement: Placement) -> None:
-        """Follow `placement` from now on; nothing is held."""
+        """Set the placement of positions; no request may hold cache."""
         self.placement = self.groups.placement = placement
 
     @property
     def ownership_changed(self) -> bool:
-        """True after `num_private` of a slot has changed by anything but its own `reserve`; reset by the reader."""
+        """True if `num_private` of a slot has changed by anything but its own `reserve`; the reader must reset it."""
         return self.groups.ownership_changed
 
     @ownership_changed.setter
@@ -124,53 +125,54 @@ class HybridCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out: empty ones and idle ones."""
+        """Number of blocks that can be allocated: empty and idle blocks."""
         return self.groups.num_free
 
     @property
     def num_idle(self) -> int:
-        """Blocks without a holder that may be found again."""
+        """Number of idle blocks: cached blocks without a holder."""
         return self.groups.num_idle_blocks
 
     @property
     def num_shared(self) -> int:
-        """Blocks with two or more holders."""
+        """Number of blocks with two or more holders."""
         taken = self.owner != NO_OWNER
         return sum(self.blocks_by_kind().values()) - int((self.num_private * self._cost[self.kind])[taken].sum())
 
     def slot_of(self, owner: int) -> int:
-        """The owner's slot, `NO_SLOT` when it holds no cache."""
+        """Return the slot of an owner; `NO_SLOT`: it holds no cache."""
         return self.slot_by_owner.get(owner, NO_SLOT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
-        """Blocks that `num_tokens` positions take: `blocks_per_group * ceil(num_tokens / block size)`."""
+        """Return the number of blocks for `num_tokens` positions: `blocks_per_group * ceil(num_tokens / block
+        size)`."""
         return -(-num_tokens // self.block_sizes[kind]) * self.blocks_per_group[kind]
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Blocks held by taken slots."""
+        """Return the (n,) numbers of blocks held by `slots`, which must be in use."""
         held = self.num_groups[slots]
         if self.placement is not None:
             held = held - self.placement.num_holes[slots]
         return held * self._cost[self.kind[slots]]
 
     def num_private_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Blocks with one holder among the slots in use."""
+        """Return the (n,) numbers of blocks that only the slot itself holds; `slots` must be in use."""
         return self.num_private[slots] * self._cost[self.kind[slots]]
 
     def blocks_by_kind(self) -> dict[int, int]:
-        """Blocks in use with each kind, shared ones counted once."""
+        """Return the number of blocks in use by cache kind; shared blocks count once."""
         return {kind: self.groups.in_use[kind] * self.blocks_per_group[kind] for kind in KINDS}
 
     # --- taking and giving back ------------------------------------------------------------------------------------
 
     def reserve(self, owner: int, num_tokens: int, kind: int) -> bool:
-        """Make room for the owner's positions [0, num_tokens), keeping its blocks; takes a slot at the first call.
+        """Allocate the missing blocks for the owner's positions [0, num_tokens); takes a slot at the first call.
 
         Returns:
-            False when blocks or a slot are lacking; then nothing has changed.
+            False: too few blocks or no slot is free, and nothing has changed.
 
         Raises:
-            CacheIntegrityError: the owner holds the other kind, or would shrink.
+            CacheIntegrityError: the owner holds another kind, or more positions.
         """
         slot = self.slot_by_owner.get(owner, NO_SLOT)
         groups = -(-num_tokens // self.block_sizes[kind])
@@ -211,16 +213,16 @@ class HybridCache:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> NDArray[np.bool_]:
-        """`reserve` for many requests, in order; rows whose last group has room cost no Python.
+        """Call `reserve` for many requests, in order; rows whose last group has room are handled without a Python loop.
 
         Args:
             owners: (n,) owner of each row.
-            slots: (n,) their slots; changed in place where a row takes one.
-            num_tokens: (n,) positions each shall have.
-            kinds: (n,) cache kind of each.
+            slots: (n,) slot of each row; changed in place if a row takes one.
+            num_tokens: (n,) number of positions that each row needs in all.
+            kinds: (n,) cache kind of each row.
 
         Returns:
-            (n,) False where blocks or a slot were lacking; such a row keeps what it had.
+            (n,) False: too few blocks or no slot was free; the row keeps the blocks that it had.
         """
         placed = slots != NO_SLOT
         roomy = placed & (num_tokens <= self.num_groups[slots] * self._size[kinds])
@@ -255,10 +257,11 @@ class HybridCache:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """`reserve` for placed rows that need one more group each, the same blocks in the same order, all at once.
+        """Do the work of `reserve` at once for rows with a slot that need one more group each; allocates the same
+        blocks.
 
         Returns:
-            False where a row needs more or occurs twice, or empty blocks are short; then nothing has changed.
+            False: a row needs more groups or occurs twice, or too few blocks are empty; nothing has changed.
         """
         held = self.num_groups[slots]
         halves = self._cost[kinds]
@@ -293,15 +296,15 @@ class HybridCache:
     ) -> tuple[list[NDArray[np.int32] | None], list[bool]]:
         """Change requests of the hidden kind to keys and values, and grow them to `num_tokens` positions.
 
-        Their X blocks are returned when all of them have got new ones: no block handed out here was one of them. A
-        request that gets no new blocks keeps its kind and grows with it.
+        X blocks are freed only after all requests have got new blocks, so no new block is a former X block. A request
+        for which too few blocks are free keeps the hidden kind and grows with it.
 
         Returns:
-            The X blocks that each returned, (groups,), None where it kept them; and False for those that could not grow
-            either and keep what they had.
+            Per owner, the (groups,) freed X blocks, or None if it was not converted; and per owner, False if it could
+            not grow either and keeps the blocks that it had.
 
         Raises:
-            CacheIntegrityError: an owner does not hold the hidden kind, or would shrink.
+            CacheIntegrityError: an owner does not hold the hidden kind, or holds more positions.
         """
         new: list[NDArray[np.int32] | None] = []
         ok: list[bool] = []
@@ -331,9 +334,9 @@ class HybridCache:
         return given_back, ok
 
     def release(self, owner: int) -> int:
-        """Return all that the owner holds, its slot as well; returns the number of blocks.
+        """Free the slot and all groups of an owner; returns the number of blocks that it held.
 
-        Groups that are registered, or may be soon (`expect`), stay idle.
+        Registered groups and expected groups (`expect`) without another holder become idle.
         """
         slot = self.slot_by_owner.pop(owner, NO_SLOT)
         require(slot != NO_SLOT, f"owner {owner} holds no cache")
@@ -344,7 +347,8 @@ class HybridCache:
         return num_blocks
 
     def _empty(self, slot: int, *, is_read: bool = False) -> int:
-        """Return all blocks of a slot, which stays taken; returns their number. `is_read`: see `GroupPool.release`."""
+        """Free all blocks of a slot, which stays in use; returns their number. For `is_read` see
+        `GroupPool.release`."""
         groups, kind = int(self.num_groups[slot]), int(self.kind[slot])
         if self.placement is not None:
             self.placement.release(slot)
@@ -359,7 +363,7 @@ class HybridCache:
         return ids.size
 
     def take_slot(self, owner: int, kind: int) -> int:
-        """Give an owner a free slot, without blocks."""
+        """Give an owner a free slot without blocks, and return the slot."""
         slot = self.free_slots.pop()
         self.slot_by_owner[owner] = slot
         self.owner[slot] = owner
@@ -369,7 +373,7 @@ class HybridCache:
         return slot
 
     def widen_tables(self, groups: int) -> None:
-        """Make room for this number of groups in a row of `tables`."""
+        """Widen `tables` so that a row has room for this number of groups."""
         old = self.tables
         if groups <= old.shape[2]:
             return
@@ -380,10 +384,10 @@ class HybridCache:
     # --- prefixes --------------------------------------------------------------------------------------------------
 
     def attach(self, owner: int, nodes: Sequence[Node], kind: int) -> bool:
-        """Begin with registered groups, the first ones of a path from the root; the owner holds nothing yet.
+        """Give an owner without cache a slot and registered groups, which are the first groups of a prefix.
 
         Returns:
-            False when there is no slot, or groups in host memory cannot be loaded; then nothing has changed.
+            False: no slot is free, or groups in host memory cannot be loaded; nothing has changed.
         """
         require(owner not in self.slot_by_owner, f"owner {owner} holds cache")
         if not self.free_slots:
@@ -407,33 +411,32 @@ class HybridCache:
                 self.groups.drop(node)
 
     def forget_saved(self, blocks: NDArray[np.int32]) -> None:
-        """Drop the groups in these blocks of host memory: the step that saves them was not dispatched."""
+        """Drop the groups in these blocks of host memory, because the step that saves them was not dispatched."""
         if self.tier is not None and blocks.size:
             gone = set(blocks.tolist())
             self.drop_lost([node for node in self.tier.only if gone.intersection(node.host)])
 
     def cancel_saves(self) -> None:
-        """Drop the groups that were to be saved by a step that is not run."""
+        """Drop the groups that the step being built saves, because the step will not run."""
         if self.tier is not None and (self.tier.saves or self.tier.pinned):
             self.drop_lost(list(self.tier.saves))
             self.tier.take_transfers()
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """Evict these groups, of one path, after all others that are idle."""
+        """Mark groups of one path as most recently used, so that other idle groups are evicted first."""
         for node in reversed(nodes):
             if node.block in self.groups.prefixes.idle:
                 self.groups.prefixes.idle.move_to_end(node.block)
 
     def copy_source(self, node: Node) -> CopySource | None:
-        """Source of a copy of a registered group, see `GroupPool.copy_source`."""
+        """Return the source for a copy of a registered group, see `GroupPool.copy_source`."""
         return self.groups.copy_source(node)
 
     def begin_copy(self, slot: int, start: int, source: CopySource) -> NDArray[np.int32]:
-        """Have a slot's group of position `start`, a new one, begin as a copy of a registered one in the step that is
-        being built.
+        """Let the step being built copy a registered group into the new group of a slot that holds position `start`.
 
         Returns:
-            (m, 2) source and destination blocks; none where the group is copied from host memory.
+            (m, 2) source and destination blocks; empty if the group is copied from host memory.
         """
         blocks = self.tables[slot, :, start // self.block_sizes[self.kind[slot]]]
         if self.placement is not None:
@@ -446,10 +449,10 @@ class HybridCache:
         return copies[blocks != NULL_BLOCK]
 
     def expect(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Announce that a step in flight fills groups [begin, end) of the slot: `register` or `discard` will follow.
+        """Mark groups [begin, end) of a slot as filled by a step in flight; `register` or `discard` must follow.
 
         Returns:
-            Their first blocks, and the generations of these.
+            First blocks of the groups, and generations of these blocks.
         """
         firsts = self.tables[slot, 0, begin:end].copy()
         self.groups.is_expected[firsts] = True
@@ -464,27 +467,26 @@ class HybridCache:
         firsts: NDArray[np.int32],
         generations: NDArray[np.int64],
     ) -> None:
-        """Let others find groups [begin, begin + len(firsts)) of a request, which it has filled and no other request
-        holds.
+        """Register groups [begin, begin + len(firsts)), which the request has filled, so that other requests find them.
 
         Args:
-            owner: of the request; it may have returned the groups meanwhile, or hold others.
-            kind: of the groups.
-            digests: of the request's groups from the first one.
-            begin: index of the first of these groups.
-            firsts: their first blocks.
-            generations: of these blocks when the groups were filled.
+            owner: owner of the request; it may have released the groups in the meantime, or hold other groups.
+            kind: cache kind of the groups.
+            digests: digests of all groups of the request, from the first group.
+            begin: index of the first group to register.
+            firsts: first blocks of the groups.
+            generations: generations of these blocks when the groups were filled.
         """
         slot = self.slot_of(owner)
         table = None if slot == NO_SLOT else self.tables[slot]
         self.groups.register(kind, digests, begin, firsts, generations, slot, table)
 
     def discard(self, firsts: NDArray[np.int32], generations: NDArray[np.int64]) -> None:
-        """Cancel the registration of expected groups; those that no slot holds become free."""
+        """Cancel the registration of expected groups; groups without a holder become free."""
         self.groups.discard(firsts, generations)
 
     def drop_prefix(self, kind: int, digests: Sequence[bytes], begin: int) -> None:
-        """Drop the registered groups of this path after its first `begin`."""
+        """Drop the registered groups of a prefix from index `begin` on."""
         if begin < len(digests):
             if self.tier is not None and self.tier.disk is not None:
                 self.tier.disk.remove(kind, digests[begin:])
@@ -493,21 +495,21 @@ class HybridCache:
                 self.groups.drop(node)
 
     def lose_device(self) -> None:
-        """The device has lost its contents; nothing is held. What is in host memory stays."""
+        """Forget groups after the device has lost its contents, except copies in host memory. No group may be held."""
         self.groups.lose_device()
 
     def clear_prefixes(self) -> None:
-        """Forget every registered or expected group: their contents are lost. Held groups stay held."""
+        """Unregister every registered or expected group, whose contents are lost. Held groups stay held."""
         self.groups.clear_prefixes()
 
     # --- for a step ------------------------------------------------------------------------------------------------
 
     def block_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Block tables of the slots, (n, 2, J) with J the most groups among them; a copy.
+        """Return a copy of the block tables of slots, (n, 2, J); J is the maximum number of groups of a slot.
 
         Raises:
-            CacheIntegrityError: an entry in use is not in [1, num_blocks], or one not in use is not `NULL_BLOCK`. JAX
-                clamps or wraps a bad index silently, so this is checked before every launch.
+            CacheIntegrityError: an entry in use is not in [1, num_blocks], or an unused entry is not `NULL_BLOCK`. JAX
+                silently clamps or wraps a bad index, so this is checked before every step.
         """
         groups = self.num_groups[slots]
         width = int(groups.max(initial=0))
@@ -524,17 +526,17 @@ class HybridCache:
         return tables
 
     def directed_tables(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """`block_tables`, negative where a request has the block from its right end (`StepBatch.block_tables`)."""
+        """Return `block_tables` with negative ids for blocks filled from the right end (`StepBatch.block_tables`)."""
         tables = self.block_tables(slots)
         if self.placement is None:
             return tables
         return np.where(self.placement.downwards(slots, tables.shape[2])[:, None], -tables, tables)
 
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
-        """Check that no other request reads the groups that positions from `start` on are written to.
+        """Check that no other request can read the groups that a step writes to: positions from `start` on.
 
         Raises:
-            CacheIntegrityError: such a group is registered, or has another holder.
+            CacheIntegrityError: such a group is registered or has another holder.
         """
         if self.prefixes is None:
             return
@@ -555,5 +557,5 @@ class HybridCache:
         )
 
     def check_integrity(self, alive: Iterable[int] | None = None) -> None:
-        """Recount everything, see `apt_jax.cache.integrity.check_integrity`."""
+        """Recount the cache, see `apt_jax.cache.integrity.check_integrity`."""
         integrity.check_integrity(self, alive)

@@ -1,4 +1,4 @@
-"""Recount the whole cache and hold the counters, tables and the prefix index against the count."""
+"""Recounts the whole cache, and compares counters, block tables and the prefix index with the count."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -15,7 +15,7 @@ from apt_jax.core.step import NULL_BLOCK
 
 
 class CheckedCache(Protocol):
-    """The state of a `HybridCache`, slot by slot; see there."""
+    """Protocol with the attributes of `HybridCache` that are checked."""
 
     groups: GroupPool
     owner: NDArray[np.int64]
@@ -36,13 +36,15 @@ class CheckedCache(Protocol):
 
 
 def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> None:
-    """Check that free + used = total, no block has two owners, every owner is alive, and tables have their length.
+    """Check that free and used blocks add up, holders are counted correctly, every owner is alive, and tables are
+    valid.
 
     Args:
-        alive: owners that may hold cache; None: do not look.
+        cache: the cache to check.
+        alive: owners that may hold cache; None: do not check the owners.
 
     Raises:
-        CacheIntegrityError: something does not add up.
+        CacheIntegrityError: the cache is inconsistent.
     """
     groups = cache.groups
     groups.pool.check_integrity()
@@ -80,7 +82,7 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
 
 
 def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Recount the holders of every group; returns all blocks in use."""
+    """Recount the holders of every group; returns the ids of all blocks in use."""
     groups = cache.groups
     num_groups = cache.num_groups[taken]
     within = (np.arange(cache.tables.shape[2]) < num_groups[:, None]) & (cache.tables[taken, 0] != NULL_BLOCK)

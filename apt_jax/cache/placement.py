@@ -1,7 +1,7 @@
-"""Where the positions of a request lie, if not simply in the first slots of groups that it has for itself.
+"""Placement of a request's positions if they do not simply fill its own groups from the left.
 
-A `HybridCache` and its `GroupPool` tell a `Placement` of slots and groups that are taken and given back, and ask it
-what they cannot know: from which end a request fills a group, and which entries of its block table have none.
+A `HybridCache` and its `GroupPool` report to a `Placement` which slots and groups are taken and released. The placement
+knows from which end a request fills a group, and which entries of its block table have no group.
 """
 
 import dataclasses
@@ -13,52 +13,54 @@ from numpy.typing import NDArray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotTraffic:
-    """Single slots of blocks that went to host memory and came back, in all."""
+    """Total number of single slots copied to host memory and back."""
 
     saved_slots: int = 0
-    """Positions."""
+    """Number of positions copied to host memory."""
     loaded_slots: int = 0
     saved_blocks: float = 0.0
-    """Blocks' worth of them."""
+    """Data copied to host memory, in blocks."""
     loaded_blocks: float = 0.0
 
 
 class Placement(Protocol):
-    """Places of positions in groups: from their right ends, beside those of another request, or in host memory."""
+    """Placement of positions: from the right end of a group, in a group shared with another request, or in host
+    memory."""
 
     is_downward: NDArray[np.bool_]
-    """By first block, whether the lone user of a group fills it from the right."""
+    """True: the only user of a group fills it from the right; indexed by first block."""
     num_holes: NDArray[np.int32]
-    """By slot, entries of its block table that have no group."""
+    """Number of block table entries without a group, by slot."""
 
     def begin(self, slot: int, owner: int) -> None:
-        """A request has taken a slot."""
+        """Record that a request has taken a slot."""
         ...
 
     def note_new(self, firsts: int | NDArray[np.int32], slots: int | NDArray[np.int32]) -> None:
-        """Groups have got a lone user each."""
+        """Record that groups have got their only user."""
         ...
 
     def release(self, slot: int) -> None:
-        """A request gives everything back; the groups that its block table names afterwards are its own."""
+        """Remove a request from shared groups before its release; its block table then contains only groups of its
+        own."""
         ...
 
     def downwards(self, slots: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
-        """(n, width) whether the requests fill their groups from the right."""
+        """Return an (n, width) mask: True if the request fills the group of the table entry from the right."""
         ...
 
     def have_two_users(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(n,) whether two requests write to the groups, each to slots of its own."""
+        """Return an (n,) mask: True if two requests use the group, each with slots of its own."""
         ...
 
     def traffic(self) -> SlotTraffic:
-        """Count the slots that have been moved."""
+        """Return the number of single slots moved so far."""
         ...
 
     def check_integrity(self) -> None:
-        """Recount everything.
+        """Recount shared groups and missing entries.
 
         Raises:
-            CacheIntegrityError: something does not add up.
+            CacheIntegrityError: the placement is inconsistent.
         """
         ...

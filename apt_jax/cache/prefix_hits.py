@@ -1,9 +1,9 @@
 """The longest cached prefix of each waiting request, kept up to date by events.
 
-`PrefixHitTracker` keeps, for each waiting request and kind, the deepest node of its tokens, and writes what it would
-find cached into the `RequestTable` that policies read. A request awaits the digest of its first missing group and is
-listed in the node that it has reached, so that an event costs what it concerns, and an iteration without events costs
-nothing.
+`PrefixHitTracker` keeps, for each waiting request and kind, the deepest registered node of its tokens, and writes the
+cached prefix length into the `RequestTable` that policies read. A request is listed in the node that it has reached,
+and under the digest of its first missing group; so an event touches only the requests that it affects, and an iteration
+without events has no cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from apt_jax.sched.request_table import RequestTable
 
 
 class _Placed(NamedTuple):
-    """Where the groups of a path are."""
+    """Counts of the groups of a path by location."""
 
     held: int
-    """Groups from the root that requests hold."""
+    """Number of consecutive groups from the root that requests hold."""
     resident: int
-    """Groups before the first one that is only in host memory."""
+    """Number of groups before the first group that is only in host memory."""
     num_host: int
-    """Groups that are only in host memory."""
+    """Number of groups that are only in host memory."""
 
 
 class Hit(NamedTuple):
-    """Cached prefix of a waiting request, with one kind."""
+    """Cached prefix of a waiting request for one cache kind."""
 
     tokens: int
-    """Positions that need no computing."""
+    """Number of positions that need not be computed."""
     host: int
-    """Positions that are copied from host memory, a part of the cached ones."""
+    """Number of positions copied from host memory; part of `tokens`."""
     held_blocks: int
-    """Blocks that requests hold already."""
+    """Number of blocks of the prefix that other requests hold already."""
 
 
 class PrefixHitTracker:
@@ -46,18 +46,18 @@ class PrefixHitTracker:
 
     Args:
         tree: registered groups.
-        table: written to.
-        num_refs: (num_blocks + 1,) requests that hold a group, by its first block; read only, changed by its owner.
-        block_sizes: positions of a group, by kind.
-        blocks_per_group: by kind.
+        table: request table to update.
+        num_refs: (num_blocks + 1,) number of holders of a group, indexed by first block; never written here.
+        block_sizes: number of positions of a group, by kind.
+        blocks_per_group: number of blocks of a group, by kind.
 
     Attributes:
-        converts: tells whether a request had better begin with keys and values computed from cached layer inputs: asked
-            with what it would so begin with, what it finds as keys and values, and all its positions; None: it never
-            does.
-        restores: tells whether groups in host memory are worth copying: asked with the kind, the cached positions, how
-            many of them precede the first in host memory, how many are in host memory, and all positions; None: they
-            always are.
+        converts: returns True if a request should begin with keys and values computed from cached layer inputs.
+            Arguments: the hit with conversion, the hit of keys and values, and the request's number of positions. None:
+            requests never begin so.
+        restores: returns True if groups should be copied from host memory. Arguments: cache kind, number of cached
+            positions, number of these before the first group in host memory, number in host memory, and the request's
+            number of positions. None: groups are always copied.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PrefixHitTracker:
         self.restores: Callable[[int, int, int, int, int], bool] | None = None
         self.converts: Callable[[Hit, Hit, int], bool] | None = None
         self._own: dict[tuple[int, int], Hit] = {}
-        """Cached prefixes of waiting requests without conversion, by row and kind; kept where they may convert."""
+        """Hits of waiting requests without conversion, by row and kind; kept if the request may be converted."""
         self._converted: set[int] = set()
         self._place: dict[int, dict[int, Node]] = {}
         self._digests: dict[int, Sequence[list[bytes]]] = {}
@@ -85,7 +85,8 @@ class PrefixHitTracker:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def begin(self, row: int, digests: Sequence[list[bytes]], kinds: Sequence[int]) -> None:
-        """Track a request that waits for one of `kinds`; `digests` are those of all its full groups, by kind."""
+        """Track a request that may begin with one of `kinds`; `digests` holds the digests of all its full groups by
+        kind."""
         if row in self._place:
             self.end(row)
         self._digests[row] = digests
@@ -110,19 +111,19 @@ class PrefixHitTracker:
 
     @property
     def any_converted(self) -> bool:
-        """True if any waiting request would so begin."""
+        """True if any waiting request would begin with converted layer inputs."""
         return bool(self._converted)
 
     def is_converted(self, row: int, kind: int) -> bool:
-        """True if a waiting request that begins with this kind begins with layer inputs that are converted."""
+        """Return True if a waiting request, scheduled with this kind, begins with converted layer inputs."""
         return kind == KV and row in self._converted
 
     def kinds_of(self, row: int) -> list[int]:
-        """The kinds that a waiting request may begin with."""
+        """Return the cache kinds that a waiting request may begin with."""
         return list(self._place[row])
 
     def node(self, row: int, kind: int) -> Node:
-        """The node where the longest cached prefix of a waiting request ends."""
+        """Return the last node of the longest cached prefix of a waiting request."""
         return self._place[row][kind]
 
     def _deepest(self, node: Node, digests: list[bytes]) -> Node:
@@ -148,7 +149,7 @@ class PrefixHitTracker:
         self._write(row, node, self._placed(node))
 
     def _placed(self, node: Node) -> "_Placed":
-        """Where the groups of the path to a node are."""
+        """Return the counts of the groups on the path to a node, by location."""
         held = resident = num_host = 0
         at = node
         while at.depth:
@@ -179,7 +180,7 @@ class PrefixHitTracker:
             at = at.parent
 
     def _write(self, row: int, node: Node, placed: "_Placed") -> None:
-        """Write the hit; the last token is always computed, as its logits are not cached."""
+        """Write the hit of a request to the table, without its last token, whose logits are not cached."""
         table, kind = self._table, node.kind
         size = self._block_sizes[kind]
         tokens, host = self.usable(kind, node.depth, placed.resident, placed.num_host, int(table.num_tokens[row]) - 1)
@@ -204,12 +205,12 @@ class PrefixHitTracker:
         table.shared_prefix_blocks[row, kind] = hit.held_blocks
 
     def by_conversion(self, kv: "Hit | None", inputs: "Hit | None", total: int) -> "Hit | None":
-        """The hit of a request that begins with keys and values computed from cached layer inputs; None: it had better
-        begin with cached keys and values, or with nothing.
+        """Return the hit of a request that begins with keys and values computed from cached layer inputs; None:
+        beginning with cached keys and values, or without a cached prefix, is better.
 
         Args:
-            kv, inputs: what it finds as keys and values, and as layer inputs; None: that is not on offer.
-            total: its positions.
+            kv, inputs: cached keys and values, and cached layer inputs; None: the kind is not available.
+            total: number of positions of the request.
         """
         if self.converts is None or kv is None or inputs is None:
             return None
@@ -221,13 +222,15 @@ class PrefixHitTracker:
         return Hit(tokens, host, 0)
 
     def usable(self, kind: int, num_groups: int, resident: int, num_host: int, most: int) -> tuple[int, int]:
-        """Positions of a cached path that need no computing, and how many of them are copied from host memory.
+        """Return the number of positions of a cached path that need not be computed, and how many of them are copied
+        from host memory.
 
         Args:
-            num_groups: of the path.
-            resident: those before the first that is in host memory alone.
-            num_host: those that are in host memory alone.
-            most: positions that may be cached at all.
+            kind: cache kind of the path.
+            num_groups: number of groups of the path.
+            resident: number of groups before the first group that is only in host memory.
+            num_host: number of groups that are only in host memory.
+            most: maximum number of cached positions that the request can use.
         """
         size = self._block_sizes[kind]
         tokens = min(num_groups * size, most)
@@ -241,14 +244,14 @@ class PrefixHitTracker:
     # --- events ----------------------------------------------------------------------------------------------------
 
     def registered(self, nodes: Sequence[Node]) -> None:
-        """Note that these nodes are new."""
+        """Update the hits of requests after these nodes have been registered."""
         for new in nodes:
             for row in sorted(self._awaited[new.kind].get(new.digest, ())):
                 self._leave(row, self._place[row][new.kind])
                 self._enter(row, self._deepest(new, self._digests[row][new.kind]))
 
     def dropped(self, nodes: Sequence[Node]) -> None:
-        """Note that this subtree, parents first, is about to be removed."""
+        """Update the hits of requests before a subtree is removed; `nodes` lists parents first."""
         top = nodes[0]
         if not top.num_below:
             return
@@ -259,8 +262,8 @@ class PrefixHitTracker:
                 self._enter(row, top.parent)
 
     def used(self, node: Node) -> None:
-        """Note that the node, and nodes below it, have got their first holder or lost their last, or that the node has
-        come to the device or left it."""
+        """Update the hits of requests after a node and nodes below it got their first holder or lost their last, or
+        after the node came to the device or left it."""
         if not node.num_below:
             return
         assert node.parent is not None
@@ -280,7 +283,7 @@ class PrefixHitTracker:
             todo.extend((below, placed) for below in node.children if below.num_below)
 
     def refresh(self) -> None:
-        """Write all hits again, after `restores` has changed its mind."""
+        """Write all hits again, after the results of `restores` or `converts` may have changed."""
         for row, places in self._place.items():
             for node in places.values():
                 self._write(row, node, self._placed(node))
@@ -288,7 +291,7 @@ class PrefixHitTracker:
     # --- host memory -----------------------------------------------------------------------------------------------
 
     def found_nodes(self, row: int, kind: int) -> list[Node]:
-        """Groups that a waiting request would begin with, or with a copy of the last of them."""
+        """Return the groups that a waiting request would begin with; of the last one it may use a copy."""
         if kind == KV and row in self._converted:
             tokens = int(self._table.cached_prefix_tokens[row, KV])
             return self._place[row][HIDDEN].path(tokens // self._block_sizes[HIDDEN])
@@ -296,8 +299,8 @@ class PrefixHitTracker:
         return self._place[row][kind].path(-(-tokens // self._block_sizes[kind]))
 
     def least_urgent(self, skip: set[Node]) -> Node | None:
-        """The last group in host memory of the request that can best do without: a best-effort one, else the one that
-        has most time left; none of `skip`."""
+        """Return the last group, not in `skip`, that is only in host memory and needed by the least urgent request:
+        best-effort requests first, then requests with the most time left. None: there is no such group."""
         table = self._table
         rows = np.flatnonzero(table.host_prefix_tokens.any(axis=1))
         first = table.num_delivered[rows] == 0

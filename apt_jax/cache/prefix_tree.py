@@ -1,20 +1,19 @@
-"""The tree of registered groups: which cached prefixes there are. Knows no device and no requests.
+"""The tree of registered groups, which are the cached prefixes.
 
-A *group* (`apt_jax.cache.hybrid_cache`: positions of one kind that lie in the same blocks) that is full and whose contents are
-known to be good may be registered under the digest of all tokens up to its end. Registered groups form one tree per
-kind:
+A *group* is the positions of one kind that lie in the same blocks (`apt_jax.cache.hybrid_cache`). A full group with
+valid contents may be registered under the digest of all tokens up to its end. Registered groups form one tree per kind:
 
     root ── A ── B ── C        a node is a group: node.block is its K or X block
              └── D ── E        a path from the root is a prefix that need not be computed again
 
-    digest of a node = blake2b-128(digest of its parent, tokens of the group); that of the root holds a salt
+    digest of a node = blake2b-128(digest of its parent, tokens of the group); the root digest depends on a salt
 
 A group may lie in blocks of the device (`Node.block`), in blocks of host memory (`Node.host`,
-`apt_jax.cache.host_tier`), or in both: what is registered never changes, so two copies are alike. A node that is in
-neither place is removed.
+`apt_jax.cache.host_tier`), or in both: contents of registered groups never change, so the copies are equal. A node that
+is in neither place is removed.
 
-The digest of a root is drawn by the engine and never leaves it, so nobody can name another's prefix. Each kind has its
-own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
+The root digest depends on a salt that never leaves the engine, so clients cannot guess the digest of a prefix. Each
+kind has its own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.
 """
 
 import collections
@@ -30,12 +29,12 @@ DIGEST_BYTES = 16
 
 
 def root_digest(salt: bytes, tenant_salt: bytes = b"") -> bytes:
-    """Digest of the root of an engine's prefixes (and of a tenant's, if tenants do not share)."""
+    """Return the root digest of an engine's prefixes, or of a tenant's prefixes if tenants do not share."""
     return hashlib.blake2b(tenant_salt, digest_size=DIGEST_BYTES, key=salt).digest()
 
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: NDArray[np.int32], block_size: int) -> None:
-    """Append the missing digests of the full groups of `tokens`, `block_size` tokens each."""
+    """Append to `digests` the missing digests of the full groups of `tokens`, with `block_size` tokens per group."""
     num = len(digests)
     full = tokens.size // block_size
     if num >= full:
@@ -69,20 +68,20 @@ class Node:
         self.digest = digest
         self.parent = parent
         self.block = block
-        """First block on the device; `NULL_BLOCK`: it is in host memory alone."""
+        """First block on the device; `NULL_BLOCK`: the group is only in host memory."""
         self.host: tuple[int, ...] = ()
-        """Its blocks in host memory, as many as on the device; empty: it is on the device alone."""
+        """Blocks in host memory, as many as on the device; empty: the group is only on the device."""
         self.host_is_downward = False
-        """Positions lie from the right end of these (`Placement`)."""
+        """True: positions fill the blocks in host memory from the right end (`Placement`)."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: set[Node] = set()
         self.rows: set[int] = set()
-        """Waiting requests whose longest cached prefix ends here."""
+        """Rows of waiting requests whose longest cached prefix ends here."""
         self.num_below = 0
-        """Requests whose prefix ends here or in a descendant; not counted in a root."""
+        """Number of waiting requests whose prefix ends here or in a descendant; not counted in a root."""
 
     def path(self, num: int) -> list["Node"]:
-        """The first `num` nodes of the path from the root, which is left out."""
+        """Return the first `num` nodes of the path from the root to this node, without the root."""
         node, nodes = self, []
         while node.depth:
             if node.depth <= num:
@@ -96,8 +95,8 @@ class PrefixTree:
     """Registered groups by digest, and idle groups, least recently used first.
 
     Attributes:
-        idle: first blocks of groups that no request holds and that may be found again: registered ones, and those that
-            a step in flight fills. They count as free, and are evicted from the front.
+        idle: first blocks of groups without a holder that are registered or filled by a step in flight. They count as
+            free, and are evicted from the front.
         node_of: nodes by first block.
         is_registered: (num_blocks + 1,) True for first blocks that have a node.
     """
@@ -119,32 +118,32 @@ class PrefixTree:
         return node
 
     def add_node(self, node: Node) -> None:
-        """Let a node be found that was made with its parent and is not on the device yet."""
+        """Register a node that is not on the device and whose parent is set."""
         assert node.parent is not None
         node.parent.children.add(node)
         self._by_digest[node.kind][node.digest] = node
 
     def place(self, node: Node, block: int) -> None:
-        """Record that a group of host memory is now on the device too, with this first block."""
+        """Record that a group in host memory is now also on the device, with this first block."""
         node.block = block
         self.node_of[block] = node
         self.is_registered[block] = True
 
     def displace(self, node: Node) -> None:
-        """A group that is in both places leaves the device; the caller frees its blocks there."""
+        """Record that a group that is also in host memory leaves the device; the caller frees its device blocks."""
         del self.node_of[node.block]
         self.is_registered[node.block] = False
         node.block = NULL_BLOCK
 
     def subtree(self, node: Node) -> list[Node]:
-        """The node and all below it, parents first."""
+        """Return a node and its descendants, parents first."""
         nodes = [node]
         for each in nodes:
             nodes.extend(each.children)
         return nodes
 
     def remove(self, nodes: Sequence[Node]) -> None:
-        """Forget a whole subtree, parents first; the caller frees the blocks."""
+        """Unregister a whole subtree, given parents first; the caller frees the blocks."""
         top = nodes[0]
         assert top.parent is not None
         top.parent.children.discard(top)

@@ -7,21 +7,21 @@ right; positions of a group stay in order from the user's own end:
     real-time     p0   p1   p2                          ->
     best-effort                      <- p3   p2   p1   p0
 
-While both together need no more than C slots, each has the group as if it were alone. Where the one that runs needs a
-slot of the other, which does not run, that slot alone goes to host memory first (*lazy checkpointing*): always the
-latest positions of the other in that group. The other is then incomplete, and what it lacks is written down in the
-*preemption table*. Before it runs again its checkpointed slots are loaded, in place where the group is its own again,
-else in a new group, which starts as a copy of the shared one.
+While both users together need at most C slots, neither affects the other. If a running request needs a slot of the
+other user, which does not run, only that slot is saved to host memory first (*lazy checkpointing*): always the latest
+positions of the other user in the group. The other user is then incomplete, and the *preemption table* records its
+missing slots. Before it runs again, its checkpointed slots are loaded: in place if the group is unshared again,
+otherwise into a new group, which begins as a copy of the shared group.
 
-Where a request gets blocks:
+A request gets blocks as follows:
 
-* `FindBlock`: a best-effort request takes free groups, those with the most empty slots. Where they are one short, the
-  last of its groups, which it does not fill, goes to the right end of a real-time request's group that has room.
-* `FindPreemptBlock`: a real-time request takes free groups, and where there are too few, groups of best-effort requests
-  that do not run, those with the most empty slots first.
+* `FindBlock`: a best-effort request takes free groups. If one group is missing, the last group of the request, which it
+  does not fill, is placed at the right end of the real-time request's group with the most empty slots.
+* `FindPreemptBlock`: a real-time request takes free groups; if there are too few, it shares groups of best-effort
+  requests that do not run, groups with the most empty slots first.
 
 A shared group has two holders, so it is charged to neither (`GroupPool`). A request that has lost all of its slots in a
-group leaves it: its block table has a hole there until it is restored.
+group leaves the group: its block table has a hole there until the request is restored.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class _Shared:
     down: Place
 
     def sides(self, slot: int) -> tuple[Place, Place]:
-        """Own place and that of the other."""
+        """Return the place of the request in `slot`, and the place of the other user."""
         return (self.up, self.down) if self.up[0] == slot else (self.down, self.up)
 
 
@@ -54,16 +54,16 @@ class BlockSharing:
     """Groups with two users, and the end from which each user fills them; a `Placement`.
 
     Args:
-        cache: whose block tables these are; it follows this placement from now on.
-        host: blocks of host memory, as large as those of the device.
-        is_best_effort: by owner.
+        cache: the cache; it uses this placement from now on.
+        host: blocks of host memory, of the same size as device blocks.
+        is_best_effort: returns True if an owner is a best-effort request.
 
     Attributes:
-        grows_down: by slot, whether the request takes new groups from the right.
-        is_downward: by first block, whether the lone user of a group has it from the right.
+        grows_down: True: the request fills new groups from the right; indexed by slot.
+        is_downward: True: the only user of a group fills it from the right; indexed by first block.
         shared: groups with two users, by first block.
-        preempted: what requests lack of their groups.
-        num_holes: by slot, entries of its block table that have no group.
+        preempted: preemption table, which records the missing slots of requests.
+        num_holes: number of block table entries without a group, by slot.
     """
 
     def __init__(self, cache: HybridCache, host: HostBlocks, is_best_effort: Callable[[int], bool]) -> None:
@@ -81,11 +81,11 @@ class BlockSharing:
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def have_two_users(self, firsts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """(n,) whether groups have two users."""
+        """Return an (n,) mask: True if the group has two users."""
         return np.isin(firsts, np.fromiter(self.shared, np.int32)) if self.shared else np.zeros(firsts.size, np.bool_)
 
     def downwards(self, slots: NDArray[np.int32], width: int) -> NDArray[np.bool_]:
-        """(n, width) whether the requests have their groups from the right."""
+        """Return an (n, width) mask: True if the request fills the group of the table entry from the right."""
         down = self.is_downward[self._cache.tables[slots, 0, :width]]
         if self.shared:
             row_of = self._rows_of(slots)
@@ -96,30 +96,31 @@ class BlockSharing:
         return down
 
     def _rows_of(self, slots: NDArray[np.integer]) -> NDArray[np.int32]:
-        """By slot, its place in `slots`; -1: it is not there."""
+        """Return the index in `slots` of every slot of the cache; -1: it is not in `slots`."""
         row_of = np.full(self.grows_down.size, -1, np.int32)
         row_of[slots] = np.arange(slots.size, dtype=np.int32)
         return row_of
 
     def preemptible(self, kind: int, running: set[int]) -> list[Place]:
-        """Groups used only by best-effort requests, most empty slots first (`FindPreemptBlock`).
+        """Return the groups used only by a best-effort request, most empty slots first (`FindPreemptBlock`).
 
         Args:
-            kind: of the groups.
-            running: slots of requests of this step, whose groups stay.
+            kind: cache kind of the groups.
+            running: slots of the requests of this step, whose groups are left out.
         """
         slots, entries, _ = self.lone_groups(kind, down=True)
         return [place for place in zip(slots.tolist(), entries.tolist(), strict=True) if place[0] not in running]
 
     def lone_groups(self, kind: int, *, down: bool) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Unshared groups of requests of one class, most empty slots first; ties: the latest request's, last first.
+        """Return unshared groups of requests of one class, most empty slots first; ties: the latest request, its last
+        group first.
 
         Args:
-            kind: of the groups.
-            down: best-effort requests', else real-time ones'.
+            kind: cache kind of the groups.
+            down: True: groups of best-effort requests; False: groups of real-time requests.
 
         Returns:
-            (g,) slots, entries of their block tables, and empty slots.
+            (g,) slots, (g,) indexes of block table entries, and (g,) numbers of empty slots.
         """
         cache = self._cache
         size = cache.block_sizes[kind]
@@ -140,11 +141,11 @@ class BlockSharing:
     # --- getting blocks ----------------------------------------------------------------------------------------------
 
     def begin(self, slot: int, owner: int) -> None:
-        """A request has taken a slot."""
+        """Set the direction in which the request of a newly taken slot fills groups."""
         self.grows_down[slot] = self._is_best_effort(owner)
 
     def note_new(self, firsts: int | NDArray[np.int32], slots: int | NDArray[np.int32]) -> None:
-        """Groups have got a lone user."""
+        """Set the direction in which new groups are filled by their only user."""
         self.is_downward[firsts] = self.grows_down[slots]
 
     def reserve_rows(
@@ -158,19 +159,20 @@ class BlockSharing:
         *,
         running: Iterable[int] = (),
     ) -> NDArray[np.bool_]:
-        """`reserve` for requests of a step: real-time ones first, in order. Rows that change no block cost no Python.
+        """Call `reserve` for requests of a step, real-time requests first, in order. Rows without shared groups or
+        checkpoints are handled together.
 
         Args:
             owners: (n,) owner of each row.
-            slots: (n,) their slots; changed in place where a row takes one.
-            num_tokens: (n,) positions each shall have.
-            kinds: (n,) cache kind of each.
-            best_effort: (n,) class of each.
-            copies: (n,) whether the first of its new groups begins as a copy; None: no row's does.
-            running: slots of the step's requests that have been reserved for before.
+            slots: (n,) slot of each row; changed in place if a row takes one.
+            num_tokens: (n,) number of positions that each row needs in all.
+            kinds: (n,) cache kind of each row.
+            best_effort: (n,) True: best-effort request; False: real-time request.
+            copies: (n,) True: the first new group of the row begins as a copy; None: no group does.
+            running: slots of requests of the step whose blocks have been reserved in earlier calls.
 
         Returns:
-            (n,) False where blocks or a slot were lacking; such a row keeps what it had.
+            (n,) False: too few blocks or no slot was free; the row keeps the blocks that it had.
         """
         cache = self._cache
         sizes = np.asarray(cache.block_sizes, np.int32)[kinds]
@@ -205,7 +207,8 @@ class BlockSharing:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """True if there are free slots and blocks for `rows`, which share nothing, whatever `others` take."""
+        """Return True if slots and blocks suffice for `rows`, which share no groups, after the maximum demand of
+        `others`."""
         cache = self._cache
         halves, sizes = np.asarray(cache.blocks_per_group, np.int32), np.asarray(cache.block_sizes, np.int32)
 
@@ -226,15 +229,15 @@ class BlockSharing:
         """Restore a request's missing positions and make room for [0, num_tokens).
 
         Args:
-            owner: takes a slot at the first call.
-            num_tokens: no fewer than it has.
-            kind: that it has, if it has any.
-            running: slots of the requests that have been reserved for in this step, real-time ones first: their groups
-                stay as they are. Its own slot is added.
-            copied: the first of its new groups begins as a copy, and so is not shared.
+            owner: owner of the request; it takes a slot at the first call.
+            num_tokens: number of positions in all, at least as many as it has.
+            kind: cache kind; the kind that it holds, if it holds cache.
+            running: slots of the requests of this step whose blocks have been reserved; their groups stay unchanged.
+                The request's own slot is added.
+            copied: whether the first new group begins as a copy, so that it must not be shared.
 
         Returns:
-            False where blocks or a slot are lacking; then nothing has changed.
+            False: too few blocks or no slot is free, and nothing has changed.
         """
         cache, groups = self._cache, self._groups
         slot = cache.slot_of(owner)
@@ -285,10 +288,11 @@ class BlockSharing:
         return True
 
     def _moves(self, slot: int, num_tokens: int, running: set[int], room: int, *, down: bool) -> list[int]:
-        """Entries of a request's table whose shared group it leaves for a new one.
+        """Return the block table entries whose shared group a request leaves for a new group.
 
-        They are those in which it needs slots of a request that runs too. A best-effort request leaves the others as
-        well while there are free groups; else, and for real-time requests, the slots of the other are checkpointed.
+        It leaves groups in which it needs slots of a request that also runs. A best-effort request also leaves groups
+        in which it needs slots of a request that does not run, if there are enough free groups for all of them.
+        Otherwise, and for real-time requests, the slots of the other user are checkpointed.
         """
         must: list[int] = []
         may: list[int] = []
@@ -302,7 +306,7 @@ class BlockSharing:
     def _find(
         self, kind: int, num: int, running: set[int], num_tokens: int, new: list[int], *, down: bool
     ) -> list[Place]:
-        """Groups of others that a request may share, for the last `num` of its new entries."""
+        """Return groups of other requests that a request may share, for the last `num` of its new entries."""
         if not down:
             return self.preemptible(kind, running)[:num]
         size = self._cache.block_sizes[kind]
@@ -318,7 +322,7 @@ class BlockSharing:
         return not (self._groups.prefixes.is_registered[first] or self._groups.is_expected[first])
 
     def _hold(self, slot: int, entry: int, ids: NDArray[np.int32]) -> None:
-        """Give a request a group of its own."""
+        """Put a newly allocated group into a request's block table."""
         groups, halves = self._groups, ids.size
         self._cache.tables[slot, :halves, entry] = ids
         groups.hold_new(int(ids[0]), NULL_BLOCK if halves == 1 else int(ids[1]), slot)
@@ -326,7 +330,7 @@ class BlockSharing:
         groups.in_use[int(self._cache.kind[slot])] += 1
 
     def _join(self, slot: int, entry: int, place: Place, *, down: bool) -> None:
-        """Share another request's unshared group with a request."""
+        """Make a request the second user of another request's group."""
         groups, tables = self._groups, self._cache.tables
         other, their_entry = place
         first = int(tables[other, 0, their_entry])
@@ -346,14 +350,14 @@ class BlockSharing:
             self._shared_by.setdefault(each, set()).add(first)
 
     def _move(self, slot: int, entry: int, ids: NDArray[np.int32]) -> None:
-        """Have a request leave a shared group for one of its own, which begins as a copy."""
+        """Replace a shared group of a request by a new group, which begins as a copy."""
         old = self._cache.tables[slot, : ids.size, entry].copy()
         self._leave(slot, int(old[0]))
         self.preempted.transfers.copies += zip(old.tolist(), ids.tolist(), strict=True)
         self._hold(slot, entry, ids)
 
     def _leave(self, slot: int, first: int) -> None:
-        """Remove a request from a shared group; the other one keeps it."""
+        """Remove a request from a shared group; the other user keeps the group."""
         groups = self._groups
         own, other = self.shared.pop(first).sides(slot)
         for each in (slot, other[0]):
@@ -371,7 +375,7 @@ class BlockSharing:
     # --- slots of others ---------------------------------------------------------------------------------------------
 
     def _make_room(self, slot: int) -> None:
-        """Checkpoint the slots of others that a request is about to write to, or has others' contents loaded to."""
+        """Checkpoint slots of other requests that the request will overwrite, with new or loaded positions."""
         size = self._cache.block_sizes[self._cache.kind[slot]]
         for first in list(self._shared_by.get(slot, ())):
             own, other = self.shared[first].sides(slot)
@@ -380,7 +384,7 @@ class BlockSharing:
                 self._checkpoint(other, kept)
 
     def _checkpoint(self, place: Place, kept: int) -> None:
-        """Save a request's positions of a group from `kept` on; it leaves the group if nothing stays there."""
+        """Save a request's positions in a group from `kept` on; it leaves the group if `kept` is 0."""
         self.preempted.save(place, kept)
         if kept == 0:
             slot, entry = place
@@ -388,18 +392,18 @@ class BlockSharing:
             self.num_holes[slot] += 1
 
     def release(self, slot: int) -> None:
-        """A request gives everything back: it leaves its shared groups, and its checkpoints are dropped."""
+        """Remove a request from its shared groups and drop its checkpoints, before its release."""
         for first in list(self._shared_by.get(slot, ())):
             self._leave(slot, first)
         self.preempted.drop(slot)
         self.num_holes[slot] = 0
 
     def take_transfers(self) -> SlotTransfers:
-        """Return the transfers of the step that has been built."""
+        """Return the transfers of the step being built, and clear them."""
         return self.preempted.take_transfers()
 
     def traffic(self) -> SlotTraffic:
-        """Count the slots that have been saved and loaded."""
+        """Return the number of slots saved and loaded so far."""
         return self.preempted.traffic()
 
     # --- integrity ---------------------------------------------------------------------------------------------------
@@ -408,7 +412,7 @@ class BlockSharing:
         """Recount shared groups and holes, and check the checkpoints.
 
         Raises:
-            CacheIntegrityError: something does not add up.
+            CacheIntegrityError: the accounting is inconsistent.
         """
         cache, tables = self._cache, self._cache.tables
         for first, pair in self.shared.items():

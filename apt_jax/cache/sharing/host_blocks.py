@@ -1,4 +1,4 @@
-"""Blocks of host memory for slots that requests lose to each other."""
+"""Blocks of host memory for checkpointed slots of requests."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from apt_jax.cache.group_pool import GroupPool
 
 
 class HostBlocks(Protocol):
-    """Blocks of host memory."""
+    """Protocol of a pool of blocks in host memory."""
 
     def allocate(self, num: int) -> NDArray[np.int32] | None: ...
 
@@ -19,7 +19,7 @@ class HostBlocks(Protocol):
 
 
 class LentBlocks:
-    """`HostBlocks` of the cache's second tier, which drops groups for them."""
+    """`HostBlocks` lent by the cache's second tier, which drops groups if needed."""
 
     def __init__(self, groups: GroupPool) -> None:
         assert groups.tier is not None

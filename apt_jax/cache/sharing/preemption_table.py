@@ -1,7 +1,7 @@
-"""The preemption table (BROS §5.2): what requests lack of their groups, and the slots that go to host memory and back.
+"""The preemption table (BROS §5.2): missing slots of requests, and transfers of slots to and from host memory.
 
 Only slots that another request is about to overwrite are saved (*lazy checkpointing*): always the latest positions of a
-request in a group. They keep the slots there that they had on the device.
+request in a group. In host memory they have the same slots of a block as on the device.
 """
 
 import dataclasses
@@ -21,46 +21,46 @@ Place = tuple[int, int]
 
 @dataclasses.dataclass(eq=False)
 class Checkpoint:
-    """An entry of the preemption table: what a request lacks of one of its groups."""
+    """An entry of the preemption table: positions of a group that a request has in host memory."""
 
     kept: int
-    """Its first positions of the group are on the device; the rest, as many as it has there, in host memory."""
+    """Number of the request's first positions in the group that are on the device; the others are in host memory."""
     host: NDArray[np.int32]
-    """(blocks of a group,) where they are: in the slots that they had on the device."""
+    """(blocks_per_group,) host blocks with the saved slots, which have the same index as on the device; empty: lost."""
     step: int = -1
-    """Step that is being built when the last of them are saved,"""
+    """Number of the step that made the last saves."""
     kept_before: int = 0
-    """how many were on the device before it,"""
+    """Number of positions on the device before that step."""
     blocks: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """and in which blocks."""
+    """(blocks_per_group,) device blocks from which that step saves."""
 
 
 @dataclasses.dataclass
 class SlotTransfers:
-    """Transfers of a step, in the order in which they happen: all saves are read, copies are made, loads are written."""
+    """Transfers of a step, in this order: all saves are read, all copies are made, all loads are written."""
 
     saves: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    """(block on the device, host block, first slot, number of slots, kind)"""
+    """Saves as (block on the device, host block, first slot, number of slots, kind)."""
     copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """(source, destination) whole blocks on the device"""
+    """Copies of whole blocks on the device as (source, destination)."""
     loads: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
-    """(host block, block on the device, first slot, number of slots, kind)"""
+    """Loads as (host block, block on the device, first slot, number of slots, kind)."""
     lost: list[int] = dataclasses.field(default_factory=list)
-    """Owners whose slots found no room in host memory: their cache must be released before the step runs."""
+    """Owners whose slots could not be saved, as host memory was full; release their cache before the step runs."""
 
 
 class PreemptionTable:
     """Checkpoints of groups, and the transfers of the step that is being built.
 
     Args:
-        cache: whose block tables these are.
-        host: blocks of host memory, as large as those of the device.
-        grows_down: by slot, whether the request takes new groups from the right; read as it changes.
+        cache: the cache with the block tables.
+        host: blocks of host memory, of the same size as device blocks.
+        grows_down: True: the request fills new groups from the right; indexed by slot, and not copied.
 
     Attributes:
         of_slot: checkpoints by slot and entry of its block table.
-        transfers: of the step that is being built.
-        saved_slots, loaded_slots: by kind, slots of groups that have been moved in all.
+        transfers: transfers of the step being built.
+        saved_slots, loaded_slots: total number of slots moved, by kind.
     """
 
     def __init__(self, cache: HybridCache, host: HostBlocks, grows_down: NDArray[np.bool_]) -> None:
@@ -70,39 +70,40 @@ class PreemptionTable:
         self.saved_slots, self.loaded_slots = [0, 0], [0, 0]
         self._step = 0
         self._unloaded: list[NDArray[np.int32]] = []
-        """Host blocks that the step loads: free once it has been built, as its saves must not overwrite them."""
+        """Host blocks that the step loads; freed after it has been built, so that its saves do not overwrite them."""
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def used(self, place: Place, num_tokens: int | None = None) -> int:
-        """Positions that a request has in one of its groups, or will have with `num_tokens` in all."""
+        """Return the number of positions that a request has in a group, or will have with `num_tokens` in all."""
         slot, entry = place
         size = self._cache.block_sizes[self._cache.kind[slot]]
         tokens = int(self._cache.num_tokens[slot]) if num_tokens is None else num_tokens
         return min(max(tokens - entry * size, 0), size)
 
     def on_device(self, place: Place) -> int:
-        """Number of these positions that are on the device."""
+        """Return the number of positions of a request in a group that are on the device."""
         checkpoint = self.of_slot.get(place[0], {}).get(place[1])
         return self.used(place) if checkpoint is None else checkpoint.kept
 
     def is_saved_now(self, place: Place) -> bool:
-        """Return True if the step that is being built saves positions of the group."""
+        """Return True if the step being built saves positions of the group."""
         checkpoint = self.of_slot.get(place[0], {}).get(place[1])
         return checkpoint is not None and checkpoint.step == self._step
 
     def num_blocks_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(n,) blocks of which each request has something in host memory: M^cpu of BROS, Table 1."""
+        """Return the (n,) numbers of blocks with slots in host memory, by request: M^cpu of BROS, Table 1."""
         blocks = np.zeros(self._grows_down.size, np.int32)
         for slot, table in self.of_slot.items():
             blocks[slot] = len(table) * self._cache.blocks_per_group[self._cache.kind[slot]]
         return blocks[slots]
 
     def lacking(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Slots that requests must load before they run.
+        """Return the slots that requests must load before they run.
 
         Returns:
-            (m, 4) host block, first slot, number of slots and kind; and (m,) the requests' slots.
+            (m, 4) array of host block, first slot, number of slots and kind; and (m,) array of the requests' cache
+            slots.
         """
         spans: list[tuple[int, int, int, int]] = []
         owners: list[int] = []
@@ -114,7 +115,7 @@ class PreemptionTable:
         return np.array(spans, np.int32).reshape(-1, 4), np.array(owners, np.int32)
 
     def traffic(self) -> SlotTraffic:
-        """Count the slots that have been saved and loaded."""
+        """Return the number of slots saved and loaded so far."""
         sizes, halves = self._cache.block_sizes, self._cache.blocks_per_group
         saved, loaded = (
             sum(n * h / size for n, h, size in zip(slots, halves, sizes, strict=True))
@@ -130,7 +131,7 @@ class PreemptionTable:
     # --- saving and loading ------------------------------------------------------------------------------------------
 
     def save(self, place: Place, kept: int) -> None:
-        """Save a request's positions of a group from `kept` on."""
+        """Save a request's positions in a group from `kept` on."""
         slot, entry = place
         there = self.on_device(place)
         ids = self._cache.tables[slot, : self._cache.blocks_per_group[self._cache.kind[slot]], entry]
@@ -153,7 +154,8 @@ class PreemptionTable:
         checkpoint.kept = kept
 
     def load(self, slot: int, num_tokens: int) -> None:
-        """Load missing positions of a request of `num_tokens` positions into its groups, which it holds again."""
+        """Load the missing positions of a request into its groups; it must hold groups for all `num_tokens`
+        positions."""
         table = self.of_slot.pop(slot, {})
         for entry, checkpoint in table.items():
             require(checkpoint.host.size, "a request goes on whose slots were lost")
@@ -173,7 +175,7 @@ class PreemptionTable:
             self.loaded_slots[self._cache.kind[slot]] += num
 
     def drop(self, slot: int) -> None:
-        """Drop all that a request has in host memory."""
+        """Drop all checkpoints of a request."""
         for checkpoint in self.of_slot.pop(slot, {}).values():
             if checkpoint.host.size:
                 if checkpoint.step == self._step:  # others may get these blocks of host memory in the same step
@@ -181,19 +183,19 @@ class PreemptionTable:
                 self._host.free(checkpoint.host)
 
     def _cancel_saves(self, slot: int, checkpoint: Checkpoint) -> None:
-        """Cancel this step's saves of a group."""
+        """Cancel the saves of a group by the step being built."""
         host = set(checkpoint.host.tolist())
         self.saved_slots[self._cache.kind[slot]] -= checkpoint.kept_before - checkpoint.kept
         self.transfers.saves = [each for each in self.transfers.saves if each[1] not in host]
 
     def _slots(self, slot: int, begin: int, end: int) -> tuple[int, int]:
-        """First slot and number of slots of positions [begin, end) of a request's group."""
+        """Return the first slot and the number of slots of positions [begin, end) of a request's group."""
         size = self._cache.block_sizes[self._cache.kind[slot]]
         # Slots that are saved are those of a group that the request took itself, from its own end.
         return (size - end if self._grows_down[slot] else begin), end - begin
 
     def take_transfers(self) -> SlotTransfers:
-        """Return the transfers of the step that has been built."""
+        """Return the transfers of the step being built, and begin the next step."""
         taken, self.transfers = self.transfers, SlotTransfers()
         self._step += 1
         for host in self._unloaded:
@@ -204,10 +206,10 @@ class PreemptionTable:
     # --- integrity ---------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Hold checkpoints against block tables and host memory.
+        """Check checkpoints against block tables and host memory.
 
         Raises:
-            CacheIntegrityError: something does not add up.
+            CacheIntegrityError: the accounting is inconsistent.
         """
         cache, tables = self._cache, self._cache.tables
         used: list[int] = [block for host in self._unloaded for block in host.tolist()]
