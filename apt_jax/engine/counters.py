@@ -19,7 +19,8 @@ class RecomputeCause(enum.IntEnum):
     """Reason for which positions are computed again: the last loss of their cache."""
 
     MEMORY = 0
-    """Preempted when the next positions of all running requests did not fit the pool."""
+    """Preempted because the next positions of all running requests did not fit the pool, or saved slots did not fit
+    host memory."""
     POLICY = 1
     """Preempted by the policy or an operator although the next positions of all running requests fitted the pool."""
     KIND_SWITCH = 2
@@ -27,7 +28,7 @@ class RecomputeCause(enum.IntEnum):
     FAILED_STEP = 3
     """A failed step destroyed the pool."""
     PREFIX_LOST = 4
-    """Positions first found in the prefix cache were no longer cached when the request was scheduled again."""
+    """Positions found in the prefix cache earlier were no longer cached, or slots saved to host memory were lost."""
 
 
 class RollingPercentiles:
