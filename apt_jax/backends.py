@@ -109,8 +109,8 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         ) from None
 
     def bound(op: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        """Return the op, traced and lowered once for all layers and programs with equal calls: Pallas takes 0.1 s per
-        kernel."""
+        """Return the op. Equal calls share one tracing and lowering (0.1 s per kernel in Pallas) across layers and
+        programs, except in interpret mode and for calls with collectives."""
         made = functools.partial(op, interpret=interpret, chip=chip)
         in_program = jax.jit(made, static_argnames=static)
         if interpret:

@@ -83,11 +83,11 @@ class CacheConfig:
     """Share cached prefixes between API keys too. The time to first token then reveals whether another key has sent a
     prompt with the same beginning (docs/design/prefix_caching.md)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
-    """Host memory for cached blocks that leave the device, in GiB. The cache of preempted requests and of prefixes is
+    """Host memory for cached blocks that leave the device, in GiB; the cache of preempted requests and of prefixes is
     copied back from it instead of being recomputed (docs/design/host_tier.md; default: 0, none)."""
     prefix_cache_dir: str | None = option(None, metavar="DIR")
-    """Directory that keeps cached prefixes evicted from host memory, across restarts. It must have mode 0700 and be
-    used for nothing else; requires --swap-space (docs/design/host_tier.md; default: none)."""
+    """Directory that keeps cached prefixes evicted from host memory, across restarts; it must have mode 0700 and no other
+    use, and needs --swap-space (docs/design/host_tier.md; default: none)."""
     prefix_cache_size: float = option(16.0, metavar="GIB", above=0, high=1 << 20, is_setting=True)
     """Maximum total size of the files in --prefix-cache-dir, in GiB; the least recently used files are removed first
     (default: 16)."""
@@ -162,7 +162,7 @@ class ParallelConfig:
     node_rank: int = option(0, metavar="RANK")
     """Rank of this process; 0 schedules and serves."""
     master_addr: str = option("127.0.0.1", metavar="HOST")
-    """Address of rank 0. Connections to it are unencrypted: use a private network."""
+    """Address of rank 0; connections to it are unencrypted, so use a private network."""
     master_port: int = option(
         29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next one be free too"
     )
@@ -216,10 +216,10 @@ class EngineConfig:
         None, metavar="{int8,gguf}", rule="be int8 or gguf, or left out for weights as they are"
     )
     """Store weights as integers: int8 (1 byte per weight; needs the extra int8), or on one device gguf, which keeps
-    Q4_0, Q4_1 and Q8_0 weights of a GGUF file as integers (0.56 to 1.06 bytes per weight). The cache keeps its dtype
+    Q4_0, Q4_1 and Q8_0 weights of a GGUF file as integers (0.56 to 1.06 bytes per weight); the cache keeps its dtype
     (default: no quantization; docs/models.md)."""
     lora_modules: Mapping[str, str] | None = None
-    """LoRA adapters that requests may select as their model: name to directory in PEFT format. All are loaded at start
+    """LoRA adapters that requests may select as their model: name to directory in PEFT format; all are loaded at start
     (docs/lora.md; default: none)."""
     max_lora_rank: int = option(16, metavar="R", low=1, high=512)
     """Maximum rank of a LoRA adapter; adapters of a larger rank are refused."""

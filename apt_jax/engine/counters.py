@@ -16,7 +16,7 @@ _NEW_COST_ERROR = 1 / 32
 
 
 class RecomputeCause(enum.IntEnum):
-    """Reason for which positions are computed again: the last loss of their cache."""
+    """Why positions are recomputed: the cause of the request's last cache loss."""
 
     MEMORY = 0
     """Preempted because the next positions of all running requests did not fit the pool, or saved slots did not fit

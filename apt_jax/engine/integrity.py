@@ -145,7 +145,7 @@ def _check_hits(states: RequestStates, offered: Sequence[int], rows: NDArray[np.
         and np.array_equal(host_prefix_tokens, table.host_prefix_tokens)
         and np.array_equal(shared_prefix_blocks, table.shared_prefix_blocks)
     ):
-        raise CacheIntegrityError("what waiting requests would find is not what the table says")
+        raise CacheIntegrityError("prefix cache hits of waiting requests differ from those in the request table")
 
 
 def _require(condition: object, message: str) -> None:

@@ -138,7 +138,7 @@ class PoolMemory:
         return self._device if self._mesh is None else NamedSharding(self._mesh, spec)
 
     def described(self, shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> jax.ShapeDtypeStruct:
-        """Return the description of an array placed like the pool."""
+        """Return the shape of an array on the pool's devices, sharded by `spec`; None: replicated."""
         where = self.placed(spec or P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where if self._mesh else SingleDeviceSharding(where))
 

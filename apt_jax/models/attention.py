@@ -36,7 +36,7 @@ _CosSin = tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of one layer's attention, in addition to its tokens."""
+    """Inputs of one layer's attention other than the activations and the cache pool."""
 
     params: LayerParams
     config: ModelConfig

@@ -115,11 +115,13 @@ def adapted(
     index: Int32[Array, " T"] | None,
     ops: KernelBackend,
 ) -> Array:
-    """A product of rows plus their adapters' additions; unchanged without adapters.
+    """Add each row's LoRA update to the output of a linear layer; return `y` unchanged without adapters.
 
     Args:
         y: the product with the layer's own matrices, without activation.
-        parts: (field of `TARGETS`, number of outputs) of consecutive ranges of outputs.
+        x: input of the layer.
+        p: parameters of the layer, with its adapters.
+        parts: (field of `TARGETS`, number of outputs) for each consecutive range of outputs.
         index: adapter of each row; None: unchanged.
     """
     if p.adapters is None or index is None:

@@ -133,9 +133,9 @@ class IntegerTiles:
 
     values: Any
     """(O / 16, I / 32, B) uint8: tiles of 16 outputs and 32 inputs in `B` bytes. In grouped matrices a tile begins with
-    the scales of its outputs, and then their minima if there are any, in float16. Words of 64 bytes follow, with four
-    inputs of each output, unsigned. In four bits the low halves of word i hold inputs 4 i to 4 i + 3, and its high
-    halves the inputs 16 further. int8 values have 128 added."""
+    the scales of its outputs, and then their minima if there are any, in float16. Then 64-byte words follow, each with
+    four inputs of all 16 outputs as unsigned values. For 4-bit values, the low nibbles of word i hold inputs 4 i to
+    4 i + 3 and the high nibbles hold inputs 4 i + 16 to 4 i + 19. int8 values are stored with 128 added."""
     scale: Any
     """(O,) float32 scale of a `QuantizedMatrix`, otherwise None"""
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})

@@ -140,7 +140,7 @@ def make_policy(name: str | None = None, config: SchedulerConfig | None = None, 
 
 
 def check_policy(name: str) -> None:
-    """Raise `ConfigError` if `make_policy` would reject the name or the option names, without building the policy."""
+    """Raise `ConfigError` for an unknown policy, or for unknown or ill-typed options, without building the policy."""
     find_policy(name, _bundled(name))
 
 

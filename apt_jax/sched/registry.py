@@ -263,7 +263,7 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
             known = f"has the options {', '.join(accepted)}" if accepted else "has no options"
             raise ConfigError(f"{where}: no option {option!r:.60}{nearest(option, accepted)}; it {known} {_FLAG}")
         if option in values:
-            raise ConfigError(f"{where}: {option} is there twice {_FLAG}")
+            raise ConfigError(f"{where}: option {option} is given twice {_FLAG}")
         default = accepted[option].default
         hint = hints.get(option, Any)
         if hint is Any and default not in (None, inspect.Parameter.empty):

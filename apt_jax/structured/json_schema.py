@@ -109,7 +109,7 @@ def _path(place: _Place) -> str:
 
 @contextlib.contextmanager
 def _at(place: _Place) -> Iterator[None]:
-    """Put the location of a schema before the text of a ValueError about one of its keywords."""
+    """Prefix a ValueError about a keyword with the location of its schema."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Search for the highest request rate that meets a target of attainment (effective throughput, docs/metrics.md)."""
+"""Search for the highest request rate that meets an attainment target (effective throughput, docs/metrics.md)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -201,7 +201,7 @@ class DashboardFeed:
         self._sums_at_s = -_SUMS_S
         self._recording: asyncio.Task[None] | None = None
         self.starting: Callable[[], object] = lambda: None
-        """Returns the progress of the start."""
+        """Returns the server's startup progress."""
 
     def use(self, engine: AsyncEngine, metrics: ServerMetrics | None) -> None:
         """Show a warm engine."""

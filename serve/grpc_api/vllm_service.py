@@ -313,7 +313,7 @@ class VllmEngine:
         assert self._profiler is not None
         self._calls.require_operator(context)
         for field, _ in request.ListFields():
-            raise InvalidRequestError(field.name, "is not the client's to choose")
+            raise InvalidRequestError(field.name, "cannot be set by the client")
         directory = await self._profiler.start()
         return common.ProfileResponse(success=True, message=str(directory))
 

@@ -1,6 +1,6 @@
-"""llama.cpp's ``/infill``, which its editor plugins call to fill in text between two texts.
+"""llama.cpp's ``/infill``, which its editor plugins call to fill in text between a prefix and a suffix.
 
-Bodies become completions. llama.cpp's order of samplers, time limits and options for cache and slots are ignored.
+Request bodies are translated to completion requests. llama.cpp's order of samplers, time limits and options for cache and slots are ignored.
 Sampling options that are not given have llama.cpp's defaults.
 """
 

@@ -43,7 +43,7 @@ SOURCES = tuple(Path(__file__).with_name("cuda") / name for name in ("decode_abs
 COMPILED = Path(__file__).with_name("cuda") / "decode_absorbed.ptx.xz"
 
 _LANES = 8
-"""Number of heads, or of feature lanes, that one instruction multiplies."""
+"""Number of heads per matrix instruction (n of m16n8k16). Tiles of features are twice as wide."""
 _MOST_PADDING = 4 / 3
 """Maximum ratio of a variant's lanes to the width of the layer inputs."""
 _PROCESSORS_IN_CLUSTERS = 128

@@ -149,7 +149,7 @@ def test_options_reach_policies_from_outside():
     [
         ("apt?violation_decay", "'violation_decay' is not option=value"),
         ("apt?", "'' is not option=value"),
-        ("apt?violation_decay=0.4&violation_decay=0.5", "violation_decay is there twice"),
+        ("apt?violation_decay=0.4&violation_decay=0.5", "violation_decay is given twice"),
         ("apt?violation_decay=0,4", "violation_decay='0,4' is not a number"),
         ("apt?violation_decay=nan", "violation_decay='nan' is not a number"),
         ("apt?violation_decay=7", "must lie in [0, 1]"),

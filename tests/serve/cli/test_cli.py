@@ -199,7 +199,7 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
     text = " ".join(run("generate", "--help")[1].split())
     assert text.count("(default: the engine's)") == 2
     text = " ".join(run("simulate", "--help")[1].split())
-    assert "Required for a trace without arrivals" in text
+    assert "required for a trace without arrivals" in text
 
 
 @pytest.mark.parametrize(
