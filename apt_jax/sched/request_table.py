@@ -103,16 +103,6 @@ class RequestTable(ColumnTable):
         self.lengths = OutputLengths()
         """Estimate of output lengths by prompt beginnings (`histograms`)."""
 
-    @property
-    def hit_tokens(self) -> NDArray[np.int32]:
-        """Old name of `cached_prefix_tokens`."""
-        return self.cached_prefix_tokens
-
-    @property
-    def hit_blocks(self) -> NDArray[np.int32]:
-        """Old name of `shared_prefix_blocks`."""
-        return self.shared_prefix_blocks
-
     def add(
         self,
         *,

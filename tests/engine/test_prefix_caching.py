@@ -156,8 +156,6 @@ class TestHits:
         name = served.add(prompt(17))
         row = served.engine.states.by_id[name].row
         assert table.cached_prefix_tokens[row].tolist() == [16, 0]
-        assert table.hit_tokens is table.cached_prefix_tokens  # old names
-        assert table.hit_blocks is table.shared_prefix_blocks
 
     @pytest.mark.parametrize("inputs", [3, 5, 6])
     @pytest.mark.parametrize("kind", [KV, HIDDEN])

@@ -40,7 +40,8 @@ class UnifiedPolicy:
        prefill for its whole prompt, whose uncomputed part stays reserved while it runs. `reserve="all"` admits a
        waiting request only if the full lengths of all requests fit (I + O - 1 positions; O is `max_tokens`, which
        equals the output length only if that is known, as in a simulation), so no request is ever evicted. `"estimate"`
-       does the same with estimated mean lengths, a number with this quantile of the lengths.
+       does the same with estimated mean output lengths; a number in (0, 1] uses that quantile of the output lengths
+       instead.
     4. *EvictLowerPriorityRequest*: if memory is short, running requests of lower priority than the candidate lose their
        cache, the lowest first, or the candidate itself if there are no such requests. Waiting candidates evict no
        requests, and the first that does not fit ends its group; in the single group of `first="nobody"` they can evict
