@@ -108,7 +108,7 @@ class HostTier:
         self._copied += zip(node.host, blocks[: len(node.host)], strict=True)
 
     def note_place(self, node: Node) -> None:
-        """Update the lists after a group has come to the device or left it; this counts as a use of the group."""
+        """Update the lists after a group was copied to the device or evicted from it; this counts as a use of the group."""
         if node.host:
             here, there = (self.only, self.copies) if node.block == NULL_BLOCK else (self.copies, self.only)
             there.pop(node, None)

@@ -32,7 +32,7 @@ class Recount:
         states: Any = engine.states
         self._execute = engine._steps.execute
         self._preempt, self._lose_cache = states.preempt, states.lose_cache
-        engine._steps.execute = self._note_step  # type: ignore[method-assign]
+        engine._steps.execute = self._note_step
         states.preempt, states.lose_cache = self._note_preemption, self._note_loss
 
     def _note_step(self, plan, batch, rows, requests, costs):
