@@ -58,7 +58,7 @@ _NOTHING = {
         ("--disable-log-requests", "--no-enable-log-requests", "--enable-log-requests"),
         "the log has one line per request and never its text (--log-level); leave it out",
     ),
-    "--disable-log-stats": "the log has no statistics, which are metrics (/metrics); leave it out",
+    "--disable-log-stats": "the log has no statistics (/metrics has them); leave it out",
     **dict.fromkeys(("--enable-chunked-prefill", "--cont-batching"), "it is always on; leave it out"),
     **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), "replicas are apt-jax launch --replicas N"),
     **dict.fromkeys(
