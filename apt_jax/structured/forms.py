@@ -5,10 +5,8 @@
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from apt_jax.errors import InvalidRequestError, json_kind
 from apt_jax.request import StructuredOutputsParams
 from apt_jax.structured.json_schema import exact_schema
 
@@ -71,34 +69,6 @@ def _as_lark(grammar: str) -> str:
         raise ValueError("nested too deeply") from None
     except Exception as error:  # the module raises plain Exception, too
         raise ValueError(f"not GBNF: {error}") from None
-
-
-def from_response_format(response_format: object) -> StructuredOutputsParams | None:
-    """Convert OpenAI's ``response_format``; None for plain text.
-
-    Raises:
-        InvalidRequestError: it is not one of ``{"type": "text"}``, ``{"type": "json_object"}`` and
-            ``{"type": "json_schema", "json_schema": {"schema": ...}}``.
-    """
-    if response_format is None:
-        return None
-    if not isinstance(response_format, Mapping):
-        raise InvalidRequestError("response_format", f"{json_kind(response_format)} is not an object")
-    kind = response_format.get("type")
-    known = {"json_schema": {"type", "json_schema"}}.get(str(kind), {"type"})
-    if kind not in ("text", "json_object", "json_schema"):
-        raise InvalidRequestError("response_format", "type must be 'text', 'json_object' or 'json_schema'")
-    if unknown := response_format.keys() - known:
-        raise InvalidRequestError("response_format", f"unknown field {str(min(map(str, unknown)))[:40]!r}")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputsParams(json_object=True)
-    inner = response_format.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, Mapping) else None
-    if not isinstance(schema, Mapping | bool):
-        raise InvalidRequestError("response_format.json_schema", "needs an object `schema`")
-    return StructuredOutputsParams(json=schema)
 
 
 def has_json(text: str) -> bool:

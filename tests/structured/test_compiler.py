@@ -23,7 +23,6 @@ from apt_jax.structured import compiler as grammar_module
 from apt_jax.structured import constraint as constraint_module
 from apt_jax.structured.compiler import GrammarCompiler, PendingGrammar
 from apt_jax.structured.constraint import GrammarError, LLConstraint, MaskFiller, fill_one_by_one
-from apt_jax.structured.forms import from_response_format
 from apt_jax.text.tokenizer import Tokenizer, load_tokenizer
 from apt_jax.validation import RequestLimits, build_request
 from tests.support.toy_serving import byte_tokenizer
@@ -682,31 +681,6 @@ def test_masks_filled_side_by_side_are_the_same(compiler, tokenizer):
         assert (masks[[1, 7]] == -1).all()
         both.append(np.delete(masks, [2, 3], axis=0))
     np.testing.assert_array_equal(both[0], both[1])
-
-
-# --- other people's names ------------------------------------------------------------------------------------------
-
-
-def test_response_formats():
-    assert from_response_format(None) is None
-    assert from_response_format({"type": "text"}) is None
-    assert from_response_format({"type": "json_object"}) == StructuredOutputsParams(json_object=True)
-    named = {"name": "x", "strict": True, "schema": SCHEMA}
-    assert from_response_format({"type": "json_schema", "json_schema": named}) == StructuredOutputsParams(json=SCHEMA)
-    for bad in (
-        5,
-        [],
-        {},
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": 5},
-        {"type": "json_schema", "json_schema": {"schema": "x"}},
-        {"type": "text", "x": 1},
-        {"type": ["text"]},
-    ):
-        with pytest.raises(InvalidRequestError) as caught:
-            from_response_format(bad)
-        assert caught.value.field.startswith("response_format")
 
 
 def test_the_child_imports_nothing_of_ours(compiler):
