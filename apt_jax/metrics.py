@@ -148,6 +148,11 @@ class RequestRecord:
         return p99_tbt_drop_first_s(self.token_times_s)
 
     @property
+    def longest_gap_s(self) -> float | None:
+        """Return the longest gap between the request's tokens, in seconds; None: fewer than two tokens."""
+        return max(gaps_s(self.token_times_s), default=None)
+
+    @property
     def completed(self) -> bool:
         """True if the request ended without an error and delivered at least one token."""
         return self.ok and len(self.token_times_s) > 0
@@ -164,6 +169,12 @@ class RequestRecord:
     @property
     def slo_attained(self) -> bool:
         return self.ttft_attained and self.tbt_attained
+
+    @property
+    def strictly_attained(self) -> bool:
+        """True if the TTFT and every gap are within the SLO; the P99 of `tbt_attained` forgives one gap in a hundred."""
+        longest_s = self.longest_gap_s
+        return self.ttft_attained and (longest_s is None or longest_s <= self.slo.tbt_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,12 +200,16 @@ class Summary:
     slo_attainment: float
     ttft_attainment: float
     tbt_attainment: float
+    strict_attainment: float
+    """Fraction of requests whose TTFT and every single gap are within the SLO."""
     ttft_s: Percentiles
     """Percentiles of TTFT over completed requests, in seconds."""
     tbt_s: Percentiles
     """Percentiles, over completed requests, of each request's P99 gap, in seconds."""
     p99_tbt_drop_first_s: Percentiles
     """Like `tbt_s`, but without the first gap of each request."""
+    longest_gap_s: Percentiles
+    """Percentiles, over completed requests, of each request's longest gap, in seconds."""
     duration_s: float
     """Time from the first arrival to the last token, in seconds."""
     tokens_per_s: float
@@ -230,9 +245,11 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
         slo_attainment=num_attained / len(records),
         ttft_attainment=sum(r.ttft_attained for r in records) / len(records),
         tbt_attainment=sum(r.tbt_attained for r in records) / len(records),
+        strict_attainment=sum(r.strictly_attained for r in records) / len(records),
         ttft_s=Percentiles.of(r.ttft_s for r in done),
         tbt_s=Percentiles.of(r.tbt_s for r in done),
         p99_tbt_drop_first_s=Percentiles.of(r.tbt_drop_first_s for r in done),
+        longest_gap_s=Percentiles.of(r.longest_gap_s for r in done),
         duration_s=duration_s,
         tokens_per_s=rate(num_tokens),
         goodput=rate(num_attained),

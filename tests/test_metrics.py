@@ -91,8 +91,24 @@ def test_one_long_gap_in_a_hundred_counts_fully_only_near_the_top():
     assert record(times, tbt=0.11).slo_attained
     late = [t + (5.0 if i > 100 else 0.0) for i, t in enumerate(times)]
     assert record(late, tbt=0.11).slo_attained  # one of 200 gaps lies above the P99
+    assert not record(late, tbt=0.11).strictly_attained
+    assert record(late, tbt=0.11).longest_gap_s == pytest.approx(5.1)
+    assert record(times, tbt=0.11).strictly_attained
     later = [t + 5.0 * (i > 100) + 5.0 * (i > 150) + 5.0 * (i > 180) for i, t in enumerate(times)]
     assert not record(later, tbt=0.11).slo_attained
+
+
+def test_strict_attainment_asks_for_the_first_token_and_every_gap():
+    assert record([0.5, 1.0]).strictly_attained
+    assert record([0.5]).strictly_attained
+    assert record([0.5]).longest_gap_s is None
+    assert not record([]).strictly_attained
+    assert not record([0.1, 0.2], ok=False).strictly_attained
+    assert not record([1.5, 1.6]).strictly_attained  # the first token was late
+    late = [0.1 * i + 2.0 * (i > 100) for i in range(201)]
+    summary = summarize([record(late, ttft=1.0, tbt=1.0), record([0.5, 1.0])])
+    assert (summary.slo_attainment, summary.strict_attainment) == (1.0, 0.5)
+    assert summary.longest_gap_s.p99 == pytest.approx(0.5 + 0.99 * 1.6)
 
 
 def test_attainment_is_over_all_sent():

@@ -61,9 +61,9 @@ def _sources(policy: str, *, has_host_memory: bool) -> str:
     return digest.hexdigest()[:16]
 
 
-def run_cases(cases: Sequence[AnyCase], store: Path | None, workers: int) -> dict[AnyCase, dict[str, Any]]:
+def run_cases(cases: Sequence[AnyCase], store: Store | Path | None, workers: int) -> dict[AnyCase, dict[str, Any]]:
     """Results by case; progress goes to stderr."""
-    kept = Store(store)
+    kept = store if isinstance(store, Store) else Store(store)
     sources: dict[tuple[str, bool], str] = {}
 
     def key(case: AnyCase) -> str:

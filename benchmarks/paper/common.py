@@ -14,7 +14,7 @@ Verdicts are computed:
 * same direction: another size, but the order or sign that the paper reports (the command says what that is).
 * differs: neither.
 * undecided: the 95 % interval of our mean over seeds is wider than 10 % of the paper's number and holds it, holds a
-  bound, or, of a difference, holds zero.
+  bound, or, of a difference, holds zero. A statement about several cases is reproduced only if each is decided.
 """
 
 import argparse
@@ -147,6 +147,9 @@ def add_options(parser: argparse.ArgumentParser, *, requests: int, seeds: int = 
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes")
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"default {out}")
     parser.add_argument(
+        "--host-ms", type=float, default=0.0, metavar="MS", help="host time of every step that nothing hides; default 0"
+    )
+    parser.add_argument(
         "--store",
         type=Path,
         metavar="FILE",
@@ -165,6 +168,8 @@ class Runs:
     workers: int
     out: Path
     store: Store
+    host_s: float = 0.0
+    """Host time of every step, not overlapped with the device."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "Runs":
@@ -178,6 +183,7 @@ class Runs:
             workers=args.workers,
             out=args.out,
             store=Store(store),
+            host_s=args.host_ms / 1e3,
         )
 
     def map(
@@ -194,6 +200,8 @@ class Runs:
             tasks: arguments; the first is a `SimulationConfig`.
         """
         tasks = list(tasks)
+        if self.host_s:
+            tasks = [(dataclasses.replace(task[0], host_s=self.host_s, overlap=False), *task[1:]) for task in tasks]
         keys = [run_key(task[0], function=function.__name__, more=task[1:]) for task in tasks]
         missing = {k: t for k, t in zip(keys, tasks, strict=True) if self.store.get(k) is None}
         bars, total = ProgressBars(), len(set(keys))
@@ -340,20 +348,44 @@ def compare(
     }
 
 
-def claim(claim_id: str, where: str, text: str, holds: Sequence[bool], *, variant: str = "") -> dict[str, Any]:
-    """A row for a statement without a number: ours is the share of the cases in which it holds."""
-    share = sum(holds) / len(holds)
-    said = "reproduced" if share == 1 else "same direction" if share > 0.5 else "differs"
+def above(ours: Sequence[float], base: Sequence[float], *, or_equal: bool = False) -> bool | None:
+    """Return True if ours exceeds `base` on the same seeds, False if it falls below, None if the seeds do not decide:
+    the 95 % interval of the mean difference holds zero. A single seed, which has no interval, is taken at its word.
+
+    Args:
+        ours: one value a seed.
+        base: one value a seed.
+        or_equal: True also if ours is at least `base` on every seed.
+    """
+    gain, half = paired(ours, base)
+    if gain > half or (or_equal and all(a >= b for a, b in zip(ours, base, strict=True))):
+        return True
+    return False if gain < -half or half == 0 else None
+
+
+def claim(claim_id: str, where: str, text: str, holds: Sequence[bool | None], *, variant: str = "") -> dict[str, Any]:
+    """A row for a statement without a number: ours is the number of cases in which it holds.
+
+    Cases that are None, undecided, count for neither side: a statement is reproduced only if every case is decided.
+    """
+    num_held, num_undecided = sum(h is True for h in holds), sum(h is None for h in holds)
+    num_failed = len(holds) - num_held - num_undecided
+    if num_held == len(holds):
+        said = "reproduced"
+    elif num_undecided and 2 * max(num_held, num_failed) <= len(holds):
+        said = "undecided"
+    else:
+        said = "same direction" if 2 * num_held > len(holds) else "differs"
     return {
         **dict.fromkeys(_COLUMNS, ""),
         "id": claim_id,
         "variant": variant,
         "where": where,
         "metric": text,
-        "unit": f"of {len(holds)} cases",
+        "unit": f"of {len(holds)} cases" + (f", {num_undecided} undecided" if num_undecided else ""),
         "paper": "all",
-        "ours": f"{sum(holds)}",
-        "ratio": _text(share),
+        "ours": f"{num_held}",
+        "ratio": _text(num_held / len(holds)),
         "verdict": said,
     }
 

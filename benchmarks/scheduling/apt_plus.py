@@ -1,6 +1,7 @@
 """`apt-plus` against Apt-Serve as published and against vLLM's scheduler, and what each of its rules contributes.
 
     python -m benchmarks.scheduling.apt_plus rates     effective throughput at 90 % attainment, ratios to the better `apt` on the same seeds
+    python -m benchmarks.scheduling.apt_plus long      the same with ten minutes of arrivals, beside every reading of Apt-Serve
     python -m benchmarks.scheduling.apt_plus cells     attainment, tokens/s, TTFT p99 and recomputed tokens: every trace, CV 1, 5 and 10, two loads
     python -m benchmarks.scheduling.apt_plus parts     one rule at a time left out or changed
 
@@ -51,6 +52,12 @@ APT_KV, APT_HYBRID, APT_PROBED = (
     "apt, hybrid by reprojection",
     "apt, hybrid, rho as probed",
 )
+UNCOUNTED, RELEASED_KV, RELEASED, RELEASED_PROBED = (
+    "apt, hybrid, violated not counted",
+    "apt-released, KV",
+    "apt-released, hybrid",
+    "apt-released, hybrid, rho as probed",
+)
 PLUS = "apt-plus"
 ABSORB = {"cache": "hybrid", "hidden_attention": "absorb"}
 HIDDEN = {"cache": "hidden", "hidden_attention": "absorb"}
@@ -62,6 +69,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "vllm-v1, hidden": {"policy": "vllm-v1", **HIDDEN},
 }  # fmt: skip
 APTS = (APT_KV, APT_HYBRID, APT_PROBED)
+READINGS: dict[str, dict[str, Any]] = {
+    **{name: SYSTEMS[name] for name in APTS},
+    UNCOUNTED: {"policy": "apt?count_violated=false", "cache": "hybrid", "hidden_attention": "reproject"},
+    RELEASED_KV: {"policy": "apt-released", "cache": "kv", "hidden_attention": "reproject"},
+    RELEASED: {"policy": "apt-released", "cache": "hybrid", "hidden_attention": "reproject"},
+    RELEASED_PROBED: {"policy": "apt-released", "cache": "hybrid", "hidden_attention": "reproject", "rho_us": RHO_US},
+}
+"""All readings of Apt-Serve: of its text, of Eq. 5 as in its authors' code, and of all of that code."""
 PICTURED = {
     **{name: SYSTEMS[name] for name in (PLUS, APT_HYBRID, APT_KV)},
     "vllm-v1, KV": {"policy": "vllm-v1", "cache": "kv", "hidden_attention": "reproject"},
@@ -82,7 +97,7 @@ class LargestFirst(AptPlusPolicy):
 PARTS: dict[str, dict[str, Any]] = {
     PLUS: SYSTEMS[PLUS],
     "keys and values alone": {**SYSTEMS[APT_KV], "policy": "apt-plus"},
-    "late gaps are not spent": {"policy": "apt-plus?spend_late_gaps=false", **ABSORB},
+    "late gaps are not spent": {"policy": "apt-plus?forgiven_gaps=0", **ABSORB},
     "nobody pauses for others": {"policy": "apt-plus?urgent_s=0", **ABSORB},
     "pauses at once, not when urgent": {"policy": "apt-plus?urgent_s=1e9", **ABSORB},
     "the largest pause first": {"policy": "benchmarks.scheduling.apt_plus:LargestFirst", **ABSORB},
@@ -125,39 +140,71 @@ def config_of(trace: str, system: dict[str, Any], **changes: Any) -> SimulationC
 
 def rates(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
     """Effective throughput at 90 %: rates by seed, and the ratio to the better `apt` on each seed."""
+    _rates(runs, traces, cvs, {name: SYSTEMS[name] for name in (*APTS, PLUS)}, minutes=0.0)
+
+
+def long(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
+    """As `rates`, with ten minutes of arrivals in every run, beside all readings of Apt-Serve."""
+    _rates(runs, traces, cvs, {**READINGS, PLUS: SYSTEMS[PLUS]}, minutes=0.1 if runs.quick else 10.0)
+
+
+def _rates(
+    runs: Runs, traces: Sequence[str], cvs: Sequence[float], systems: dict[str, dict[str, Any]], minutes: float
+) -> None:
+    """Write the rates of `systems` and the ratio of `apt-plus` to the best of the others on each seed; and what the
+    highest rates tried that hold 90 % were bought with."""
     starts = {"sharegpt": (4.0, 14.0), "longbench": (1.2, 1.7)}
-    systems = (*APTS, PLUS)
     shapes = [(trace, cv) for trace in traces for cv in cvs]
     tasks, keys = [], []
     for trace, cv in shapes:
-        for name in systems:
+        for name, system in systems.items():
             start = starts.get(trace, TRACES[trace][3])[name == PLUS] / cv**0.5
-            config = config_of(trace, SYSTEMS[name], cv=cv, num_requests=runs.num_requests)
+            config = config_of(trace, system, cv=cv, num_requests=runs.num_requests)
             for one in seeded(config, runs.seeds):
-                tasks.append((one, (0.9,), (start,)))
+                tasks.append((one, (0.9,), (start,), minutes))
                 keys.append((trace, cv, name))
-    found: dict[Any, list[float]] = {}
+    found: dict[Any, list[dict[str, Any]]] = {}
     for key, result in zip(keys, runs.map("rates", crossings, tasks), strict=True):
-        found.setdefault(key, []).append(result["rates"][0])
-    table = []
+        found.setdefault(key, []).append(result)
+    table, bought = [], []
+    length = {"minutes": minutes} if minutes else {"requests": runs.num_requests}
     for trace, cv in shapes:
-        of = {name: np.array(found[trace, cv, name]) for name in systems}
-        better = np.max([of[name] for name in APTS], axis=0)
+        of = {name: np.array([r["rates"][0] for r in found[trace, cv, name]]) for name in systems}
+        better = np.max([of[name] for name in systems if name != PLUS], axis=0)
         ratio = (of[PLUS] / better).tolist()
         table.append(
             {"trace": trace, "cv": cv, **{name: float(r.mean()) for name, r in of.items()},
-             "ratio": mean(ratio), "half_width": half_width(ratio), "least": min(ratio), "seeds": len(ratio), "requests": runs.num_requests}
+             "ratio": mean(ratio), "half_width": half_width(ratio), "least": min(ratio), "seeds": len(ratio), **length}
         )  # fmt: skip
         print(table[-1], flush=True)
-    merge_csv(runs.out / "rates.csv", table)
+        for name in systems:
+            held = [_highest_held(r) for r in found[trace, cv, name]]
+            bought.append(
+                {"trace": trace, "cv": cv, "system": name, "rate": mean(of[name].tolist()), "half_width": half_width(of[name].tolist()),
+                 "rate_tried": mean([h["rate"] for h in held]), **{f"{k}_percent": 100 * mean([h[k] for h in held]) for k in ("slo", "strict")},
+                 **{k: mean([h[k] for h in held]) for k in COSTS}, "seeds": len(held), **length}
+            )  # fmt: skip
+    if minutes:
+        merge_csv(runs.out / "rates-10-minutes.csv", table)
+        merge_csv(runs.out / "rates-10-minutes-bought-with.csv", bought)
+    else:
+        merge_csv(runs.out / "rates.csv", table)
+
+
+def _highest_held(found: dict[str, Any]) -> dict[str, Any]:
+    """What a run gave at the highest rate tried that holds 90 %; at the lowest rate tried if none does."""
+    rate_of = {step: 2 ** (int(step) / 3) for step in found["at"]}
+    holds = [step for step, r in found["at"].items() if r["slo"] >= 0.9]
+    step = max(holds, key=rate_of.__getitem__) if holds else min(rate_of, key=rate_of.__getitem__)
+    return {**found["at"][step], "rate": rate_of[step]}
 
 
 def merge_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
     """Write a table; rows that the file has of other traces, CVs and rates stay if they have the same columns."""
-    key = ("trace", "cv", "rate")
+    key = ("trace", "cv", "system") if "system" in table[0] else ("trace", "cv", "rate")
 
     def of(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[k] if k == "trace" else float(row[k]) for k in key if k in row)
+        return tuple(float(row[k]) if k in ("cv", "rate") else row[k] for k in key if k in row)
 
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if path.exists():
@@ -167,7 +214,7 @@ def merge_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
     write_csv(path, list(rows.values()))
 
 
-COSTS = ("tokens_per_s", "ttft_p99_s", "recomputed_tokens")
+COSTS = ("tokens_per_s", "ttft_p99_s", "recomputed_tokens", "longest_gap_p99_s")
 
 
 def _measured(
@@ -209,6 +256,7 @@ def cells(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
              "bound": mean([100 * r["bound"] for r in found[*shape, PLUS]]), "tokens_of_best_percent": 100 * plus["tokens_per_s"] / most,
              "ttft_p99_s": plus["ttft_p99_s"], "ttft_p99_s_of_apt": apt["ttft_p99_s"],
              "recomputed": plus["recomputed_tokens"], "recomputed_by_apt": apt["recomputed_tokens"],
+             **{f"strict{of}": mean([100 * r["strict"] for r in found[*shape, name]]) for of, name in (("", PLUS), ("_of_apt", better))},
              "seeds": len(runs.seeds), "requests": runs.num_requests}
         )  # fmt: skip
     merge_csv(runs.out / "cells.csv", table)
@@ -234,7 +282,7 @@ def parts(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
             gain, half = paired(at, base)
             table.append(
                 {"trace": shape[0], "cv": shape[1], "rate": shape[2], "variant": name, "slo_percent": mean(at), "difference": gain,
-                 "half_width": half, **{k: mean([r[k] for r in of]) for k in COSTS}, "seeds": len(at), "requests": runs.num_requests}
+                 "half_width": half, "strict_percent": mean([100 * r["strict"] for r in of]), **{k: mean([r[k] for r in of]) for k in COSTS}, "seeds": len(at), "requests": runs.num_requests}
             )  # fmt: skip
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in table[-1].items()})
     write_csv(runs.out / "parts.csv", table)
@@ -278,6 +326,7 @@ def picture(runs: Runs, traces: Sequence[str], cvs: Sequence[float]) -> None:
 COMMANDS = {
     # name: (function, requests a run, seeds, traces)
     "rates": (rates, 500, 10, TUNED),
+    "long": (long, 0, 6, ("sharegpt", "longbench", "humaneval", "wikitext", "bros-sharegpt", "bros-lmsys")),
     "cells": (cells, 500, 5, tuple(TRACES)),
     "parts": (parts, 500, 5, TUNED),
     "picture": (picture, 300, 5, TUNED),

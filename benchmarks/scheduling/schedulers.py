@@ -100,6 +100,8 @@ def run(config: SimulationConfig) -> dict[str, Any]:
     summary = result.summary
     return {
         "attainment": summary.slo_attainment,
+        "strict": 100 * summary.strict_attainment,
+        "longest_gap_p99_s": summary.longest_gap_s.p99,
         "goodput": summary.goodput,
         "tokens_per_s": summary.tokens_per_s,
         "ttft_p99_s": summary.ttft_s.p99,
@@ -172,7 +174,7 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], datasets: Sequence[str]) ->
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """The table on the terminal."""
-    head = f"{'':<28}{'attainment %':>20}{'goodput':>9}{'tokens/s':>10}{'TTFT p99':>10}{'recomputed':>12}{'makespan':>10}{'preempted':>11}"
+    head = f"{'':<28}{'attainment %':>20}{'strict %':>10}{'goodput':>9}{'tokens/s':>10}{'TTFT p99':>10}{'recomputed':>12}{'makespan':>10}{'preempted':>11}"
     last = None
     for row in rows:
         if (row["dataset"], row["rate"]) != last:
@@ -183,7 +185,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         if not math.isnan(row["attainment_95"]):
             attained += f" ± {row['attainment_95']:.1f}"
         print(
-            f"{name:<28}{attained:>20}{row['goodput']:>9.2f}{row['tokens_per_s']:>10.0f}{row['ttft_p99_s']:>9.2f}s"
+            f"{name:<28}{attained:>20}{row['strict']:>10.1f}{row['goodput']:>9.2f}{row['tokens_per_s']:>10.0f}{row['ttft_p99_s']:>9.2f}s"
             f"{row['recomputed_tokens']:>12.0f}{row['makespan_s']:>9.0f}s{row['preemptions']:>11.0f}"
         )
 

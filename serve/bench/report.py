@@ -147,12 +147,14 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
         ("P99 TBT p50 / p90 / p99 (ms)", span("tbt_s")),
         ("the same, first gap dropped (ms)", span("p99_tbt_drop_first_s")),
         ("all gaps p50 / p90 / p99 (ms)", span("gap_s")),
+        ("longest gap p50 / p90 / p99 (ms)", span("longest_gap_s")),
         ("end to end p50 / p90 / p99 (ms)", span("e2e_s")),
     ]  # fmt: skip
     if has_slo:
         found += [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
+            ("SLO attainment, every gap in time (%)", f"{100 * values['strict_attainment']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
         ]  # fmt: skip
     for name, one in values["by_class"].items():

@@ -160,6 +160,7 @@ class ServerMetrics:
             ("ttft", has_ttft, record.ttft_attained),
             ("tbt", has_tbt, record.tbt_attained),
             ("all", has_ttft or has_tbt, record.slo_attained),
+            ("strict", has_ttft or has_tbt, record.strictly_attained),
         ):
             if has:
                 counter = self._sums.attained if attained else self._sums.missed

@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
         "server.goodput",
         "paper.apt_serve",
         "paper.bros",
+        "paper.host_time",
         "paper.infermax",
     ],
 )

@@ -11,6 +11,7 @@ import dataclasses
 from apt_jax.core.kinds import HIDDEN, KV, NO_KIND
 from apt_jax.sched import SchedulerView
 
+INF = float("inf")
 NEAR_ZERO = 1e-9
 LEAST_PENDING_S = 1e-6
 
@@ -97,8 +98,12 @@ def marginal_gains(c: Candidate, g: dict[int, float]) -> list[tuple[float, int, 
     ]
 
 
-def algorithm_1(candidates: list[Candidate], values: list[dict[int, float]], memory: int) -> dict[int, int]:
-    """Row to kind of the chosen ones. Options larger than M are left out beforehand: Theorem 1 needs it."""
+def algorithm_1(
+    candidates: list[Candidate], values: list[dict[int, float]], memory: int, tokens: float = INF, slots: float = INF
+) -> dict[int, int]:
+    """Row to kind of the chosen ones. Options larger than M are left out beforehand: Theorem 1 needs it.
+
+    `tokens` and `slots` end the pass at the first schedule that exceeds them, as in the released code."""
     schedules = []
     for position in (0, 1):  # equal gains: first increments before second ones, requests in order
         for i, (c, g) in enumerate(zip(candidates, values, strict=True)):
@@ -111,8 +116,13 @@ def algorithm_1(candidates: list[Candidate], values: list[dict[int, float]], mem
     chosen: dict[int, int] = {}
     used, total = 0, 0.0
     for theta, kind, delta, i in schedules:
+        if candidates[i].tokens > tokens or slots < 1:
+            break
         if used + delta <= memory:
             used += delta
+            if candidates[i].row not in chosen:
+                tokens -= candidates[i].tokens
+                slots -= 1
             total += theta * delta
             chosen[candidates[i].row] = kind
         else:
@@ -138,8 +148,9 @@ def decide(
     keep_kind: bool = False,
     prefill_memory: str = "kv",
     count_violated: bool = True,
+    in_pass: bool = False,
 ) -> Decision:
-    """One iteration."""
+    """One iteration; `in_pass`: the tokens and slots of the step are limits of the greedy pass."""
     waiting, running = read(view)
     everybody = len(waiting) + len(running)
     if not count_violated:
@@ -152,7 +163,12 @@ def decide(
         else:
             memory = pool - sum(c.m if c.held == KV else c.m // 2 for c in running)
         if memory > 0:
-            runs = _prefill(view, waiting, everybody, decay, memory, len(running))
+            if in_pass:
+                values = [scheduling_values(c, everybody, decay) for c in waiting]
+                slots = view.max_num_seqs - len(running)
+                runs = algorithm_1(waiting, values, memory, view.max_num_batched_tokens, slots)
+            else:
+                runs = _prefill(view, waiting, everybody, decay, memory, len(running))
             if runs:
                 return Decision(True, runs, frozenset())
     if keep_kind:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from apt_jax.lab.policies.apt_released import AptInPassPolicy, AptReleasedPolicy
 from apt_jax.lab.policies.deadline import FairBatchingPolicy, QoServePolicy
 from apt_jax.lab.policies.fastgen import FastGenPolicy
 from apt_jax.lab.policies.fcfs_hybrid import FcfsHybridPolicy
@@ -37,6 +38,17 @@ POLICIES: dict[str, PolicyMaker] = {
     ),
     "vllm-v0": PolicyMaker(
         FcfsPolicy, {"name": "vllm-v0"}, source="vLLM's first scheduler", summary="another name of `fcfs`"
+    ),
+    "apt-released": PolicyMaker(
+        AptReleasedPolicy,
+        source="Apt-Serve's released code",
+        summary="`apt` as its authors released it: violated requests do not count, tokens and slots end the greedy pass, "
+        "hidden caches are given up at the first decode step",
+    ),
+    "apt-in-pass": PolicyMaker(
+        AptInPassPolicy,
+        source="Apt-Serve §5, its released code",
+        summary="`apt` whose greedy pass ends at the first request that exceeds the tokens or slots of the step",
     ),
     "fcfs-hybrid": PolicyMaker(
         FcfsHybridPolicy,

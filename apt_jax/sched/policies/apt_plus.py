@@ -78,8 +78,9 @@ class AptPlusPolicy:
     Args:
         violation_decay: factor on the value of late waiting requests (Apt-Serve §6.6); 0: they only get leftover
             memory.
-        spend_late_gaps: whether a request whose 99th percentile allows another late gap may be paused. False: only
-            requests that have missed an objective are paused.
+        forgiven_gaps: number of late gaps that a request may have and still attain its objectives, if its 99th
+            percentile allows as many. None: as many as the percentile allows. 0: every gap counts, so only requests
+            that have missed an objective are paused for others.
         two_classes: whether best-effort requests follow rule 5. False: they are treated like real-time requests.
         gap_s: see `GAP_S`.
         urgent_s: see `URGENT_S`.
@@ -95,7 +96,7 @@ class AptPlusPolicy:
         self,
         violation_decay: float = 0.0,
         *,
-        spend_late_gaps: bool = True,
+        forgiven_gaps: int | None = None,
         two_classes: bool = True,
         gap_s: float = GAP_S,
         urgent_s: float = URGENT_S,
@@ -104,8 +105,10 @@ class AptPlusPolicy:
         reserve_tokens: int = RESERVE_TOKENS,
         leftover_tokens: int = LEFTOVER_TOKENS,
     ) -> None:
+        if forgiven_gaps is not None and forgiven_gaps < 0:
+            raise ValueError(f"{forgiven_gaps=} must be at least 0")
         self.violation_decay = check_decay(violation_decay)
-        self.spend_late_gaps = spend_late_gaps
+        self.forgiven_gaps = forgiven_gaps
         self.has_classes = two_classes
         self.gap_s = gap_s
         self.urgent_s = urgent_s
@@ -147,7 +150,7 @@ class AptPlusPolicy:
 
         packer = StepPacker(view, preempt)
         packer.decode(decoding)
-        attain = decoding[~(has_missed(view, decoding) | self._best_effort(view, decoding))]
+        attain = decoding[~(self.has_missed(view, decoding) | self._best_effort(view, decoding))]
         packer.tokens_left = _prompt_tokens(view, attain, decode_s, packer.tokens_left)
         if not np.isfinite(table.slo_tbt_s[decoding[~self._best_effort(view, decoding)]]).all():
             packer.tokens_left = _tokens_within(view, partial[:1], self.gap_s, packer.tokens_left)
@@ -183,11 +186,26 @@ class AptPlusPolicy:
         All rows must have produced a token.
         """
         table = view.table
-        free = has_missed(view, rows) | self._best_effort(view, rows)
-        if self.spend_late_gaps:
-            late = table.num_late_gaps.take(rows) + 1
-            free |= late <= 0.01 * (table.num_outputs.take(rows) - 1)
-        return free
+        free = self.has_missed(view, rows) | self._best_effort(view, rows)
+        late = table.num_late_gaps.take(rows) + 1
+        return free | (late <= self._num_forgiven(table.num_outputs.take(rows)))
+
+    def has_missed(self, view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
+        """Return the (n,) mask of requests that count as having missed an objective.
+
+        The first token was late, more gaps were late than are forgiven (later gaps in time can undo this if the 99th
+        percentile is what forgives), or the gap since the last token is already late.
+        """
+        table = view.table
+        open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
+        over = table.num_late_gaps.take(rows) > self._num_forgiven(table.num_outputs.take(rows))
+        return table.ttft_missed.take(rows) | over | open_late
+
+    def _num_forgiven(self, num_outputs: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return the (n,) numbers of late gaps that requests with `num_outputs` tokens may have: with g gaps the 99th
+        percentile is in time if at most g / 100 are late."""
+        allowed = 0.01 * np.maximum(num_outputs - 1, 0)
+        return allowed if self.forgiven_gaps is None else np.minimum(allowed, self.forgiven_gaps)
 
     def _num_paused(
         self,
@@ -305,19 +323,6 @@ class _Waiting:
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
         self.urgent = urgent[: max(num, 1)]
         """Indices of requests that may pause others and start in this step, by falling value per block."""
-
-
-def has_missed(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
-    """Return the (n,) mask of requests that count as having missed an objective.
-
-    The first token was late, the 99th percentile of the gaps is late (l late gaps with n outputs: l > (n - 1) / 100;
-    later gaps in time can undo this), or the gap since the last token is already late.
-    """
-    table = view.table
-    late = table.num_late_gaps.take(rows)
-    open_late = view.now_s - table.last_token_s.take(rows) > table.slo_tbt_s.take(rows)
-    over = late > 0.01 * np.maximum(table.num_outputs.take(rows) - 1, 0)
-    return table.ttft_missed.take(rows) | over | open_late
 
 
 def prefill_s(

@@ -1,14 +1,18 @@
 """The benchmarks that repeat the papers' numbers: verdicts, the search for rates, and that the commands run."""
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
 apt_serve = pytest.importorskip("benchmarks.paper.apt_serve")
 common = pytest.importorskip("benchmarks.paper.common")
+host_time = pytest.importorskip("benchmarks.paper.host_time")
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -62,9 +66,46 @@ def test_intervals_are_students_and_differences_are_paired() -> None:
     assert common.paired([11.0, 51.0, 91.0], [10.0, 50.0, 90.0]) == (1.0, 0.0)
 
 
-def test_verdicts_of_claims_count_cases() -> None:
-    said = [common.claim("C", "", "", holds)["verdict"] for holds in ([True] * 2, [True, True, False], [True, False])]
-    assert said == ["reproduced", "same direction", "differs"]
+@pytest.mark.parametrize(
+    ("holds", "expected"),
+    [
+        ([True] * 2, "reproduced"),
+        ([True, True, False], "same direction"),
+        ([True, False], "differs"),
+        ([True, True, None], "same direction"),
+        ([True, None], "undecided"),
+        ([False, None], "undecided"),
+        ([None] * 3, "undecided"),
+        ([False, False, None], "differs"),
+    ],
+)
+def test_verdicts_of_claims_count_cases(holds: list[bool | None], expected: str) -> None:
+    assert common.claim("C", "", "", holds)["verdict"] == expected
+
+
+def test_cases_that_the_seeds_do_not_decide_are_neither_held_nor_failed() -> None:
+    base = [50.0, 60.0, 70.0]
+    assert common.above([51.0, 61.0, 71.5], base) is True
+    assert common.above([49.0, 59.0, 68.5], base) is False
+    assert common.above([51.0, 58.0, 75.0], base) is None
+    assert common.above(base, base) is False
+    assert common.above(base, base, or_equal=True) is True
+    assert common.above([50.0, 60.0, 75.0], base) is None
+    assert common.above([50.0, 60.0, 75.0], base, or_equal=True) is True
+
+
+@given(st.lists(st.floats(0, 100), min_size=2, max_size=6), st.floats(0.1, 100))
+def test_no_verdict_with_an_interval_wider_than_its_effect_is_a_reproduction(seeds: list[float], effect: float) -> None:
+    """Of numbers, of gains and of statements about several cases."""
+    target = dataclasses.replace(common.targets()["S31-eff"], value=str(effect))
+    wide = common.half_width(seeds) > effect
+    assert not wide or common.verdict(target, seeds, agrees=True) != "reproduced"
+    gain, half = common.mean(seeds), common.half_width(seeds)
+    assert half <= abs(gain) or common.gain_verdict(gain, half, effect) == "undecided"
+    row = {"gain": gain, "half_width": half, "paper_gain": effect}
+    for case in (apt_serve._better, apt_serve._not_worse):
+        if half > max(effect, 1.0, abs(gain)):
+            assert common.claim("C", "", "", [True, case(row)])["verdict"] != "reproduced"
 
 
 def test_rows_are_merged_by_id_and_variant(tmp_path: Path) -> None:
@@ -95,7 +136,15 @@ def test_table_4_has_a_row_for_every_scale_of_outputs(tmp_path: Path, monkeypatc
     def fake(config: Any) -> dict[str, Any]:
         asked.add((config.trace, config.output_scale))
         shares = dict.fromkeys(("slo", "ttft", "tbt"), config.output_scale / 2)
-        costs = ("tokens_per_s", "ttft_p99_s", "recomputed_tokens", "preemptions", "makespan_s")
+        costs = (
+            "strict",
+            "longest_gap_p99_s",
+            "tokens_per_s",
+            "ttft_p99_s",
+            "recomputed_tokens",
+            "preemptions",
+            "makespan_s",
+        )
         return {**shares, **dict.fromkeys(costs, 1.0)}
 
     monkeypatch.setattr(apt_serve, "attainment", fake)
@@ -111,6 +160,7 @@ def test_table_4_has_a_row_for_every_scale_of_outputs(tmp_path: Path, monkeypatc
     whole = [row for row in gains if row["output_scale"] == "1" and row["cell"] == "LongBench-3-cv1"]
     assert {(row["system"], row["over"]) for row in whole} == {
         ("hybrid", "kv"), ("hybrid, true rho", "kv"), ("hybrid, violated not counted", "kv"), ("hybrid", "fcfs"),
+        ("hybrid, limits in the pass", "kv"), ("released, hybrid", "released, kv"), ("released, hybrid", "fcfs"),
     }  # fmt: skip
     assert {row["verdict"] for row in gains} == {"undecided"}
     lines = apt_serve.report(tmp_path / "apt_serve_targets.csv").splitlines()
@@ -120,7 +170,7 @@ def test_table_4_has_a_row_for_every_scale_of_outputs(tmp_path: Path, monkeypatc
 
 
 def test_decode_steps_set_beside_the_papers_fit_the_pool() -> None:
-    (kv, kv_s), (mixed, mixed_s) = apt_serve._decode_steps(50)
+    (kv, kv_s), (mixed, mixed_s) = apt_serve.decode_steps(50)
     assert kv == "cost model, 272 tokens a request, 0 hidden"  # 17 groups of 2 blocks of 1,780 / 50
     assert mixed == "cost model, 395 tokens a request, 29 hidden"  # 21 * 50 + 29 * 25 = 1,775
     assert kv_s == pytest.approx(0.02448 + 50 * 3.85e-5 + 50 * 272 * 8.22e-7)
@@ -136,6 +186,50 @@ def test_crossings_do_not_depend_on_the_start(start: float, monkeypatch: Any) ->
     found = apt_serve.crossings(common.paper_config("ShareGPT"), (0.9, 0.6), (start, start))
     # 3 / 0.9 and 3 / 0.6, up to the interpolation between neighbouring rates.
     assert found["rates"] == pytest.approx([3.333, 5.0], rel=0.02)
+
+
+def test_runs_of_minutes_have_the_requests_of_their_rate(monkeypatch: Any) -> None:
+    seen: list[tuple[float, int]] = []
+
+    def fake(config: Any) -> dict[str, float]:
+        seen.append((config.rate, config.num_requests))
+        return {"slo": min(1.0, 3.0 / config.rate)}
+
+    monkeypatch.setattr(apt_serve, "attainment", fake)
+    apt_serve.crossings(common.paper_config("ShareGPT"), (0.9,), (2.0,), 10.0)
+    assert len(seen) > 2
+    assert all(num == round(600 * rate) for rate, num in seen)
+
+
+def test_host_time_is_added_to_every_step_of_a_command(tmp_path: Path) -> None:
+    def seen(config: Any) -> dict[str, Any]:
+        return {"host_s": config.host_s, "overlap": config.overlap}
+
+    runs = common.Runs(
+        quick=True, num_requests=1, seeds=(0,), workers=1, out=tmp_path, store=common.Store(), host_s=0.06
+    )
+    assert runs.map("", seen, [(common.paper_config("ShareGPT", rate=1.0),)]) == [{"host_s": 0.06, "overlap": False}]
+
+
+@pytest.mark.in_turn(4, group="whole commands")
+def test_one_host_time_is_fitted_to_the_numbers_of_both_papers(tmp_path: Path, capsys: Any) -> None:
+    flags = ["--quick", "--workers", "1", "--requests", "20", "--out", str(tmp_path), "--store", str(tmp_path / "runs")]
+    assert host_time.main(flags) == 0
+    rows = rows_of(tmp_path / "host_time.csv")
+    assert {row["host_ms"] for row in rows} == {"0", "60"}
+    decode = {row["host_ms"]: float(row["ours"]) for row in rows if row["id"] == "S66-decode50"}
+    assert decode["60"] == pytest.approx(decode["0"] + 60)
+    assert {row["id"] for row in rows} >= {"S31-eff", "S31-lim30", "B-rr-ttft", "B-rr-tpot-lmsys"}
+    assert "one value for both papers" in capsys.readouterr().out
+    assert (tmp_path / "host_time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lengths_of_the_traces_stand_beside_the_papers(tmp_path: Path) -> None:
+    assert apt_serve.main(["fig7", "--out", str(tmp_path)]) == 0
+    rows = {row["id"]: row for row in rows_of(tmp_path / "apt_serve_targets.csv")}
+    assert rows["T7-Arxiv-in-mean"]["verdict"] == "reproduced"
+    lengths = {(r["dataset"], r["lengths"]): float(r["mean"]) for r in rows_of(tmp_path / "apt_serve_fig7.csv")}
+    assert lengths["HumanEval", "out"] < lengths["ShareGPT", "out"]
 
 
 @pytest.mark.in_turn(4, group="whole commands")

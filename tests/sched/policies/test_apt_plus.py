@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from apt_jax.sched import HIDDEN, KV, AptPlusPolicy, StepCosts
-from apt_jax.sched.policies.apt_plus import RECOMPUTE_START_S, has_missed
+from apt_jax.sched.policies.apt_plus import RECOMPUTE_START_S
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import simulate
@@ -228,8 +228,10 @@ def test_a_request_pauses_for_an_urgent_one_only_where_that_costs_no_attainment(
     assert preempted(101, 0.3) == [0]
     assert preempted(101, 0.3, urgent_s=0.5) == []
     assert preempted(101, 1.1) == []  # or has nothing to save any more
-    assert preempted(101, spend_late_gaps=False) == []
-    assert preempted(50, 0.9, 1, spend_late_gaps=False) == [0]
+    assert preempted(101, forgiven_gaps=0) == []
+    assert preempted(50, 0.9, 1, forgiven_gaps=0) == [0]
+    assert preempted(101, 0.9, 1, forgiven_gaps=0) == [0]
+    assert preempted(201, 0.9, 1, forgiven_gaps=1) == []
 
 
 def test_the_latest_of_those_that_may_wait_pauses_first():
@@ -356,14 +358,19 @@ def test_who_has_missed_an_objective():
     rows = np.array([row], np.int32)
     w.table.last_token_s[row] = w.now_s = 60.0
 
-    def missed() -> bool:
-        return bool(has_missed(w.view(), rows)[0])
+    def missed(forgiven_gaps: int | None = None) -> bool:
+        return bool(AptPlusPolicy(forgiven_gaps=forgiven_gaps).has_missed(w.view(), rows)[0])
 
     assert not missed()
     w.table.num_late_gaps[row] = 1
     assert missed()
     w.table.num_outputs[row] = 101
     assert not missed()
+    assert not missed(1)
+    assert missed(0)
+    w.table.num_late_gaps[row], w.table.num_outputs[row] = 2, 201
+    assert not missed()
+    assert missed(1)
     w.now_s = 61.5  # the gap that is open now
     assert missed()
     w.now_s = 60.0

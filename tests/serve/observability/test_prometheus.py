@@ -185,6 +185,8 @@ def test_metrics_equal_what_both_protocols_served_however_often_they_are_read():
         assert slo("missed", "tbt", "rt") == slo("missed", "all", "rt") == 2
         assert slo("attained", "tbt", "rt") == slo("missed", "ttft", "rt") == 0
         assert slo("attained", "tbt", "be") == slo("missed", "tbt", "be") == 0
+        assert slo("attained", "strict", "be") == 1
+        assert slo("missed", "strict", "rt") == 2
 
     run(scenario)
 

@@ -1,0 +1,379 @@
+"""The greedy scheduler that Apt-Serve's authors released, which differs from the text of their paper.
+
+Source: `additional_designs/core/aptserve_scheduler.py` of github.com/eddiegaoo/Apt-Serve, `_schedule_greedy`.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apt_jax.core.kinds import HIDDEN, KV
+from apt_jax.sched.policies.apt import AptPolicy
+from apt_jax.sched.step_packer import (
+    RequestNotes,
+    Rows,
+    StepPacker,
+    allowed_kinds,
+    decode_plan,
+    growth,
+    resolve_prefill_deadlock,
+    split_running,
+    start_options,
+    target_tokens,
+)
+from apt_jax.sched.value import PendingValue, option_values, pending_value
+from apt_jax.sched.view import Plan, SchedulerView
+
+NEAR_ZERO_SHARE = 1e-4
+"""The value of a violated request per block is this share of the shortest waiting time, over the blocks of the pool."""
+NEAR_ZERO_GAIN = 1e-6
+"""The value of a violated request per block if no request waits, seconds."""
+
+
+class _Option(NamedTuple):
+    """A request with a cache kind."""
+
+    request: int
+    """Index into the rows."""
+    is_hidden: bool
+    gain: float
+    """Value per block, seconds."""
+    only: bool
+    """True if the request is offered the hidden kind alone."""
+
+
+class AptReleasedPolicy:
+    """Apt-Serve as its authors released it.
+
+    As in the paper, the queue with the higher cumulative pending time decides the type of an iteration, and requests
+    and kinds are taken greedily by value per block. These points differ from the text, and from `apt`:
+
+    * |W| + |R| of Eq. 5 leaves out violated requests. A violated request is offered keys and values only.
+    * Tokens and slots of a prefill iteration are limits of the greedy pass. The pass ends at the first option that
+      exceeds the tokens, the slots or the memory, even if it only changes a chosen request to keys and values.
+    * M of a prefill iteration is the number of free blocks.
+    * If the option that ends the pass is worth more than all options before it, no request starts.
+    * A waiting request that was once chosen with the hidden kind starts with it, even if it is chosen with keys and
+      values when it starts.
+    * In a decode iteration, requests that hold the hidden kind lose their cache, whichever kind is chosen. Those chosen
+      with the hidden kind also lose theirs. The change from the hidden kind to keys and values counts with all blocks
+      of the keys and values.
+    * A preempted request goes to the front of the waiting queue, and a chosen one goes to its end if the iteration then
+      decodes. The order matters only for equal gains, as those of violated requests.
+    * The extra time of the hidden kind is ρ times the positions of the request's blocks, without a constant part.
+
+    The released code runs no prompt longer than a step, and fits every request into the pool with keys and values. Here
+    a prompt longer than a step is computed in chunks, before other prompts, and starts only in a step of its own. A
+    request too long for keys and values is offered the hidden kind only. If nothing runs, the option that ends the pass
+    may start as Algorithm 1 says, as the engine would be idle otherwise.
+    """
+
+    name = "apt-released"
+
+    def __init__(self) -> None:
+        self._places = RequestNotes(np.int64)  # order of the queues
+        self._marks = RequestNotes(np.int64)  # 1: starts with the hidden kind
+        self._first, self._last = 0, 0
+
+    def schedule(self, view: SchedulerView) -> Plan:
+        decoding, partial = split_running(view)
+        waiting, decoding = self._in_order(view, view.waiting), self._in_order(view, decoding)
+        rows = np.concatenate([waiting, partial, decoding])
+        if not rows.size:
+            return Plan.idle()
+        urgent = pending_value(view, rows)
+        num_requests = rows.size - int(np.count_nonzero(urgent.violated))
+        first_decoding = rows.size - decoding.size
+        near_zero = NEAR_ZERO_GAIN / int(view.blocks_per_group[KV])
+        if waiting.size:
+            near_zero = float(urgent.pending_s[: waiting.size].min()) * NEAR_ZERO_SHARE / view.total_blocks
+        urgent_waiting = urgent.part(slice(0, waiting.size))
+        plan = self._prefill(view, waiting, urgent_waiting, num_requests, near_zero, partial, idle=not decoding.size)
+        pending_s = urgent.pending_s
+        if decoding.size and (
+            pending_s[first_decoding:].sum() > pending_s[:first_decoding].sum() or not plan.rows.size
+        ):
+            self._to_the_end(plan.rows[np.isin(plan.rows, waiting)])
+            running = urgent.part(slice(first_decoding, None))
+            return self._decode(view, decoding, running, num_requests, near_zero, partial)
+        if plan.rows.size:
+            self._to_the_end(plan.rows)
+            return plan
+        return resolve_prefill_deadlock(view, partial) if partial.size else Plan.idle()
+
+    # --- queues ----------------------------------------------------------------------------------------------------
+
+    def _in_order(self, view: SchedulerView, rows: Rows) -> Rows:
+        """Return `rows` in the order of their queue; new requests are last."""
+        new = self._places.new(view.table, rows)
+        self._marks.new(view.table, rows)
+        self._to_the_end(rows[new])
+        return rows[np.argsort(self._places.values.take(rows), kind="stable")]
+
+    def _to_the_end(self, rows: Rows) -> None:
+        self._places.values[rows] = np.arange(self._last, self._last + rows.size)
+        self._last += rows.size
+
+    def _to_the_front(self, rows: Rows) -> None:
+        self._first -= rows.size
+        self._places.values[rows] = np.arange(self._first, self._first + rows.size)
+
+    # --- iterations ------------------------------------------------------------------------------------------------
+
+    def _prefill(
+        self,
+        view: SchedulerView,
+        waiting: Rows,
+        urgent: PendingValue,
+        num_requests: int,
+        near_zero: float,
+        partial: Rows,
+        *,
+        idle: bool,
+    ) -> Plan:
+        """Return the plan of a prefill iteration.
+
+        Args:
+            view: the scheduler's view.
+            waiting: (n,) waiting rows in the order of their queue.
+            urgent: pending times of these rows.
+            num_requests: |W| + |R|.
+            near_zero: value per block of a violated request.
+            partial: rows with partly computed prompts.
+            idle: True if no request decodes.
+        """
+        packer = StepPacker(view)
+        if partial.size:
+            packer.continue_prefill(partial)
+        memory = view.free_blocks - growth(view, partial)
+        if waiting.size and memory > 0:
+            cost = _cost(view, waiting, view.table.num_tokens.take(waiting))
+            options = _options(view, waiting, urgent, num_requests, near_zero, cost)
+            lengths = np.minimum(view.remaining(waiting, KV), view.max_num_batched_tokens)
+            alone = idle and packer.is_empty
+            chosen = _take(options, cost, lengths.tolist(), packer.tokens_left, packer.slots_left, memory, alone=alone)
+            if chosen:
+                starts = waiting[sorted(chosen)]
+                self._marks.values[waiting[[i for i, hidden in chosen.items() if hidden]]] = 1
+                kind = np.where(self._marks.values.take(starts) > 0, HIDDEN, KV).astype(np.int8)
+                packer.start(starts, kind, in_order=True)
+        return packer.plan()
+
+    def _decode(
+        self,
+        view: SchedulerView,
+        decoding: Rows,
+        urgent: PendingValue,
+        num_requests: int,
+        near_zero: float,
+        partial: Rows,
+    ) -> Plan:
+        table = view.table
+        memory = view.free_blocks + int(table.num_blocks[decoding].sum()) - growth(view, partial)
+        cost = _cost(view, decoding, table.num_tokens.take(decoding) + 1)
+        options = _options(view, decoding, urgent, num_requests, near_zero, cost)
+        changes = _changes(options, cost, (table.kind.take(decoding) == HIDDEN).tolist(), memory)
+        stays = np.zeros(decoding.size, np.bool_)
+        stays[[i for i, changed in changes.items() if not changed]] = True
+        if partial.size and not stays.any():  # nothing else would run
+            packer = StepPacker(view, decoding)
+            packer.continue_prefill(partial)
+            plan = packer.plan()
+        else:
+            plan = decode_plan(view, decoding[stays], decoding[~stays])
+        self._to_the_front(plan.preempt)
+        self._marks.values[plan.preempt] = 0
+        return plan
+
+
+class AptInPassPolicy(AptPolicy):
+    """`apt` whose prefill iterations take the tokens and slots of the step as limits of the greedy pass.
+
+    The paper leaves open where these limits apply: `apt` chooses among the requests that can start in the step, the
+    authors' code ends the greedy pass at the first option that exceeds a limit.
+
+    Args:
+        violation_decay: see `AptPolicy`.
+        prefill_memory: see `AptPolicy`.
+        count_violated: see `AptPolicy`.
+        keep_kind: see `AptPolicy`.
+    """
+
+    name = "apt-in-pass"
+
+    def __init__(
+        self,
+        violation_decay: float = 0.0,
+        *,
+        prefill_memory: Literal["kv", "held"] | None = None,
+        count_violated: bool = True,
+        keep_kind: bool | None = None,
+    ) -> None:
+        super().__init__(
+            violation_decay, prefill_memory=prefill_memory, count_violated=count_violated, keep_kind=keep_kind
+        )
+
+    def _begin(
+        self,
+        view: SchedulerView,
+        urgent: PendingValue,
+        num_requests: int,
+        memory: int,
+        tokens: int,
+        slots: int,
+    ) -> tuple[Rows, NDArray[np.int8]]:
+        rows = view.waiting
+        value = option_values(view, rows, urgent, num_requests, self.violation_decay)
+        cost = start_options(view, rows, target_tokens(view, rows, 1))
+        lengths = np.minimum(view.remaining(rows, KV), view.max_num_batched_tokens)
+        options = _increments(value, cost, memory)
+        chosen = _take(options, cost.T[[KV, HIDDEN]], lengths.tolist(), tokens, slots, memory, alone=True)
+        kind = np.where(list(chosen.values()), HIDDEN, KV)
+        return rows[list(chosen)], kind.astype(np.int8)
+
+
+def _increments(value: NDArray[np.float64], cost: NDArray[np.int32], memory: int) -> list[_Option]:
+    """Return the increments of Apt-Serve §5 by falling gain, without options larger than `memory`.
+
+    Args:
+        value: (n, num_kinds) values of the options.
+        cost: (n, num_kinds) blocks of the options.
+        memory: number of free blocks.
+    """
+    value = np.where(cost <= memory, value, -np.inf)
+    kv, hidden = value[:, KV], value[:, HIDDEN]
+    to_kv, to_hidden = kv / cost[:, KV], hidden / cost[:, HIDDEN]
+    is_first_hidden = to_hidden >= to_kv
+    upgrade = is_first_hidden & (kv > hidden) & (cost[:, KV] > cost[:, HIDDEN])
+    with np.errstate(divide="ignore", invalid="ignore"):  # of rows without the option
+        more = (kv - hidden) / (cost[:, KV] - cost[:, HIDDEN])
+    request = np.concatenate([np.arange(kv.size), np.flatnonzero(upgrade)])
+    is_hidden = np.concatenate([is_first_hidden, np.zeros(int(upgrade.sum()), np.bool_)])
+    gain = np.concatenate([np.maximum(to_kv, to_hidden), more[upgrade]])
+    order = np.argsort(-gain, kind="stable")
+    order = order[gain[order] > 0]
+    return [
+        _Option(i, h, g, False)
+        for i, h, g in zip(request[order].tolist(), is_hidden[order].tolist(), gain[order].tolist(), strict=True)
+    ]
+
+
+def _cost(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the (2, n) blocks of `tokens` positions with keys and values and with the hidden kind.
+
+    The released code counts in blocks of keys and values, and rounds half of them up for the hidden kind. A request
+    that may not take the hidden kind has the blocks of keys and values twice.
+    """
+    kv, hidden = view.blocks_for(tokens, KV), view.blocks_for(tokens, HIDDEN)
+    per_group = view.blocks_per_group[KV]
+    allowed = allowed_kinds(view, rows)
+    rounded = np.where(allowed[:, KV], np.maximum(-(-kv // per_group // 2) * per_group, hidden), hidden)
+    return np.stack([kv, np.where(allowed[:, HIDDEN], rounded, kv)])
+
+
+def _options(
+    view: SchedulerView,
+    rows: Rows,
+    urgent: PendingValue,
+    num_requests: int,
+    near_zero: float,
+    cost: NDArray[np.int32],
+) -> list[_Option]:
+    """Return the options of `rows` by falling gain.
+
+    Args:
+        view: the scheduler's view.
+        rows: (n,) rows in the order of their queue.
+        urgent: pending times of these rows.
+        num_requests: |W| + |R|.
+        near_zero: value per block of a violated request.
+        cost: (2, n) blocks of the kinds (`_cost`).
+    """
+    kv, hidden = cost
+    groups = kv // view.blocks_per_group[KV]
+    pending_s = urgent.pending_s
+    hidden_value = pending_s - num_requests * (view.kinds[HIDDEN].extra_per_token_s * view.block_size) * groups
+    allowed = allowed_kinds(view, rows)
+    both = allowed[:, [KV, HIDDEN]].all(axis=1) & ~urgent.violated & (groups > 1) & (hidden_value >= pending_s / 2)
+    only_hidden = ~allowed[:, KV]
+    with np.errstate(divide="ignore", invalid="ignore"):  # of rows without the option
+        to_kv = np.where(
+            both, (pending_s - hidden_value) / (kv - hidden), pending_s / np.where(only_hidden, hidden, kv)
+        )
+    gain = np.stack([np.where(urgent.violated, near_zero, to_kv), hidden_value / hidden], axis=1)
+    request, second = np.nonzero(np.stack([np.ones_like(both), both], axis=1))
+    gain = gain[request, second]
+    order = np.argsort(-gain, kind="stable")
+    request, second = request[order], second[order]
+    only = only_hidden[request]
+    hidden = (second > 0) | only
+    return list(map(_Option, request.tolist(), hidden.tolist(), gain[order].tolist(), only.tolist()))
+
+
+def _take(
+    options: list[_Option],
+    cost: NDArray[np.int32],
+    lengths: list[int],
+    tokens: int,
+    slots: int,
+    memory: int,
+    *,
+    alone: bool,
+) -> dict[int, bool]:
+    """Take options of waiting requests in order, until one exceeds the tokens, the slots or the memory.
+
+    Args:
+        options: the options by falling gain.
+        cost: (2, n) blocks of the kinds.
+        lengths: tokens to compute of each request.
+        tokens: number of tokens left in the step.
+        slots: number of requests that may still start.
+        memory: number of free blocks.
+        alone: whether an option that exceeds the memory and is worth more than all before it starts alone, as in
+            Algorithm 1.
+
+    Returns:
+        The chosen requests by index, and True for those with the hidden kind.
+    """
+    kv, hidden = cost.tolist()
+    left = memory
+    chosen: dict[int, bool] = {}
+    total = 0.0
+    for i, is_hidden, gain, _ in options:
+        if lengths[i] > tokens or slots < 1:
+            break
+        blocks = hidden[i] if is_hidden else kv[i] - hidden[i] if i in chosen else kv[i]
+        if blocks > left:
+            if gain * blocks <= total:
+                break
+            return {i: is_hidden or kv[i] > memory} if alone and hidden[i] <= memory else {}
+        if i not in chosen:
+            tokens -= lengths[i]
+            slots -= 1
+        chosen[i] = is_hidden
+        total += gain * blocks
+        left -= blocks
+    return chosen
+
+
+def _changes(options: list[_Option], cost: NDArray[np.int32], holds_hidden: list[bool], memory: int) -> dict[int, bool]:
+    """Take options of running requests in order, until one exceeds the memory.
+
+    Returns:
+        The chosen requests by index, and True for those that must change their kind, and so lose their cache.
+    """
+    kv, hidden = cost.tolist()
+    chosen: dict[int, bool] = {}
+    num_changes = 0
+    for i, is_hidden, _, only in options:
+        blocks = hidden[i] if is_hidden else kv[i]
+        if i in chosen and not num_changes:
+            blocks //= 2
+        if blocks > memory:
+            break
+        memory -= blocks
+        changes = not holds_hidden[i] if only else is_hidden or holds_hidden[i]
+        num_changes += changes - chosen.get(i, False)
+        chosen[i] = changes
+    return chosen
