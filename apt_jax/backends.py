@@ -80,7 +80,7 @@ def _cpu(chip: str | None) -> KernelBackend:
         decode_layer=ops.decode_layer,
         takes_layer=ops.takes_layer,
         tiles=True,
-        integer_products=not build.has_tiles(),  # those multiply pairs of bfloat16 faster than vectors do bytes
+        integer_products=not build.has_tiles(),  # tiles multiply bfloat16 faster than vectors multiply bytes
         skips_rows=True,
         rows_per_tile=1,
     )
@@ -93,7 +93,7 @@ def _has_collectives(call: DecodeCall | PrefillCall) -> bool:
 
 
 def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
-    # Imported when asked for: Pallas' Triton backend takes a second.
+    # Imported when asked for: Pallas' Triton backend takes a second to import.
     try:
         from apt_jax.pallas import (
             triton_decode_absorbed,
@@ -109,8 +109,8 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         ) from None
 
     def bound(op: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        """Return the op. Equal calls share one tracing and lowering (0.1 s per kernel in Pallas) across layers and
-        programs, except in interpret mode and for calls with collectives."""
+        """Return the op for this chip. Equal calls share one tracing and lowering (0.1 s per kernel in Pallas) across
+        layers and programs, except in interpret mode and for calls with collectives."""
         made = functools.partial(op, interpret=interpret, chip=chip)
         in_program = jax.jit(made, static_argnames=static)
         if interpret:
@@ -126,7 +126,7 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
     absorbed_shards = bound(triton_decode_shards.decode_absorbed, "out_dtype")
     v_absorbed = bound(triton_decode_v_absorbed.decode_v_absorbed, "out_dtype")
 
-    # Results are N times as wide as a layer input: their traffic counts.
+    # Results are N times as wide as a layer input, so their memory traffic matters.
     def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
         op = absorbed if call.tensor is None else absorbed_shards
         return op(q_absorbed, call, out_dtype=q_absorbed.dtype)
@@ -144,7 +144,7 @@ def triton(chip: str | None, interpret: bool = False) -> KernelBackend:
         rows_per_tile=1,
         extras={
             "decode_kv": RULES,
-            "decode_absorbed": RULES | {"input width", "adapters"},  # those are in the queries
+            "decode_absorbed": RULES | {"input width", "adapters"},  # adapters are part of the queries
             "decode_reprojected": RULES | {"key norm", "input width"},
             "decode_v_absorbed": RULES | {"key norm", "grouped absorption", "input width"},
             "prefill": RULES,
@@ -162,7 +162,7 @@ def _tpu(chip: str | None, interpret: bool = False) -> KernelBackend:
 
     takes = functools.partial(tpu_decode.takes, interpret=interpret)
 
-    # What the kernels do not take, each call by itself, is XLA's.
+    # Calls that the kernels do not support run in XLA.
     def decode_kv(q: Array, call: DecodeCall) -> Array:
         if not takes(call.pool, call.tables, call.pool.shape[2]):
             return xla_decode.decode_kv(q, call)
@@ -249,7 +249,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
             `executor.attention_choice.CHECKED_TPUS`; None: tiles that every chip supports.
 
     Raises:
-        ValueError: unknown implementation, one that is not available on this machine, or a platform without a default.
+        ValueError: the implementation is unknown or not available on this machine, or the platform has no default.
     """
     chosen = name or _PLATFORM_DEFAULT.get(platform)
     if chosen not in known_attention_ops():
@@ -262,7 +262,7 @@ def attention_ops(platform: str, name: str | None = None, chip: str | None = Non
     except (KernelBuildError, _MissingBackendError) as error:
         if name is not None:
             raise ValueError(f"attention implementation {chosen!r} is not available: {error}") from None
-        logger.warning("attention kernels: xla, several times slower than %s, as %s", chosen, error)
+        logger.warning("attention kernels: xla, several times slower than %s, because %s", chosen, error)
         return attention_ops(platform, "xla", chip)
     on = build.instructions() if chosen == "cpu" else chip or "any chip"
     logger.info("attention kernels: %s on %s (%s)", chosen, platform, on)

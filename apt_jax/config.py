@@ -1,8 +1,8 @@
 """Frozen configuration objects: cache, scheduling, parallelism and the engine that joins them.
 
-Every option is declared once, as a field: type, default, bounds (`apt_jax.options.option`) and docstring. Its check,
-whose message names the command-line flag, its flag (`serve.cli.flags`) and its help text derive from the field. Nothing
-in this module reads files, flags or the environment.
+Every option is declared once, as a field: type, default, bounds (`apt_jax.options.option`) and docstring. The field
+determines the check (whose message names the flag), the command-line flag (`serve.cli.flags`) and the help text.
+Nothing in this module reads files, flags or the environment.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def _require(condition: bool, message: str) -> None:
 def _require_seconds(name: str, value: float) -> None:
     try:
         positive = not math.isnan(value) and value > 0
-    except OverflowError:  # not printed: an integer of thousands of digits cannot be
+    except OverflowError:  # an integer of thousands of digits cannot be printed
         raise ConfigError(f"{name} is too large a number of seconds") from None
     _require(positive, f"{name}={value!r} must be a positive number of seconds")
 
@@ -76,12 +76,12 @@ class CacheConfig:
     num_blocks_override: int | None = option(None, metavar="BLOCKS", low=2, rule="be at least 2, one K and one V block")
     """Number of cache blocks (default: derived from free memory). The reserved block 0 is not counted."""
     device_memory_utilization: float = option(0.9, metavar="SHARE", above=0, high=1)
-    """Share of the device memory left free by the weights that the cache may use, in (0, 1]."""
+    """Share of the device memory left after loading the weights that the cache may use, in (0, 1]."""
     enable_prefix_caching: bool = option(True)
     """Share the cache of common prompt prefixes between requests (default: on)."""
     share_prefixes: bool = option(False, is_setting=True)
     """Share cached prefixes between API keys too. The time to first token then reveals whether another key has sent a
-    prompt with the same beginning (docs/design/prefix_caching.md)."""
+    prompt with the same prefix (docs/design/prefix_caching.md)."""
     swap_space: float = option(0.0, metavar="GIB", low=0, high=1 << 20)
     """Host memory for cached blocks that leave the device, in GiB; the cache of preempted requests and of prefixes is
     copied back from it instead of being recomputed (docs/design/host_tier.md; default: 0, none)."""
@@ -164,9 +164,9 @@ class ParallelConfig:
     master_addr: str = option("127.0.0.1", metavar="HOST")
     """Address of rank 0; connections to it are unencrypted, so use a private network."""
     master_port: int = option(
-        29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next one be free too"
+        29501, metavar="PORT", low=1, high=65534, rule="lie in [1, 65535), and the next port be free too"
     )
-    """Port of rank 0; the next port is used too, by JAX."""
+    """Port of rank 0; JAX also uses the next port."""
     join_timeout_s: float = option(300.0, flag="--join-timeout", metavar="S", positive=True, is_setting=True)
     """Maximum time that ranks wait for each other at startup, in seconds."""
     join_key_file: str | None = option(None, metavar="FILE")
@@ -176,11 +176,11 @@ class ParallelConfig:
         check_options(self)
         _require(
             0 <= self.node_rank < self.nnodes,
-            f"node_rank={self.node_rank} must lie in [0, {self.nnodes}), as nnodes={self.nnodes} (--node-rank, --nnodes)",
+            f"node_rank={self.node_rank} must lie in [0, {self.nnodes}), since nnodes={self.nnodes} (--node-rank, --nnodes)",
         )
         _require(
             self.tensor_parallel_size % self.nnodes == 0,
-            f"tensor_parallel_size={self.tensor_parallel_size} is the number of devices of all hosts and does not divide among {self.nnodes} (-tp, --nnodes)",
+            f"tensor_parallel_size={self.tensor_parallel_size} is the number of devices of all hosts and must be a multiple of nnodes={self.nnodes} (-tp, --nnodes)",
         )
         _require(bool(self.master_addr), "master_addr must not be empty (--master-addr)")
 
@@ -207,7 +207,7 @@ class EngineConfig:
     served_model_name: str | None = option(None, metavar="NAME")
     """Model name that requests use (default: MODEL)."""
     served_model_aliases: tuple[str, ...] = ()
-    """Further names that requests may use."""
+    """Additional model names that requests may use."""
     max_sequences_per_call: int = option(DEFAULT_MAX_SEQUENCES, metavar="N", low=1, high=1024, is_setting=True)
     """Maximum number of outputs of one call: number of prompts times n."""
     max_stop_strings: int = option(DEFAULT_MAX_STOP_STRINGS, metavar="N", low=1, high=256, is_setting=True)
@@ -222,7 +222,7 @@ class EngineConfig:
     """LoRA adapters that requests may select as their model: name to directory in PEFT format; all are loaded at start
     (docs/lora.md; default: none)."""
     max_lora_rank: int = option(16, metavar="R", low=1, high=512)
-    """Maximum rank of a LoRA adapter; adapters of a larger rank are refused."""
+    """Maximum rank of a LoRA adapter; adapters with a larger rank are rejected."""
     max_loras: int = option(16, metavar="ADAPTERS", low=1, high=256, is_setting=True)
     """Maximum number of LoRA adapters; one step may use all of them."""
     attention_backend: str | None = option(None, metavar="NAME")

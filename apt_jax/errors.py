@@ -3,11 +3,11 @@
     AptJaxError
      +- ConfigError (ValueError)        a flag or configuration value; the message names the flag
      +- InvalidRequestError (ValueError)  a request that can never be served; `.field` names the input
-     |   +- DuplicateRequestError       the request id is alive already
+     |   +- DuplicateRequestError       a live request already has the id
      +- ModelLoadError (ValueError)     unknown model, damaged or mismatching checkpoint
      +- UnknownRequestError (KeyError)  abort of an id that is not alive
      +- QueueFullError                  admission limit reached; try again later
-     +- EngineDeadError                 the engine stopped after an error that it could not survive
+     +- EngineDeadError                 the engine stopped after a fatal error
      +- HostError                       ranks of a replica do not connect, do not match, or one is gone
 
 Ordinary outcomes inside the engine (no free block, nothing to schedule) are return values, not errors.
@@ -93,7 +93,7 @@ class QueueFullError(AptJaxError):
 
 
 class EngineDeadError(AptJaxError):
-    """The engine loop has ended after an error; every live request fails with this error."""
+    """The engine loop stopped after an error; every live request fails with this error."""
 
 
 def one_line(text: str) -> str:

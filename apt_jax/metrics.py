@@ -28,7 +28,7 @@ def percentile(values: Iterable[float], q: float) -> float | None:
         return None
     if math.isnan(array[-1]):
         return math.nan
-    # As `np.percentile` does it, to the last bit, in a tenth of its time for few values.
+    # Bit for bit the result of `np.percentile`, in a tenth of its time for few values.
     at = (array.size - 1) * (q / 100)
     low = math.floor(at)
     share = at - low
@@ -65,7 +65,7 @@ class Distribution:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         if not bounds or any(a >= b for a, b in itertools.pairwise(bounds)):
-            raise ValueError(f"{bounds=} must rise, and there must be one at least")
+            raise ValueError(f"{bounds=} must be ascending and not empty")
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
@@ -94,7 +94,7 @@ class Distribution:
         self.sum += float(values.sum())
 
     def plus(self, other: "Distribution") -> "Distribution":
-        """Return the distribution of the values of both; their bounds must be equal."""
+        """Return the distribution of the values of both distributions; their bounds must be equal."""
         made = Distribution(self.bounds)
         made.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
         made.sum = self.sum + other.sum
@@ -259,8 +259,8 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
 class TokenRate:
     """Tokens per second of step time over the last ten seconds, from counters that are read at irregular times.
 
-    Gateways divide the number of waiting tokens by this rate. Idle time does not count, or a server with little load
-    would look slow.
+    Gateways divide the number of waiting tokens by this rate. Idle time does not count, because otherwise a server with
+    little load would look slow.
     """
 
     def __init__(self) -> None:

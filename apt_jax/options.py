@@ -94,7 +94,7 @@ def option(
     """Return a dataclass field that is a configuration option.
 
     Args:
-        default: value if none is given.
+        default: value if the option is not given.
         flag: name or names of the flag, with dashes; None: the field's name with ``--``.
         keyword: name in messages and as a keyword argument of `apt_jax.LLM`; empty: the field's name.
         metavar: placeholder of the value in help texts.

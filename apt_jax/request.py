@@ -1,7 +1,8 @@
 """The types of a request on its way through the engine.
 
-1. A front end collects raw user input and calls `apt_jax.validation.build_request`, the only function that creates an
-2. `EngineRequest`: frozen, complete and validated. The engine loop accepts no other requests.
+1. A front end collects raw user input and calls `apt_jax.validation.build_request`.
+2. This returns an `EngineRequest`: frozen, complete and validated. No other function creates them, and the engine loop
+   accepts no other requests.
 3. The engine returns `RequestOutput`s with the text and tokens so far; the last has a finish reason and
    `RequestMetrics`.
 
@@ -57,12 +58,12 @@ class SamplingParams:
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities reach this sum; 1: off."""
     min_p: float = 0.0
-    """Sample only tokens at least this likely relative to the most likely one; 0: off."""
+    """Sample only tokens at least this likely relative to the most likely token; 0: off."""
     seed: int | None = None
     """Random seed for sampling; each draw depends only on the seed and the token's position. None: the engine picks a
     seed."""
     repetition_penalty: float = 1.0
-    """Factor by which positive logits of tokens in prompt or output are divided and negative ones multiplied; 1:
+    """Factor by which positive logits of tokens in prompt or output are divided and negative logits multiplied; 1:
     off."""
     presence_penalty: float = 0.0
     """Amount subtracted once from the logit of every token that is in the output; 0: off."""
@@ -90,15 +91,15 @@ class SamplingParams:
     pooling: Literal["mean", "last"] | None = None
     """Return a hidden state of the prompt after the final norm: the mean over its tokens or the last token's."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Structured output constraint: in every step, tokens that no allowed output continues with are masked."""
+    """Structured output constraint: in every step, tokens that cannot continue an allowed output are masked."""
     bad_words: tuple[str, ...] = ()
     """Words that the output must not contain: when all tokens of a word but the last have been generated, the last is
     masked."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Ids of the only tokens that may be sampled; end tokens must be listed too. None: all tokens."""
     truncate_prompt_tokens: int | None = None
-    """Maximum number of prompt tokens; tokens before the last ones are dropped. -1: as many as leave room for the
-    output; None: no limit."""
+    """Maximum number of prompt tokens to keep, counted from the end; earlier tokens are dropped. -1: as many as fit
+    together with the output; None: no limit."""
 
     @property
     def is_greedy(self) -> bool:
@@ -141,12 +142,12 @@ class Grammar(Protocol):
     """A compiled constraint on outputs; requests may share it."""
 
     def start(self) -> TokenConstraint:
-        """Return the constraint's state at the beginning of an output. Must be fast: the engine's thread calls it."""
+        """Return the constraint's state at the start of an output. Must be fast: the engine's thread calls it."""
         ...
 
 
 def engine_id(tenant: str | None, label: str) -> str:
-    """Return the engine's id of a tenant's request. Ids of different tenants never collide, as labels contain no
+    """Return the engine's id of a tenant's request. Ids of different tenants never collide, because labels contain no
     colon."""
     return label if tenant is None else f"{tenant}:{label}"
 
@@ -184,10 +185,10 @@ class EngineRequest:
     """Maximum queueing time in seconds, after which the request is rejected; None: the server's. Values above the
     server's have no effect."""
     adapter: str | None = None
-    """Name of the LoRA adapter; None: no adapter. Requests with different adapters share no cached prefixes, as the
-    cache depends on the adapter."""
+    """Name of the LoRA adapter; None: no adapter. Requests with different adapters share no cached prefixes, because
+    the cache depends on the adapter."""
     cache_salt: str | None = None
-    """Requests share cached prefixes only with requests of the same salt; None is a salt too."""
+    """Requests share cached prefixes only with requests that have the same salt; None is a salt too."""
     tenant: str | None = None
     """Tenant, derived from the API key and never from the request. Tenants share neither queue places nor ids, and
     cached prefixes only with `CacheConfig.share_prefixes`."""
@@ -246,9 +247,9 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Number of prompt tokens that were already cached when the request was first scheduled."""
     cache_kind: CacheKindName | None = None
-    """Cache kind that the request held last; None: never held any."""
+    """Cache kind that the request held last; None: it never held a cache."""
     num_blocks: int | None = None
-    """Number of blocks, shared ones included, when the cache was last released; None: never released."""
+    """Number of blocks, including shared blocks, when the cache was last released; None: never released."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
 
     @property
@@ -269,7 +270,7 @@ class RequestMetrics:
 
     @property
     def tbt_attained(self) -> bool:
-        """True if the P99 gap is within the SLO, or the only token leaves no gap."""
+        """True if the P99 gap is within the SLO, or there is only one token and so no gap."""
         return bool(self.token_times_s) and (self.tbt_s is None or self.tbt_s <= self.slo.tbt_s)
 
     @property

@@ -51,7 +51,7 @@ def address(target: str) -> str:
 
 
 def is_http_port(details: str | None) -> bool:
-    """Return whether the details of a failed call say that the port speaks HTTP/1 instead of gRPC."""
+    """Return whether the details of a failed call show that the port speaks HTTP/1 instead of gRPC."""
     return details is not None and ("http1.x server" in details or "Failed parsing HTTP/2" in details)
 
 
@@ -76,12 +76,12 @@ def make_request(
     deadline_ms: float | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """Make a request message; `sampling` holds fields of the message SamplingParams; absent or None: the default.
+    """Make a request message; `sampling` holds fields of the message SamplingParams. None: the server's default.
 
     `structured_outputs` is a mapping of the fields of `apt_jax.StructuredOutputsParams`.
 
     Raises:
-        ValueError: the message does not have a field or cannot hold a value.
+        ValueError: a field does not exist, or cannot hold its value.
     """
     if slo_class not in tuple(_CLASSES):
         raise ValueError(f"slo_class: {slo_class!r:.60} must be 'rt' (real time) or 'be' (best effort)")
@@ -105,7 +105,7 @@ def make_request(
 
 
 class _Client:
-    """Base of both clients: makes the channel and its methods, and the arguments of calls.
+    """Base of both clients: makes the channel, its methods, and the arguments of calls.
 
     Args:
         grpc_module: `grpc` or `grpc.aio`.
@@ -152,7 +152,7 @@ class _Client:
 def _method(channel: Any, name: str) -> Any:
     """Return the stub of a method of AptServe, made from its descriptor.
 
-    A generated module would refuse every grpcio that is older than the generator.
+    A generated module would reject every grpcio that is older than the generator.
     """
     method = _SERVICE.methods_by_name[name]
     kind = channel.unary_stream if method.server_streaming else channel.unary_unary

@@ -1,7 +1,7 @@
 """Errors of the command line and of the servers that it starts.
 
 Exception
-├── CommandError          a command cannot go on
+├── CommandError          a command cannot continue
 ├── PortInUseError        the address cannot be bound
 └── errors of one call, mapped by `serve.http_api.errors` and `serve.grpc_api.errors`:
     UnknownModelError, SlowReaderError, NoTokenizerError, ProfilerStateError, ProfileWriteError, RequestFailedError
@@ -9,7 +9,7 @@ Exception
 
 
 class CommandError(Exception):
-    """A command cannot go on; one line for the user. Exit code 1."""
+    """A command cannot continue; one line for the user. Exit code 1."""
 
 
 class PortInUseError(Exception):
@@ -33,7 +33,7 @@ class MissingKeyError(Exception):
 
 
 class OperatorKeyError(Exception):
-    """A call requires an operator's API key and has another key; one line that names the flag."""
+    """A call requires an operator's API key but has another key; one line that names the flag."""
 
 
 class ProfilerStateError(Exception):
@@ -49,7 +49,7 @@ class RequestFailedError(Exception):
 
 
 def require_matplotlib(flag: str) -> None:
-    """Check that matplotlib is installed before a command begins, instead of failing at its end.
+    """Check that matplotlib is installed when a command begins, so that it does not fail at its end.
 
     Args:
         flag: flag that asks for a picture, such as ``--png``.

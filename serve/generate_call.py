@@ -83,7 +83,7 @@ class Transport(Protocol):
 
 
 class CallService:
-    """The engine behind one protocol's endpoints, and the state that their calls share; one event loop.
+    """The engine behind one protocol's endpoints, and the state that their calls share. Used from one event loop only.
 
     Args:
         logger: logger of the protocol.

@@ -1,4 +1,4 @@
-"""A soft limit of memory: new calls are rejected while the process uses most of its available memory.
+"""A soft memory limit: new calls are rejected while the process uses most of its available memory.
 
 Without it the system would kill the process, which ends every stream. Memory use is read at most five times per second.
 """

@@ -1,12 +1,12 @@
-"""Work on calls before the engine has them: reading bodies, parsing, tokenizing, compiling constraints.
+"""Work on calls before the engine gets them: reading bodies, parsing, tokenizing, compiling constraints.
 
-One `Preprocessing` serves all protocols of a server. No call in it may hold up the calls of another owner:
+One `Preprocessing` serves all protocols of a server. No call may hold up the calls of another owner:
 
 * Work runs in few threads (`FairQueue`). Each waiting call has an owner: the owner of its API key, or the client's
   address if the server has no keys. Owners take turns, each has a bounded share of the queue, and a call whose client
   has disconnected leaves the queue at once.
 * Long texts have a separate thread, and are tokenized in a child process (`apt_jax.text.long_texts`).
-* Constraints that have been compiled before never wait; new ones are compiled one at a time.
+* Constraints that have been compiled before never wait; new constraints are compiled one at a time.
 * All bodies that are being read or processed share one memory budget (`BodyBudget`), of which an owner can take half.
 * Memory freed by a large call is returned to the system.
 """
@@ -54,7 +54,7 @@ class PreprocessingLimits:
 
 
 class FairQueue:
-    """Threads for short work, with a bounded queue in which owners take turns; one event loop.
+    """Threads for short work, with a bounded queue in which owners take turns. Used from one event loop only.
 
     Args:
         name: name prefix of the threads.
@@ -127,7 +127,7 @@ class FairQueue:
         except BaseException as error:
             if turn.cancelled():
                 self._leave(owner, turn)
-            else:  # it was this job's turn just now
+            else:  # the turn came at the same moment
                 self._release()
             if isinstance(error, TimeoutError):
                 raise QueueFullError(self._full, 2.0) from None
@@ -156,7 +156,7 @@ class FairQueue:
 
 
 class BodyBudget:
-    """Memory budget for bodies that are being read or processed; one event loop.
+    """Memory budget for bodies that are being read or processed. Used from one event loop only.
 
     Args:
         max_bytes: size of the budget in bytes; an owner can take half of it.
@@ -180,12 +180,12 @@ class BodyBudget:
         """Take bytes from the budget.
 
         Raises:
-            QueueFullError: the budget does not have that many left.
+            QueueFullError: the budget does not have that many bytes left.
         """
         most = self.max_bytes
         if self.used_bytes + num_bytes > most or self._by_owner[owner] + num_bytes > most // 2:
             raise QueueFullError(
-                f"the requests that are being read fill the memory for them ({most >> 20} MiB); send this one again later",
+                f"the requests that are being read fill the memory for them ({most >> 20} MiB); send this request again later",
                 1.0,
             )
         self._add(owner, num_bytes)
@@ -209,7 +209,7 @@ class BodyLease:
         """Count bytes that have been received.
 
         Raises:
-            QueueFullError: the budget does not have that many left.
+            QueueFullError: the budget does not have that many bytes left.
         """
         self._num_bytes += num_bytes
         more = max(0, self._num_bytes - _FREE_BYTES) - self.num_counted
@@ -219,7 +219,7 @@ class BodyLease:
 
 
 class Preprocessing:
-    """Queues and budgets of a server; one event loop.
+    """Queues and budgets of a server. Used from one event loop only.
 
     Args:
         limits: bounds of the queues and the budget; None: the defaults.

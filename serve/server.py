@@ -1,8 +1,8 @@
-"""The life of a server: model loading, serving over every protocol, draining, and the engine's death.
+"""The life of a server: model loading, serving over every protocol, draining, and the engine's failure.
 
 1. `serve` binds all ports, then loads the model in a thread.
-2. It serves over one `AsyncEngine` until a signal or the engine's death.
-3. The first signal drains, the second one stops at once.
+2. It serves over one `AsyncEngine` until a signal or the engine's failure.
+3. The first signal drains; the second signal stops the server at once.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _OTHER_FILES = 32
 """Number of open files reserved for uses other than connections."""
 
 ENGINE_LOST = 1
-"""Exit code if the engine has ended by itself."""
+"""Exit code if the engine has stopped by itself."""
 
 _COMPUTE_NICE = 5  # a third of their former share of the CPU
 
@@ -60,7 +60,7 @@ async def serve(
     hosts: "WorkerRanks | None" = None,
     on_busy: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Serve until a signal or the engine's death; returns the exit code, None if stopped before it served.
+    """Serve until a signal or the engine's failure; returns the exit code, None if stopped before it served.
 
     Args:
         config: configuration of the engine.
@@ -73,7 +73,7 @@ async def serve(
         find: looks for the model before anything is printed; called in the same thread as `build`.
         log_format: format of the status lines on standard output.
         hosts: the other ranks of the replica; None: no other ranks.
-        on_busy: called at the end if a thread is still compiling: the process must be ended by `os._exit`.
+        on_busy: called at the end if a thread is still compiling: the process must exit with `os._exit`.
 
     Raises:
         CommandError: a port is in use.
@@ -81,7 +81,7 @@ async def serve(
     """
     server = ServerGroup(server_config, http_config)
     try:
-        await server.start()  # before the model: a wrong port need not wait for it
+        await server.start()  # before the model is loaded, to report an unusable port at once
     except PortInUseError as error:
         raise CommandError(str(error)) from None
     address, say = server.addresses, call_log.announcer(log_format)
@@ -129,7 +129,7 @@ async def serve(
             logger.critical("%s", ended.result())
             await server.stop(0)
             return ENGINE_LOST
-        say(f"stopping: {shutdown_timeout_s:g} s for {counted(server.num_open, 'open request')} to end")
+        say(f"stopping: {shutdown_timeout_s:g} s for {counted(server.num_open, 'open request')} to finish")
         stopping = asyncio.create_task(server.stop(shutdown_timeout_s))
         hurry = asyncio.create_task(signals.second.wait())
         await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,7 +201,7 @@ class ServerGroup:
 
 
 class WorkerRanks:
-    """The other ranks of the replica, once they have joined; empty for a single host.
+    """The other ranks of the replica, once they have joined; there are none on a single host.
 
     Attributes:
         on_drain: called in a thread when another rank got a termination signal.
@@ -291,7 +291,7 @@ def thread_ids() -> set[int]:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files and return it; each connection is an open file, and the usual limit is 1,024."""
+    """Raise the limit of open files and return it: each connection is an open file, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -304,7 +304,8 @@ def raise_file_limit() -> int:
 def grpc_connections(wanted: int, http: int, limit: int) -> int:
     """Return the maximum number of open gRPC connections: `wanted`, or fewer if the limit of open files is low.
 
-    HTTP stays within the open files that are left (`serve.http_api.acceptor`); gRPC cannot, and would take all.
+    HTTP stays within the number of files that can still be opened (`serve.http_api.acceptor`). gRPC cannot, and would
+    take them all.
 
     Args:
         wanted: configured maximum number of gRPC connections.
@@ -315,7 +316,7 @@ def grpc_connections(wanted: int, http: int, limit: int) -> int:
         return wanted
     some = min(wanted, max(4, (limit - _OTHER_FILES) // 4))
     logger.warning(
-        "%d open files are too few for %d HTTP and %d gRPC connections: gRPC gets %d, HTTP what is left; raise 'ulimit -n' (the hard limit)",
+        "%d open files are too few for %d HTTP and %d gRPC connections: gRPC gets %d, HTTP the rest; raise 'ulimit -n' (the hard limit)",
         limit,
         http,
         wanted,

@@ -31,7 +31,7 @@ Headers = Mapping[str, str | bytes]
 
 
 def milliseconds(headers: Headers, keys: Iterable[str]) -> float | None:
-    """Parse the first of `keys` that is present; None: no key is present.
+    """Parse the value of the first of `keys` that is present, in milliseconds; None: no key is present.
 
     Raises:
         InvalidRequestError: the value is not a number.

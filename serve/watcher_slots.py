@@ -1,4 +1,4 @@
-"""Limits of the number of clients that watch the scheduler; each takes time of the engine's thread per iteration."""
+"""Limits on the number of clients that watch the scheduler: each takes time of the engine's thread per iteration."""
 
 import collections
 
@@ -11,7 +11,7 @@ _RETRY_AFTER_S = 30.0
 
 
 class WatcherSlots:
-    """Slots for the watchers of one kind. Each tenant can take a few, and some are reserved for operators.
+    """Slots for the watchers of one kind. Each tenant can take a few slots, and some are reserved for operators.
 
     Args:
         what: noun for the watchers in error messages.
@@ -38,4 +38,4 @@ class WatcherSlots:
 
     def free(self, caller: Caller) -> None:
         self._taken[caller] -= 1
-        self._taken += collections.Counter()  # without those of zero
+        self._taken += collections.Counter()  # drops entries of zero

@@ -28,7 +28,7 @@ def require(condition: object, message: str) -> None:
 class BlockPool:
     """Pool of block ids [1, num_blocks]: a stack of the free ids, and a bitmap of the same ids.
 
-    The block freed last is reused first; the bitmap detects blocks that are freed twice or are not of this pool.
+    The block freed last is reused first; the bitmap detects blocks that are freed twice.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -52,8 +52,7 @@ class BlockPool:
         return self._is_free[ids]
 
     def allocate(self, num: int) -> NDArray[np.int32] | None:
-        """Return the ids of `num` blocks taken from the pool; None: too few blocks are free, and nothing has
-        changed."""
+        """Take `num` blocks from the pool and return their ids; None: too few are free, and nothing has changed."""
         if num > self._num_free:
             return None
         self._num_free -= num
@@ -69,7 +68,7 @@ class BlockPool:
             CacheIntegrityError: an id does not belong to the pool, is already free, or occurs twice.
         """
         num = ids.size
-        if num <= 2:  # a group that is evicted: single numbers are faster
+        if num <= 2:  # usually one evicted group: scalars are faster
             for block in ids.tolist():
                 require(NULL_BLOCK < block <= self.num_blocks, f"freed ids outside [1, {self.num_blocks}]")
                 require(not self._is_free[block], "a block was freed twice")
@@ -89,7 +88,8 @@ class BlockPool:
         """Check that the stack holds each free block once and that the bitmap agrees."""
         ids = self._stack[: self._num_free]
         require(
-            ids.size == 0 or (ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks), "the free list has foreign ids"
+            ids.size == 0 or (ids.min() > NULL_BLOCK and ids.max() <= self.num_blocks),
+            "the free list has ids outside the pool",
         )
         listed = np.zeros_like(self._is_free)
         listed[ids] = True

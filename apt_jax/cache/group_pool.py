@@ -8,11 +8,11 @@ valid contents is registered in the `PrefixTree`, where later requests with the 
       └──────────────────────┴──────────── evict: least recently used first, leaf first ◄──────┘
 
 * Idle groups count as free: empty blocks are handed out first, then idle groups are evicted.
-* A request that holds a registered group also holds all groups before it in the prefix. If the tokens of a new
-  group are registered already, it is replaced by the registered group; so this also holds for requests that computed
-  the same prefix at the same time.
+* A request that holds a registered group also holds all groups before it in the prefix. A new group whose tokens are
+  already registered is replaced by the registered group, so this holds even if requests compute the same prefix at the
+  same time.
 * A group with two or more holders is charged to none of them: a request is charged only for groups without another
-  holder, the minimum that becomes free when it ends. Charged, shared and free blocks add up to the pool.
+  holder, the least that becomes free when it ends. Charged, shared and free blocks add up to the pool.
 
 With a `HostTier`, an evicted idle group is saved to host memory and stays registered; `share` loads it into new blocks.
 
@@ -37,7 +37,7 @@ _WRITTEN_AT_ONCE = 8
 
 
 class CopySource(NamedTuple):
-    """The registered group that a new group begins as a copy of."""
+    """A registered group whose contents are copied into a new group."""
 
     group: NDArray[np.int32] | Node
     """(2,) first and second block of the group on the device, or its node if it is copied from host memory."""
@@ -55,12 +55,12 @@ class GroupPool:
         tracker: prefix hits of waiting requests; None: not tracked.
         tier: groups in host memory; None: there is no tier of host memory.
         num_refs: number of requests that hold the group.
-        generation: number of times that the block was allocated as a first block; identifies one use of it.
+        generation: number of times that the block was allocated as a first block; distinguishes successive uses.
         second: V block of the group; `NULL_BLOCK` for the hidden kind.
         slot_sum: sum of the slots that hold the group; equals the slot if there is only one holder.
         is_expected: True: a step in flight fills the group, which may be registered afterwards.
         num_private: number of groups without another holder, by slot.
-        ownership_changed: True: `num_private` of a slot has changed by anything but its own allocations.
+        ownership_changed: True: `num_private` of a slot has changed for a reason other than its own allocations.
         in_use: number of groups with a holder, by kind.
         placement: receives new groups; None: each group is filled from the left by one request at a time.
         num_idle_blocks: number of blocks of idle groups.
@@ -93,8 +93,8 @@ class GroupPool:
         return self.pool.num_free + self.num_idle_blocks
 
     def allocate(self, num: int) -> NDArray[np.int32] | None:
-        """Return the ids of `num` allocated blocks: empty blocks first, then blocks of evicted idle groups. None: too
-        few."""
+        """Allocate `num` blocks and return their ids: empty blocks first, then blocks of evicted idle groups; None: too
+        few are free."""
         if num > self.pool.num_free:
             if num > self.num_free:
                 return None
@@ -123,7 +123,7 @@ class GroupPool:
             ids: (halves, groups) blocks of all groups that the slot holds; the caller updates `num_private`.
             slot: slot that held the groups.
             kind: cache kind of the groups.
-            is_read: True: the step being built reads the groups, so that their loads are kept.
+            is_read: True: the step being built reads the groups, so their loads are kept.
         """
         firsts = ids[0]
         self.num_refs[firsts] -= 1
@@ -138,7 +138,7 @@ class GroupPool:
         self.pool.free(ids[:, over & ~kept].reshape(-1))
         idle = firsts[kept].tolist()
         self.num_idle_blocks += len(idle) * self.blocks_per_group[kind]
-        for first in reversed(idle):  # the end of a prefix is evicted before what it builds on
+        for first in reversed(idle):  # later groups of a prefix are evicted first
             self.prefixes.idle[first] = None
         if self.tier is not None and self.tier.loads:
             if is_read:
@@ -168,7 +168,7 @@ class GroupPool:
         return self._load(self.tier, nodes, slot)
 
     def _load(self, tier: HostTier, nodes: Sequence[Node], slot: int) -> NDArray[np.int32] | None:
-        """Do the work of `share` if some groups are only in host memory."""
+        """Implement `share` if some groups are only in host memory."""
         kind = nodes[0].kind
         present = [node for node in nodes if node.block != NULL_BLOCK]
         missing = [node for node in nodes if node.block == NULL_BLOCK]
@@ -223,7 +223,7 @@ class GroupPool:
             self.tracker.used(node)
 
     def _share(self, nodes: Sequence[Node], slot: int) -> NDArray[np.int32]:
-        """Do the work of `share` if all groups are on the device."""
+        """Implement `share` if all groups are on the device."""
         kind = nodes[0].kind
         firsts = np.array([node.block for node in nodes], np.int32)
         before = self.num_refs[firsts]
@@ -265,7 +265,7 @@ class GroupPool:
         slot: int,
         table: NDArray[np.int32] | None,
     ) -> None:
-        """Register full groups, so that other requests find them; see `HybridCache.register` for the other arguments.
+        """Register full groups for other requests to find; see `HybridCache.register` for the other arguments.
 
         Args:
             slot: slot of the request that filled the groups, if `table` is given.
@@ -277,7 +277,7 @@ class GroupPool:
         blocks, stamps = firsts.tolist(), generations.tolist()
         for i, first in enumerate(blocks):
             if self.generation[first] != stamps[i]:
-                parent = None  # handed out again meanwhile
+                parent = None  # reallocated in the meantime
                 continue
             self.is_expected[first] = False
             at = begin + i
@@ -287,7 +287,7 @@ class GroupPool:
                     parent = None
                     continue
                 holder = table
-                # Who holds a registered group holds those before it.
+                # A holder of a registered group must also hold all groups before it.
                 if at and parent is not None and table[0, at - 1] != parent.block:
                     parent = None
             elif first not in prefixes.idle:
@@ -330,7 +330,7 @@ class GroupPool:
             self._discard(each.block)
 
     def clear_prefixes(self) -> None:
-        """Unregister every registered or expected group, whose contents are lost. Held groups stay held."""
+        """Unregister all registered and expected groups, because their contents are lost. Held groups stay held."""
         self.is_expected[:] = False
         for root in self.prefixes.roots:
             for node in list(root.children):
@@ -339,7 +339,7 @@ class GroupPool:
             self._discard(first)
 
     def lose_device(self) -> None:
-        """Forget all registered or expected groups without a copy in host memory, after the device lost its contents.
+        """Forget registered and expected groups without a copy in host memory, after the device lost its contents.
 
         No group may be held.
         """
@@ -360,7 +360,8 @@ class GroupPool:
             self._discard(first)
 
     def _return_to_device(self, node: Node, first: int) -> None:
-        """Place a group of host memory on the device too, after it has been computed again in held or idle blocks."""
+        """Record that a group in host memory is also on the device, after it was computed again in held or idle
+        blocks."""
         self.prefixes.place(node, first)
         if self.tier is not None:
             self.tier.note_place(node)
@@ -406,7 +407,7 @@ class GroupPool:
             self.drop(node)
 
     def _offload(self, tier: HostTier, node: Node) -> bool:
-        """Move an idle group to host memory; returns False if there is no room for it."""
+        """Move an idle group to host memory; returns False if not enough host memory can be freed for it."""
         second = int(self.second[node.block])
         blocks = (node.block,) if second == NULL_BLOCK else (node.block, second)
         if self.placement is not None and not node.host:
@@ -418,7 +419,7 @@ class GroupPool:
         return done
 
     def _make_host_room(self, tier: HostTier, node: Node) -> bool:
-        """Drop one group from host memory to make room for `node`; returns False if no group can be dropped."""
+        """Drop one group from host memory to free blocks for `node`; returns False if no group can be dropped."""
         victim = tier.victim(node, self.tracker)
         if victim is None:
             return False
@@ -432,7 +433,7 @@ class GroupPool:
     # --- disk --------------------------------------------------------------------------------------------------------
 
     def place_in_host(self, parent: Node, digest: bytes, *, is_downward: bool) -> Node | None:
-        """Return a new node for a group read from disk, with blocks of host memory; None: too few blocks."""
+        """Return a new node for a group read from disk, with blocks of host memory; None: too few can be freed."""
         tier = self.tier
         assert tier is not None
         node = Node(parent.kind, digest, parent, NULL_BLOCK)
@@ -463,7 +464,7 @@ class GroupPool:
         for at in range(0, len(nodes), _WRITTEN_AT_ONCE):
             part = nodes[at : at + _WRITTEN_AT_ONCE]
             for node in part:
-                # Those before may have taken its place.
+                # It may have been dropped to save earlier groups.
                 if not node.host and self.prefixes.find(node.kind, node.digest) is node:
                     self._offload(tier, node)
             saves = tier.take_transfers()[0]
@@ -474,7 +475,7 @@ class GroupPool:
                 return
 
     def lend_host(self, num: int) -> NDArray[np.int32] | None:
-        """Return `num` blocks of host memory for other uses than groups, dropping groups if needed; None: too few."""
+        """Lend `num` blocks of host memory for data other than groups, dropping groups if needed; None: too few."""
         tier = self.tier
         assert tier is not None
         while (ids := tier.pool.allocate(num)) is None:

@@ -2,8 +2,8 @@
 
 Groups without a holder stay on the device until their blocks are needed: then `GroupPool` evicts and *saves* a group,
 and its node stays in the tree. A request that finds it gets new blocks, into which the group is *loaded*. The copy in
-host memory stays while there is room, so that the same group is not saved twice. Preempted requests are restored in
-this way, and prefixes are kept longer than the pool of the device allows.
+host memory is kept as long as there is space, so that the group need not be saved again. Preempted requests are
+restored in this way, and prefixes are kept longer than the device pool alone would allow.
 
     held ── last release ──► idle ── evicted: saved ──► only in host memory
       ▲                                                    │
@@ -16,9 +16,9 @@ Groups dropped from host memory are written to disk, if there is a disk tier (`a
 If host memory is full, groups are dropped one at a time, in this order:
 
 1. copies of groups that are also on the device;
-2. groups that no waiting request would find, least recently used first, the end of a prefix before its beginning;
-3. groups that best-effort requests wait for, then groups that real-time requests wait for; among these, groups of the
-   request with the most time left first.
+2. groups that no waiting request would use, least recently used first, later groups of a prefix before earlier groups;
+3. groups that waiting best-effort requests would use, then groups that waiting real-time requests would use; among
+   these, groups of the request with the most time left first.
 """
 
 import collections
@@ -38,7 +38,8 @@ _LOOKED_AT = 64
 
 
 class _Waiting(Protocol):
-    """Protocol of `PrefixHitTracker`, which knows the groups that requests wait for."""
+    """The part of `PrefixHitTracker` used here: it finds the host-memory group needed by the least urgent waiting
+    request."""
 
     def least_urgent(self, skip: set[Node]) -> Node | None: ...
 
@@ -87,14 +88,14 @@ class HostTier:
             blocks: its blocks on the device.
 
         Returns:
-            False: there is no room in host memory.
+            False: host memory has too few free blocks.
         """
         if not node.host:
             ids = self.pool.allocate(len(blocks))
             if ids is None:
                 return False
             node.host = tuple(ids.tolist())
-            self.copies[node] = None  # until it leaves
+            self.copies[node] = None  # until it leaves the device
             self.saves[node] = blocks
         return True
 
@@ -104,7 +105,7 @@ class HostTier:
         self.note_place(node)
 
     def load_copy(self, node: Node, blocks: Sequence[int]) -> None:
-        """Add to the loads of the step a copy of a group into `blocks`, which a request will write to."""
+        """Add a load to the step that copies a group into `blocks`, which a request will write to."""
         self._copied += zip(node.host, blocks[: len(node.host)], strict=True)
 
     def note_place(self, node: Node) -> None:
@@ -127,8 +128,8 @@ class HostTier:
             self.pinned.discard(node)
 
     def victim(self, node: Node, waiting: _Waiting | None) -> Node | None:
-        """Return the group to drop so that `node` can be saved; None: no group is less valuable, or `node` needs
-        them."""
+        """Return the group to drop to make space for `node`; None: the candidates are more valuable, or ancestors of
+        `node`."""
         for copy in self.copies:
             if copy not in self.pinned and copy not in self.saves:
                 return copy

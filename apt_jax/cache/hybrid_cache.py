@@ -1,9 +1,9 @@
 """Host side of the unified block cache: the blocks that each request holds, without their contents.
 
 One pool serves both cache kinds (Apt-Serve §4.3, Fig. 6): a block holds token positions of one request, for all
-layers, either as K, as V, or as the layer input X. All blocks have as many bytes, so the number of positions C in one
-depends on the kind: `block_size` keys or values, `hidden_block_size` layer inputs. A request's positions lie in groups
-of C; a group takes two blocks with the KV kind and one with the hidden kind:
+layers, either as K, as V, or as the layer input X. All blocks have the same size in bytes, so the number of positions C
+per block depends on the kind: `block_size` keys or values, `hidden_block_size` layer inputs. A request's positions lie
+in groups of C; a group takes two blocks of the KV kind or one block of the hidden kind:
 
     position      0 ......... C-1   C ........ 2C-1   2C .. n-1 | unused
     group         0                 1                 2
@@ -19,10 +19,10 @@ are used first:
     | groups held          | rest of the last group  | new groups |
                                                      ^ blocks are allocated only here, all of them or none
 
-Block 0 is reserved: `NULL_BLOCK` pads block tables, is never handed out and never read.
+Block 0 (`NULL_BLOCK`) is reserved: it pads block tables, and is never allocated or read.
 
-With prefix caching requests share groups, see `apt_jax.cache.group_pool`; with a second tier evicted groups go to host
-memory, see `apt_jax.cache.host_tier`. No request writes to a group that is registered or has two holders
+With prefix caching, requests share groups (`apt_jax.cache.group_pool`); with a second tier, evicted groups go to host
+memory (`apt_jax.cache.host_tier`). No request writes to a group that is registered or has two holders
 (`check_writable`): a request that needs all but the last position of such a group writes to a copy of it.
 
 Layers, from the bottom: `BlockPool` counts blocks; `GroupPool` shares groups of blocks; `HybridCache` gives groups to
@@ -60,7 +60,7 @@ class HybridCache:
         blocks_per_group: number of blocks of a group, by kind.
         owner: owner of the slot; `NO_OWNER` for free slots.
         slot_by_owner: slots by owner.
-        free_slots: free slots; the last one is used next.
+        free_slots: free slots; the last is used next.
         prefixes: registered groups; None: prefix caching is off.
         tier: groups in host memory; None: there is no tier of host memory.
         placement: places of positions in groups; None: each group is filled from the left by one request at a time.
@@ -116,7 +116,8 @@ class HybridCache:
 
     @property
     def ownership_changed(self) -> bool:
-        """True if `num_private` of a slot has changed by anything but its own `reserve`; the reader must reset it."""
+        """True if `num_private` of a slot has changed other than by its own `reserve`; whoever reads it must reset
+        it."""
         return self.groups.ownership_changed
 
     @ownership_changed.setter
@@ -140,7 +141,7 @@ class HybridCache:
         return sum(self.blocks_by_kind().values()) - int((self.num_private * self._cost[self.kind])[taken].sum())
 
     def slot_of(self, owner: int) -> int:
-        """Return the slot of an owner; `NO_SLOT`: it holds no cache."""
+        """Return the slot of an owner, or `NO_SLOT` if it holds no cache."""
         return self.slot_by_owner.get(owner, NO_SLOT)
 
     def blocks_needed(self, num_tokens: int, kind: int) -> int:
@@ -213,12 +214,12 @@ class HybridCache:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> NDArray[np.bool_]:
-        """Call `reserve` for many requests, in order; rows whose last group has room are handled without a Python loop.
+        """Call `reserve` for many requests, in order; rows that fit their last group are handled without a Python loop.
 
         Args:
             owners: (n,) owner of each row.
             slots: (n,) slot of each row; changed in place if a row takes one.
-            num_tokens: (n,) number of positions that each row needs in all.
+            num_tokens: (n,) total number of positions that each row needs.
             kinds: (n,) cache kind of each row.
 
         Returns:
@@ -257,8 +258,8 @@ class HybridCache:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """Do the work of `reserve` at once for rows with a slot that need one more group each; allocates the same
-        blocks.
+        """Do the work of `reserve` for several rows at once, if each has a slot and needs one more group. The same
+        blocks are allocated.
 
         Returns:
             False: a row needs more groups or occurs twice, or too few blocks are empty; nothing has changed.
@@ -294,14 +295,14 @@ class HybridCache:
     def convert_rows(
         self, owners: Sequence[int], num_tokens: Sequence[int]
     ) -> tuple[list[NDArray[np.int32] | None], list[bool]]:
-        """Change requests of the hidden kind to keys and values, and grow them to `num_tokens` positions.
+        """Change requests from the hidden to the KV kind, and grow them to `num_tokens` positions.
 
         X blocks are freed only after all requests have got new blocks, so no new block is a former X block. A request
         for which too few blocks are free keeps the hidden kind and grows with it.
 
         Returns:
             Per owner, the (groups,) freed X blocks, or None if it was not converted; and per owner, False if it could
-            not grow either and keeps the blocks that it had.
+            not grow either, and keeps the blocks that it had.
 
         Raises:
             CacheIntegrityError: an owner does not hold the hidden kind, or holds more positions.
@@ -373,7 +374,7 @@ class HybridCache:
         return slot
 
     def widen_tables(self, groups: int) -> None:
-        """Widen `tables` so that a row has room for this number of groups."""
+        """Widen `tables` to at least this number of groups per row."""
         old = self.tables
         if groups <= old.shape[2]:
             return
@@ -384,7 +385,7 @@ class HybridCache:
     # --- prefixes --------------------------------------------------------------------------------------------------
 
     def attach(self, owner: int, nodes: Sequence[Node], kind: int) -> bool:
-        """Give an owner without cache a slot and registered groups, which are the first groups of a prefix.
+        """Give an owner without cache a slot and the registered groups `nodes`, the first groups of a prefix.
 
         Returns:
             False: no slot is free, or groups in host memory cannot be loaded; nothing has changed.
@@ -407,11 +408,11 @@ class HybridCache:
     def drop_lost(self, nodes: Sequence[Node]) -> None:
         """Drop groups whose copies in host memory are lost, and their descendants."""
         for node in nodes:
-            if self.groups.prefixes.find(node.kind, node.digest) is node:  # it is not below another
+            if self.groups.prefixes.find(node.kind, node.digest) is node:  # not yet dropped with an ancestor
                 self.groups.drop(node)
 
     def forget_saved(self, blocks: NDArray[np.int32]) -> None:
-        """Drop the groups in these blocks of host memory, because the step that saves them was not dispatched."""
+        """Drop the groups in these blocks of host memory, because the step that was to save them was not dispatched."""
         if self.tier is not None and blocks.size:
             gone = set(blocks.tolist())
             self.drop_lost([node for node in self.tier.only if gone.intersection(node.host)])
@@ -433,7 +434,7 @@ class HybridCache:
         return self.groups.copy_source(node)
 
     def begin_copy(self, slot: int, start: int, source: CopySource) -> NDArray[np.int32]:
-        """Let the step being built copy a registered group into the new group of a slot that holds position `start`.
+        """Let the step being built copy a registered group into the slot's new group, which holds position `start`.
 
         Returns:
             (m, 2) source and destination blocks; empty if the group is copied from host memory.
@@ -449,7 +450,7 @@ class HybridCache:
         return copies[blocks != NULL_BLOCK]
 
     def expect(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Mark groups [begin, end) of a slot as filled by a step in flight; `register` or `discard` must follow.
+        """Mark groups [begin, end) of a slot as being filled by a step in flight; `register` or `discard` must follow.
 
         Returns:
             First blocks of the groups, and generations of these blocks.
@@ -467,7 +468,7 @@ class HybridCache:
         firsts: NDArray[np.int32],
         generations: NDArray[np.int64],
     ) -> None:
-        """Register groups [begin, begin + len(firsts)), which the request has filled, so that other requests find them.
+        """Register groups [begin, begin + len(firsts)), which the request has filled, for other requests to find.
 
         Args:
             owner: owner of the request; it may have released the groups in the meantime, or hold other groups.
@@ -495,11 +496,11 @@ class HybridCache:
                 self.groups.drop(node)
 
     def lose_device(self) -> None:
-        """Forget groups after the device has lost its contents, except copies in host memory. No group may be held."""
+        """Forget all groups except copies in host memory, after the device lost its contents. No group may be held."""
         self.groups.lose_device()
 
     def clear_prefixes(self) -> None:
-        """Unregister every registered or expected group, whose contents are lost. Held groups stay held."""
+        """Unregister all registered and expected groups, because their contents are lost. Held groups stay held."""
         self.groups.clear_prefixes()
 
     # --- for a step ------------------------------------------------------------------------------------------------
@@ -533,7 +534,7 @@ class HybridCache:
         return np.where(self.placement.downwards(slots, tables.shape[2])[:, None], -tables, tables)
 
     def check_writable(self, slots: NDArray[np.int32], start: NDArray[np.int32]) -> None:
-        """Check that no other request can read the groups that a step writes to: positions from `start` on.
+        """Check that no other request can read the groups that a step writes to, from position `start` on.
 
         Raises:
             CacheIntegrityError: such a group is registered or has another holder.

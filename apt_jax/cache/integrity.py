@@ -15,7 +15,7 @@ from apt_jax.core.step import NULL_BLOCK
 
 
 class CheckedCache(Protocol):
-    """Protocol with the attributes of `HybridCache` that are checked."""
+    """The part of `HybridCache` that `check_integrity` uses."""
 
     groups: GroupPool
     owner: NDArray[np.int64]
@@ -68,7 +68,7 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
     if cache.placement is not None:
         cache.placement.check_integrity()
     listed = cache.tables[cache.tables != NULL_BLOCK]
-    require(listed.size == int(cache.num_blocks_of(taken).sum()), "table entries beyond what is held")
+    require(listed.size == int(cache.num_blocks_of(taken).sum()), "a block table has entries beyond its groups")
     owned = _check_holders(cache, taken)
     most = 1 if cache.placement is None else 2
     require(cache.prefixes is not None or (groups.num_refs <= most).all(), "a block is owned twice")
@@ -78,7 +78,7 @@ def check_integrity(cache: CheckedCache, alive: Iterable[int] | None = None) -> 
     require(lost == 0, f"{lost} blocks are lost")
     if alive is not None:
         gone = set(cache.slot_by_owner) - set(alive)
-        require(not gone, f"owners {sorted(gone)} hold cache and are not alive")
+        require(not gone, f"owners {sorted(gone)} hold cache but are not alive")
 
 
 def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -93,7 +93,7 @@ def _check_holders(cache: CheckedCache, taken: NDArray[np.int32]) -> NDArray[np.
     held = np.flatnonzero(refs)
     require(
         _are_distinct(slots * np.int64(refs.size) + firsts) and (groups.second[firsts] == seconds).all(),
-        "a group is there twice, or in halves",
+        "a slot holds a group twice, or with a wrong second block",
     )
     private = np.bincount(slots[refs[firsts] == 1], minlength=cache.max_num_seqs)
     require((private[taken] == groups.num_private[taken]).all(), "private groups are miscounted")
@@ -147,11 +147,14 @@ def _check_prefixes(groups: GroupPool, owned: NDArray[np.int32]) -> None:
     require(len(resident) == len(registered), "blocks and tree differ")
     require(len(reached) == sum(prefixes.num_nodes(k) for k in KINDS), "index and tree differ")
     if groups.tier is None:
-        require(len(resident) == len(reached), "a group is nowhere")
+        require(len(resident) == len(reached), "a registered group is not on the device")
     else:
         groups.tier.check_integrity(reached, prefixes)
-    require((prefixes.is_registered[idle] | groups.is_expected[idle]).all(), "a group is kept for nothing")
-    require(not (prefixes.is_registered & groups.is_expected).any(), "a group is registered before its time")
+    require(
+        (prefixes.is_registered[idle] | groups.is_expected[idle]).all(),
+        "an idle group is neither registered nor expected",
+    )
+    require(not (prefixes.is_registered & groups.is_expected).any(), "a group is both registered and expected")
     for node in resident:
         _check_node(groups, node)
 
@@ -163,14 +166,14 @@ def _check_node(groups: GroupPool, node: Node) -> None:
         and prefixes.find(node.kind, node.digest) is node
         and parent is not None
         and parent.kind == node.kind,
-        "a node is not what the index says",
+        "a node and its index entry differ",
     )
-    require(refs[node.block] or node.block in prefixes.idle, "a registered group is nowhere")
+    require(refs[node.block] or node.block in prefixes.idle, "a registered group is neither held nor idle")
     require(
         (groups.second[node.block] != NULL_BLOCK) == (groups.blocks_per_group[node.kind] == 2),
         "a registered group of another kind",
     )
     require(
         parent is None or not parent.depth or refs[parent.block] >= refs[node.block],  # block 0 is never held
-        "a group is held without those before it",
+        "a group is held without the groups before it",
     )

@@ -37,7 +37,7 @@ class Placement(Protocol):
         ...
 
     def note_new(self, firsts: int | NDArray[np.int32], slots: int | NDArray[np.int32]) -> None:
-        """Record that groups have got their only user."""
+        """Record that newly allocated groups have one user."""
         ...
 
     def release(self, slot: int) -> None:

@@ -54,7 +54,7 @@ class PrefixHitTracker:
     Attributes:
         converts: returns True if a request should begin with keys and values computed from cached layer inputs.
             Arguments: the hit with conversion, the hit of keys and values, and the request's number of positions. None:
-            requests never begin so.
+            requests never begin this way.
         restores: returns True if groups should be copied from host memory. Arguments: cache kind, number of cached
             positions, number of these before the first group in host memory, number in host memory, and the request's
             number of positions. None: groups are always copied.
@@ -159,7 +159,7 @@ class PrefixHitTracker:
             else:
                 resident = resident or at.depth
                 if not held and self._num_refs[at.block]:
-                    held = at.depth  # who holds a node holds its ancestors
+                    held = at.depth  # a holder of a node also holds its ancestors
             assert at.parent is not None
             at = at.parent
         return _Placed(held, resident, num_host)
@@ -180,7 +180,8 @@ class PrefixHitTracker:
             at = at.parent
 
     def _write(self, row: int, node: Node, placed: "_Placed") -> None:
-        """Write the hit of a request to the table, without its last token, whose logits are not cached."""
+        """Write the hit of a request to the table; it excludes the request's last token, whose logits are not
+        cached."""
         table, kind = self._table, node.kind
         size = self._block_sizes[kind]
         tokens, host = self.usable(kind, node.depth, placed.resident, placed.num_host, int(table.num_tokens[row]) - 1)
@@ -205,8 +206,8 @@ class PrefixHitTracker:
         table.shared_prefix_blocks[row, kind] = hit.held_blocks
 
     def by_conversion(self, kv: "Hit | None", inputs: "Hit | None", total: int) -> "Hit | None":
-        """Return the hit of a request that begins with keys and values computed from cached layer inputs; None:
-        beginning with cached keys and values, or without a cached prefix, is better.
+        """Return the hit of a request that begins with keys and values computed from cached layer inputs; None: it is
+        better to begin with cached keys and values, or without a cached prefix.
 
         Args:
             kv, inputs: cached keys and values, and cached layer inputs; None: the kind is not available.
@@ -262,8 +263,8 @@ class PrefixHitTracker:
                 self._enter(row, top.parent)
 
     def used(self, node: Node) -> None:
-        """Update the hits of requests after a node and nodes below it got their first holder or lost their last, or
-        after the node came to the device or left it."""
+        """Update the hits of requests after a node and its descendants got their first holder or lost their last
+        holder, or after the node was copied to the device or evicted from it."""
         if not node.num_below:
             return
         assert node.parent is not None
@@ -291,7 +292,7 @@ class PrefixHitTracker:
     # --- host memory -----------------------------------------------------------------------------------------------
 
     def found_nodes(self, row: int, kind: int) -> list[Node]:
-        """Return the groups that a waiting request would begin with; of the last one it may use a copy."""
+        """Return the groups that a waiting request would begin with; it may use a copy of the last group."""
         if kind == KV and row in self._converted:
             tokens = int(self._table.cached_prefix_tokens[row, KV])
             return self._place[row][HIDDEN].path(tokens // self._block_sizes[HIDDEN])
@@ -299,8 +300,8 @@ class PrefixHitTracker:
         return self._place[row][kind].path(-(-tokens // self._block_sizes[kind]))
 
     def least_urgent(self, skip: set[Node]) -> Node | None:
-        """Return the last group, not in `skip`, that is only in host memory and needed by the least urgent request:
-        best-effort requests first, then requests with the most time left. None: there is no such group."""
+        """Return the last group that is only in host memory, not in `skip`, and needed by the least urgent request.
+        Best-effort requests are the least urgent, then requests with the most time left. None: no such group."""
         table = self._table
         rows = np.flatnonzero(table.host_prefix_tokens.any(axis=1))
         first = table.num_delivered[rows] == 0

@@ -1,6 +1,6 @@
 """The tree of registered groups, which are the cached prefixes.
 
-A *group* is the positions of one kind that lie in the same blocks (`apt_jax.cache.hybrid_cache`). A full group with
+A *group* holds the positions of one kind that lie in the same blocks (`apt_jax.cache.hybrid_cache`). A full group with
 valid contents may be registered under the digest of all tokens up to its end. Registered groups form one tree per kind:
 
     root ── A ── B ── C        a node is a group: node.block is its K or X block
@@ -9,8 +9,8 @@ valid contents may be registered under the digest of all tokens up to its end. R
     digest of a node = blake2b-128(digest of its parent, tokens of the group); the root digest depends on a salt
 
 A group may lie in blocks of the device (`Node.block`), in blocks of host memory (`Node.host`,
-`apt_jax.cache.host_tier`), or in both: contents of registered groups never change, so the copies are equal. A node that
-is in neither place is removed.
+`apt_jax.cache.host_tier`), or in both: contents of registered groups never change, so the copies are equal. A node
+whose group is in neither is removed.
 
 The root digest depends on a salt that never leaves the engine, so clients cannot guess the digest of a prefix. Each
 kind has its own tree, so a group is never found under the wrong kind. A node exists only as long as its parent does.

@@ -1,4 +1,4 @@
-"""The contract of one step: what the engine asks of an executor and what it gets back, as host arrays."""
+"""The contract of one step: the input that the engine gives to an executor, and the results, as host arrays."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ class PromptTargets:
     """Tokens of a prompt whose log probabilities a step returns for one of its rows."""
 
     position: int
-    """Position of the token before the first target. The step computes this position and the one before every other
-    target."""
+    """Position of the token before the first target. The step computes this position and the position before every
+    other target."""
     token_ids: NDArray[np.int32]
     """Target tokens, (m,), m at least 1."""
 

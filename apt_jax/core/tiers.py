@@ -47,7 +47,7 @@ class DiskRead:
     groups: "collections.deque[DiskGroup]" = dataclasses.field(default_factory=collections.deque)
     """Groups read so far, in order; the reader of this object takes them from the left."""
     is_done: bool = False
-    """True if no more groups follow: all have been read, or one could not be read."""
+    """True if no more groups follow: all groups have been read, or a group could not be read."""
     is_cancelled: bool = False
     """Set to True to cancel the reads that have not begun."""
 
@@ -94,12 +94,12 @@ class DiskStore(Protocol):
         ...
 
     def write(self, kind: int, digest: bytes, depth: int, blocks: Sequence[int], is_downward: bool) -> None:
-        """Write a group from host memory, after the saves announced for its blocks. The caller may reuse the blocks
-        immediately. If the group is already stored, its time of last use is updated.
+        """Write a group from host memory, once the announced saves of its blocks are done. The caller may reuse the
+        blocks immediately. If the group is already stored, its time of last use is updated.
 
         Args:
-            depth: depth of the group in its prefix, from 1; of groups written at the same time the deepest is removed
-                first.
+            depth: depth of the group in its prefix, from 1; among groups written at the same time, the deepest is
+                removed first.
             blocks: host blocks of the group.
             is_downward: see `DiskGroup.is_downward`.
         """
@@ -110,11 +110,11 @@ class DiskStore(Protocol):
         ...
 
     def place(self, group: DiskGroup, blocks: Sequence[int]) -> None:
-        """Copy a group that was read into host blocks allocated for it."""
+        """Copy a group that has been read into the host blocks that were allocated for it."""
         ...
 
     def remove(self, kind: int, digests: Sequence[bytes]) -> None:
-        """Remove groups, because they are damaged."""
+        """Remove damaged groups."""
         ...
 
     def wait(self, timeout_s: float) -> None:
@@ -134,9 +134,9 @@ class DiskStore(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """Where cached groups go that leave the pool."""
+    """Tiers for cached groups that leave the pool."""
 
     host: HostMemory | None = None
-    """Host memory of the executor; None: they are lost."""
+    """Host memory of the executor; None: groups that leave the pool are lost."""
     disk: DiskStore | None = None
-    """Keeps groups that leave host memory, over restarts; needs `host`; None: they are lost."""
+    """Keeps groups that leave host memory, across restarts; needs `host`; None: they are lost."""

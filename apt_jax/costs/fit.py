@@ -5,8 +5,8 @@ Two models are fitted to the same points, both by non-negative least squares on 
 * linear (`StepCosts`), for policies, both phases together:
     prefill = base + a1 * tokens + a2 * sum(c^2 + 2 m c) + a3 * KV prefix + a4 * hidden prefix    c chunk, m cached prefix
     decode  = base + a5 * KV tokens + a6 * hidden tokens + a7 * KV requests + a8 * hidden requests
-  a step with both is the sum if it is two programs. If it is one program, its decodes count as tokens and by the cache
-  they read, like in `StepCosts` when the chunks' part is the longer one;
+  a step with both phases is the sum if it is two programs. If it is one program, its decodes count as tokens and by
+  the cache that they read, as in `StepCosts` when the linear part of the chunks is larger;
 * by compiled program and tile (`ProgramCosts`), for predictions: the simulator, and the objectives of the
   demonstration. Bases of programs with few points or none are kept near the line between those of the neighbouring
   sizes.
@@ -81,7 +81,7 @@ _DECODE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitQuality:
-    """Quality of a phase's fit on held-back points."""
+    """Quality of a phase's fit on held-out points."""
 
     num_points: int
     num_held_back: int
@@ -188,15 +188,15 @@ def _solve(
     smoothness: NDArray[np.float64] | None = None,
     known_s: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Return coefficients with a small mean relative error, by least squares that are reweighted so that outliers count
-    little.
+    """Return coefficients with a small mean relative error, by least squares, reweighted iteratively so that outliers
+    count little.
 
     Args:
         rows: (n,) True for the points to fit.
         smoothness: (m, num_coefficients) additional rows whose products with the coefficients are to be small.
         known_s: (n,) seconds of each point that the features do not have to explain.
     """
-    from scipy.optimize import nnls  # heavy to import, and only a calibration needs it
+    from scipy.optimize import nnls  # slow to import, and only needed for a calibration
 
     if not rows.any():
         return np.zeros(features.shape[1])
@@ -237,7 +237,7 @@ def _quality(
     held: NDArray[np.bool_],
     rows: NDArray[np.bool_],
 ) -> FitQuality:
-    """Return the quality on the held-back rows, or on all rows without held-back ones."""
+    """Return the quality of a fit on the held-out rows among `rows`; if all were fitted, on all of `rows`."""
     check = held & rows if (held & rows).any() else rows
     if not check.any():
         return FitQuality(num_points=0, num_held_back=0, r2=1.0, worst_relative_error=0.0, mean_relative_error=0.0)
@@ -254,9 +254,9 @@ def _quality(
 
 
 def fit_cost_model(points: Sequence[StepPoint], shapes: ProgramShapes) -> CostModel:
-    """Fit both models without the held-back points to measure their quality, then fit them to all points.
+    """Fit both models without the held-out points to measure their quality, then fit them to all points.
 
-    If no point of a phase is held back and it has at least eight points, every fourth is held back.
+    If no point of a phase is held out and it has at least eight points, every fourth is held out.
 
     Raises:
         ValueError: a phase has fewer points than the linear model has coefficients. A prefill phase without points is

@@ -37,8 +37,8 @@ class Hardware:
     """Blocks per group of the hidden kind: 1. None: the hidden kind is not offered, because layer inputs are not
     smaller than keys and values (few KV heads) or were not measured."""
     costs: Mapping[str, StepCosts]
-    """Costs by attention over hidden cache: ``reproject``, ``absorb`` (if exact for the model) or both; only ``kv`` if
-    the hidden kind is not offered. The coefficients of KV requests are equal in all entries."""
+    """Costs by the kind of attention over hidden cache: ``reproject``, ``absorb`` (if exact for the model) or both;
+    only ``kv`` if the hidden kind is not offered. The coefficients of KV requests are equal in all entries."""
     basis: Mapping[str, str]
     """Source of the numbers, by number or group of numbers. The entries ``hidden``, ``reproject`` and ``absorb`` give
     the reason if that kind or attention is missing."""
@@ -80,9 +80,7 @@ class Hardware:
         one_program = self.programs is None or self.programs.shapes.mixed
         for mode, costs in self.costs.items():
             if costs.one_program != one_program:
-                raise ValueError(
-                    f"costs.{mode}.one_program: {costs.one_program} must be {one_program}, as programs has it"
-                )
+                raise ValueError(f"costs.{mode}.one_program: {costs.one_program} must be {one_program}, as in programs")
             for name in COEFFICIENTS:
                 value = getattr(costs, name)
                 if not (math.isfinite(value) and value >= 0):

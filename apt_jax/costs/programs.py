@@ -1,14 +1,14 @@
 """Step times of an executor that pads: one compiled program per bucket, attention one tile at a time.
 
-`StepCosts` is linear in tokens, as policies and solvers need. The step time of an executor with few compiled programs
-is a staircase instead: a step of 5 requests takes as long as one of 8, or nearly so if products skip padding. This
-model describes the staircase:
+`StepCosts` is linear in tokens, which policies and solvers need. The step time of an executor with few compiled
+programs is a staircase instead: a step of 5 requests takes as long as a step of 8, or nearly so if products skip
+padding. This model describes the staircase:
 
-    step = base of its program + products per decode row and per token of a chunk
-                               + attention, where decode rows    have KV (hidden) cache at all, and per tile of it
-                                            and chunks           per row, per pair of tiles, per tile of cached prefix
-                               + where programs are compiled by kind: that a step with chunks has hidden rows at all,
-                                 and the room that its program has for hidden prefixes
+    step = base of its program + products      per decode row, per token of a chunk
+                               + decode rows   by cache kind: once if there are any, per row, per tile of cache
+                               + chunks        per chunk, per pair of tiles, per tile of cached prefix
+                               + if programs are compiled by kind: once for hidden rows in a step with chunks, and by
+                                 the padded size of its hidden prefixes
 
 The model is fitted by non-negative least squares like the linear one. The simulator predicts step times with it;
 policies do not use it.
@@ -47,11 +47,11 @@ class ProgramShapes:
     key_tile: int
     """Number of positions that a tile of chunk tokens reads at a time."""
     by_kind: bool = False
-    """True if steps with chunks run different programs when they have hidden rows, and again when chunks attend to
+    """True if steps with chunks run a different program if they have hidden rows, and yet another if chunks attend to
     hidden prefixes."""
     prefix_sizes: tuple[tuple[int, int | None], ...] = ()
     """Sizes of the programs for chunks over hidden prefixes: (tokens, positions of hidden prefixes), sorted by both;
-    positions of None: any number. Empty: the sizes are `prefill_buckets`, for any number of positions."""
+    None: any number of positions. Empty: the sizes are `prefill_buckets`, for any number of positions."""
     prefix_step: int = 1
     """Multiple to which positions of each hidden prefix are rounded up before a program is chosen."""
 
@@ -66,7 +66,7 @@ class ProgramShapes:
             if not {tokens for tokens, _ in self.prefix_sizes} <= {*self.prefill_buckets}:
                 raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must have tokens of prefill_buckets")
             if self.prefix_sizes[-1] != (self.prefill_buckets[-1], None):
-                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must end with one that holds every step")
+                raise ValueError(f"prefix_sizes: {list(self.prefix_sizes)} must end with a size that holds every step")
         if not 1 <= self.max_num_seqs <= self.decode_buckets[-1]:
             raise ValueError(f"max_num_seqs: {self.max_num_seqs} must lie in [1, {self.decode_buckets[-1]}]")
         for name in ("rows_per_tile", "tokens_per_tile", "query_tile", "key_tile", "prefix_step"):
@@ -101,14 +101,15 @@ class ProgramShapes:
         return {program: i for i, program in enumerate(self.programs())}
 
     def hidden_prefix(self, start: NDArray[np.int32]) -> int:
-        """Return the number of hidden prefix positions that a program must have room for; `start`: cached positions of
-        the hidden chunks."""
+        """Return the padded total of hidden prefix positions, which a program must be able to hold; `start`: cached
+        positions of the hidden chunks."""
         return int((-(-start // self.prefix_step)).sum()) * self.prefix_step
 
     def programs_of(
         self, num_decode: int, num_chunk_tokens: int, hidden_prefix: int = 0
     ) -> tuple[list[tuple[int, int]], int | None]:
-        """Return the sizes of the programs that a step runs, and the room for hidden prefixes.
+        """Return the sizes of the programs that a step runs, and the hidden prefix positions that they hold; None: any
+        number.
 
         Raises:
             ValueError: no program is large enough.
@@ -146,7 +147,7 @@ class ProgramShapes:
             self._chunk_parts(used[-1][1], num_tokens[chunk], start[chunk], hidden[chunk], parts)
             if self.by_kind and hidden.any():
                 of_kinds[1 if num_decode else 0] = 1.0
-                if prefix:  # a larger room takes longer than each smaller one
+                if prefix:  # a larger size takes longer than each smaller size
                     of_kinds[len(_OF_KINDS) : len(_OF_KINDS) + self._rooms.index(room) + 1] = 1.0
         return out
 
@@ -158,7 +159,7 @@ class ProgramShapes:
         hidden: NDArray[np.bool_],
         parts: NDArray[np.float64],
     ) -> None:
-        """Write the numbers of tiles of chunks over themselves and over their prefixes into `parts`."""
+        """Write the numbers of tiles in which chunks attend to themselves and to their prefixes into `parts`."""
         query, key = min(self.query_tile, padded_tokens), min(self.key_tile, padded_tokens)
         # Tile i of the queries meets the keys of tokens 0 to (i + 1) * query.
         full, rest = np.divmod(tokens, query)
@@ -188,7 +189,7 @@ class ProgramShapes:
         for which, first, last in ((KV, 0, num_kv), (HIDDEN, num_kv, lens.size)):
             if first == last:
                 continue
-            # Its longest row is the first one of the kind in every tile.
+            # The longest row of a tile is its first row of the kind.
             heads = np.arange(first // rows * rows, last, rows)
             longest = lens[np.maximum(heads, first)]
             steps = float((-(-longest // self.tokens_per_tile)).sum())

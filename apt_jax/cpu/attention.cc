@@ -7,8 +7,8 @@
 namespace {
 
 constexpr int kTile = 64;  // positions attended to at a time
-constexpr int kStep = 8;   // of these read at a time
-constexpr int kGroup = kRegisterLanes == kLanes ? 4 : 1;  // heads that share what is read, as many as the registers hold
+constexpr int kStep = 8;   // positions of a tile read at a time
+constexpr int kGroup = kRegisterLanes == kLanes ? 4 : 1;  // heads that share loaded rows, as many as the registers hold
 
 // Modifiers of scores before the softmax, see `LogitModifiers`.
 struct Rules {
@@ -17,14 +17,14 @@ struct Rules {
   const float* slopes;  // of ALiBi, one per query head; nullptr: none
 };
 
-// The slots of one request that a query may see: of position after position.
+// The slots of one request that a query may see, in the order of positions.
 struct Seen {
   const int32_t* ranges;  // own slots of every block: (J, 2), or nullptr
   int64_t block_size, length, first;
   int64_t entry = 0, slot = 0;
-  int64_t own = 0;  // next position behind those of the blocks
+  int64_t own = 0;  // next position after the positions in blocks
 
-  // The next slots, at most `n`: for each its block's entry in the table, its slot and its position.
+  // Gets the next slots, at most `n`: table entry of the block, slot and position of each.
   int next(int n, int32_t* entries, int32_t* slots, int32_t* positions) {
     int count = 0;
     while (count < n && entry * block_size < length) {
@@ -51,7 +51,7 @@ struct Seen {
 // The first position that a query at position `end` - 1 sees.
 inline int64_t first_seen(int64_t window, int64_t end) { return window ? std::max<int64_t>(0, end - window) : 0; }
 
-// The positions that decode rows [from, to) see, in all.
+// The total number of positions that decode rows [from, to) see.
 double positions_seen(const int32_t* lens, int64_t from, int64_t to, int64_t window) {
   double seen = 0;
   for (int64_t row = from; row < to; ++row) seen += static_cast<double>(lens[row] - first_seen(window, lens[row]));
@@ -67,7 +67,7 @@ Seen seen_of(ffi::Buffer<ffi::S32>& ranges, int64_t row, int64_t block_size, int
   return seen;
 }
 
-// `count` rows of `width` elements as float32, `padded` apart, zeros behind.
+// Converts `count` rows of `width` elements to float32, `padded` elements apart, with zeros after each row.
 template <typename T>
 void widen(const T* const* rows, int count, int64_t width, int64_t padded, float* out) {
   const int64_t even = width / kLanes * kLanes;
@@ -84,10 +84,11 @@ struct Flash {
   float m = -INFINITY, l = 0;
 };
 
-constexpr int kScored = kRegisterLanes == kLanes ? 4 : kRegisterLanes;  // keys that are scored at a time
+constexpr int kScored = kRegisterLanes == kLanes ? 4 : kRegisterLanes;  // keys scored at a time
 
-// Scores of `heads` query heads, at most kGroup, `padded` lanes each, against `count` keys, a multiple of kScored of which can be
-// read: of head g from scores[g * kTile] on. Every score is added up in the same order whatever the number of heads.
+// Computes the scores of `heads` query heads, at most kGroup, `padded` lanes each, against `count` keys; `keys` must be readable up
+// to a multiple of kScored. Scores of head g start at scores[g * kTile]. The order of additions does not depend on the number of
+// heads.
 #if defined(__AVX512F__)
 
 template <int G>
@@ -137,7 +138,7 @@ void score(int64_t, const float* q, const float* const* keys, int count, int64_t
 
 #endif
 
-// Lanes [from, to) of a vector, and `other` in those before and behind.
+// Lanes [from, to) of a vector, and `other` in the lanes before and after them.
 inline Vec lanes_between(const Vec& v, int from, int to, float other) {
   if (from <= 0 && to >= kLanes) return v;
   static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -145,8 +146,8 @@ inline Vec lanes_between(const Vec& v, int from, int to, float other) {
   return select((lane >= from) & (lane < to), v, splat(other));
 }
 
-// Scores of one query head from number `from` on, by the rules, to weights of the values relative to the running maximum, in place;
-// zeros before those, and behind number `count`. Returns what the accumulator must be scaled by.
+// Applies the rules to the scores [from, count) of one query head and replaces them by weights relative to the running maximum;
+// other weights become 0. Returns the factor by which the accumulator must be scaled.
 float weigh(Flash& state, int count, const Rules& rules, float slope, const int32_t* positions, int64_t last, float* weights,
             int from = 0) {
   Vec highest = splat(-INFINITY);
@@ -205,15 +206,15 @@ void add_values(int64_t heads, int64_t vectors, const float* const* weights, con
   add_values<G, L>(weights, scales, values, lane, count, acc);
 }
 
-// Where a request's keys and values lie.
+// Locations of a request's keys and values.
 template <typename T>
 struct Cache {
   const T* pool;
   const int32_t* tables;  // (2, J): of keys, of values
   int64_t table_len, block_elements, lanes;
-  const T *own_keys, *own_values;  // of positions from `seen.length` on, (.., lanes); in no block
+  const T *own_keys, *own_values;  // of positions from `seen.length` on, (.., lanes), which are not in blocks
 
-  // Keys and values of the next positions that may be seen, at most `most`.
+  // Gets keys and values of the next visible positions, at most `most`; returns their number.
   int next(Seen& seen, int64_t end, const T** keys, const T** values, int32_t* positions, int most = kTile) const {
     int32_t entries[kTile], slots[kTile];
     int count = seen.next(most, entries, slots, positions);
@@ -231,37 +232,37 @@ struct Cache {
   }
 };
 
-// What a thread attends to next, to be fetched early; nullptr: not known.
+// The cache that a thread attends to next, to be prefetched; nullptr: unknown.
 template <typename T>
 struct Following {
   const Cache<T>* cache = nullptr;
   Seen seen{};
 };
 
-// Positions attended to together.
+// A tile of positions that are attended to together.
 template <typename T>
 struct Taken {
   const T *keys[kTile], *values[kTile];
   int32_t positions[kTile];
   int count = 0;
 
-  // The next of `seen` before `end`. What lies behind the last is the last again, so that whole vectors of them can be read.
+  // Takes the next positions of `seen` before `end`. The last is repeated after them, so that whole vectors can be read.
   void take(const Cache<T>& cache, Seen& seen, int64_t end) {
     count = cache.next(seen, end, keys, values, positions);
     for (int i = count; count && i < kTile; ++i) keys[i] = keys[i - 1], values[i] = values[i - 1];
   }
 
-  // Fetches part `piece` of `pieces`: many lines asked for at once keep everything else waiting.
+  // Prefetches part `piece` of `pieces`, because many requested lines at once would delay all other loads.
   void fetch_keys(int64_t piece, int64_t pieces, int64_t from, int64_t to) const {
     fetch(keys, static_cast<int>(count * piece / pieces), static_cast<int>(count * (piece + 1) / pieces), from, to);
   }
 
   void fetch_values(int64_t piece, int64_t pieces, int64_t from, int64_t to) const {
-    if (values[0] == keys[0]) return;  // these are there already
+    if (values[0] == keys[0]) return;  // already fetched
     fetch(values, static_cast<int>(count * piece / pieces), static_cast<int>(count * (piece + 1) / pieces), from, to);
   }
 
-  // Fetches the lanes [from, to) of `rows`, positions [first, last) of them, into the caches.
+  // Prefetches lanes [from, to) of rows [first, last) into the caches.
   static void fetch(const T* const* rows, int first, int last, int64_t from, int64_t to) {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
     for (int i = first; i < last; ++i)
@@ -269,8 +270,8 @@ struct Taken {
   }
 };
 
-// Goes through what a query sees in tiles, calling work(now, ahead): what comes after, in this row or the following one, may be
-// fetched meanwhile.
+// Calls work(now, ahead) for each tile of positions that a query sees. `ahead` is the next tile, of this row or the following row,
+// which may be prefetched meanwhile.
 template <typename T, typename Work>
 void for_tiles(const Cache<T>& cache, Seen seen, int64_t end, Following<T> following, const Work& work) {
   Taken<T> tiles[2];
@@ -298,10 +299,10 @@ inline __m512bh pairs(__m512i v) {
   return out;
 }
 
-// Scores of G query heads, `width` lanes each, against 16 keys: of head g from scores[g * kTile] on.
+// Computes the scores of G query heads, `width` lanes each, against 16 keys. Scores of head g start at scores[g * kTile].
 template <int G>
 void score_pairs(const Bf16* q, const Bf16* const* keys, int64_t lane, int64_t width, float* scores) {
-  constexpr int kTogether = 4;  // keys: with six heads, of 32 registers 24 accumulate, four hold keys and one a query
+  constexpr int kTogether = 4;  // keys: with six heads, 24 of 32 registers accumulate, four hold keys and one holds a query
   Vec partial[G][kLanes];
   for (int i = 0; i < kLanes; i += kTogether) {
     __m512 products[G][kTogether];
@@ -321,7 +322,7 @@ void score_pairs(const Bf16* q, const Bf16* const* keys, int64_t lane, int64_t w
 }
 
 // acc[g] = acc[g] * scales[g] + sum over t of weights[g][t] * values[t], for L times 32 lanes of G heads and an even `count`. Of
-// 32 lanes, the accumulator holds those that the instruction for interleaving takes first before the others.
+// every 32 lanes, the accumulator holds first the lanes that unpacklo interleaves, then those of unpackhi.
 template <int G, int L>
 void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* values, int64_t lane, int count, int64_t width,
                float* acc) {
@@ -345,12 +346,12 @@ void add_pairs(const uint32_t* weights, const float* scales, const Bf16* const* 
     for (int i = 0; i < 2 * L; ++i) _mm512_storeu_ps(acc + g * width + i * kLanes, sums[g][i]);
 }
 
-// `attend` in dot products of pairs; `width` is a multiple of 32. Weights are rounded to bfloat16.
+// `attend` with dot products of bfloat16 pairs; `width` is a multiple of 32. Weights are rounded to bfloat16.
 template <typename Out>
 void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
                   int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<Bf16>& following) {
   constexpr int kScoredHeads = 6, kHeads = 4;  // heads of one key head at a time: for scores, for values
-  const int step = key_heads == 1 ? kTile : kLanes;  // values of several heads lie side by side: they are read as memory lies
+  const int step = key_heads == 1 ? kTile : kLanes;  // values of several heads are adjacent, and read in the order of memory
   const int64_t heads = key_heads * group;
   float* acc = scratch<float, kWide>(heads * width);
   std::fill_n(acc, heads * width, 0.0f);
@@ -361,7 +362,7 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
   const int64_t first_lane = first_key_head * width, last_lane = first_lane + key_heads * width;
   for_tiles(cache, seen, end, following, [&](const Taken<Bf16>& now, const Taken<Bf16>& ahead) {
     const int count = now.count;
-    // Rows of 16 positions at a time, as memory lies; meanwhile what is needed next comes, piece by piece.
+    // Rows of 16 positions at a time, in the order of memory; data needed next is prefetched meanwhile, piece by piece.
     const int64_t scored = (count + kLanes - 1) / kLanes * key_heads * ((group + kScoredHeads - 1) / kScoredHeads);
     for (int t = 0, piece = 0; t < count; t += kLanes) {
       for (int64_t k = 0; k < key_heads; ++k)
@@ -426,8 +427,8 @@ void attend_pairs(const Bf16* q, const Cache<Bf16>& cache, Seen seen, int64_t en
 
 #endif  // APT_PAIRS
 
-// One query at position `end` - 1 over the positions before `end`, of heads that share key heads, `group` to each: q (heads, H),
-// out (heads, H).
+// Attention of one query at position `end` - 1 over the positions before `end`, for `key_heads` key heads with `group` query heads
+// each: q (heads, H), out (heads, H).
 template <typename T, typename Out>
 void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules, int64_t first_key_head,
             int64_t key_heads, int64_t group, int64_t width, float scale, Out* out, const Following<T>& following = {}) {
@@ -437,7 +438,7 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
       return attend_pairs(q, cache, seen, end, rules, first_key_head, key_heads, group, width, scale, out, following);
 #endif
   const int64_t padded = round_up(width, kLanes), heads = key_heads * group;
-  const int step = key_heads == 1 ? kTile : kStep;  // rows of several heads lie side by side: they are read as memory lies
+  const int step = key_heads == 1 ? kTile : kStep;  // rows of several heads are adjacent, and read in the order of memory
   float* wide = scratch<float, kWide>(step * padded);
   float* queries = scratch<float, kQueries>(heads * (2 * padded + kTile + 1));
   float *acc = queries + heads * padded, *weights = acc + heads * padded, *scales = weights + heads * kTile;
@@ -445,7 +446,7 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   std::vector<Flash> states(heads);
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t i = 0; i < width; ++i) queries[h * padded + i] = to_float(q[h * width + i]) * scale;
-  // Rows of a head as float32: where they lie if they can be read there, else copies.
+  // Rows of a head as float32: in place if possible, otherwise copies.
   const float* rows[kTile];
   const auto as_float = [&](const T* const* from, int64_t lane, int count) {
     if constexpr (std::is_same_v<T, float>)
@@ -461,7 +462,7 @@ void attend(const T* q, const Cache<T>& cache, Seen seen, int64_t end, const Rul
   const int64_t first_lane = first_key_head * width, last_lane = first_lane + key_heads * width;
   for_tiles(cache, seen, end, following, [&](const Taken<T>& now, const Taken<T>& ahead) {
     const int count = now.count;
-    // Rows of a few positions at a time, as memory lies; meanwhile what is needed next comes.
+    // Rows of a few positions at a time, in the order of memory; data needed next is prefetched meanwhile.
     const int64_t scored = (count + step - 1) / step * key_heads * ((group + kGroup - 1) / kGroup);
     for (int t = 0, piece = 0; t < count; t += step) {
       const int some = std::min<int>(step, static_cast<int>(round_up(count - t, kScored)));
@@ -513,7 +514,7 @@ void decode_kv_rows(ffi::ThreadPool& threads, const T* q, ffi::AnyBuffer& pool, 
   const int64_t batch = shape[0], heads = shape[1], width = shape[2];
   const int64_t block_elements = elements_of_block(pool), lanes = block_elements / block_size, key_heads = lanes / width;
   const int64_t table_len = tables.dimensions()[2], group = heads / key_heads;
-  // Where rows are fewer than threads, their heads are shared out.
+  // If there are fewer rows than threads, heads are split among threads.
   const int64_t live = std::max(rows[1] - rows[0], 0);
   int64_t parts = 1;
   while (live && live * parts < 2 * threads.num_threads() && key_heads % (2 * parts) == 0) parts *= 2;

@@ -1,5 +1,5 @@
-// Attention of chunks of prompts over their cached prefix and themselves, in vector registers: products of panels, as those with
-// weights are.
+// Attention of prompt chunks over their cached prefix and themselves, in vector registers: products of panels, like products with
+// weights.
 
 #pragma once
 
@@ -8,8 +8,7 @@
 
 namespace {
 
-// Words of 32 bits of 16 rows at most, one behind the other for every place: out[k * 16 + i] is word k of row i. Rows that there are
-// not are zeros.
+// Transposes 32-bit words of at most 16 rows: out[k * 16 + i] is word k of row i. Missing rows are zeros.
 inline void turn_words(const uint32_t* const* rows, int64_t count, int64_t words, uint32_t* out) {
   int64_t k = 0;
 #if defined(__AVX512F__)
@@ -44,7 +43,7 @@ void panel_of_keys(const Bf16* const* keys, int64_t lane, int64_t count, int64_t
   }
 }
 
-// Values as blocks of 16 lanes whose inputs are positions; zeros behind the last lane and the last position of a word.
+// Values as blocks of 16 lanes whose inputs are positions; zeros after the last lane and the last position of a word.
 void blocks_of_values(const float* const* values, int64_t lane, int64_t count, int64_t width, int64_t blocks, float* out) {
   for (int64_t b = 0; b < blocks; ++b)
     for (int64_t t = 0; t < count; ++t)
@@ -64,7 +63,7 @@ void blocks_of_values(const Bf16* const* values, int64_t lane, int64_t count, in
   }
 }
 
-// One query of a head at a position; `out` is where its result goes.
+// One query of a head at a position; the result is written to `out`.
 template <typename T>
 struct Query {
   const T* q;
@@ -73,7 +72,7 @@ struct Query {
   float slope;
 };
 
-// Queries of increasing position that share a key head, over the positions before `end`.
+// Attention of queries at ascending positions that share a key head, over the positions before `end`.
 template <typename T>
 void attend_panels(const std::vector<Query<T>>& queries, const Cache<T>& cache, Seen seen, int64_t end, const Rules& rules,
                    int64_t lane, int64_t width, float scale) {
@@ -113,7 +112,7 @@ void attend_panels(const std::vector<Query<T>>& queries, const Cache<T>& cache, 
       for (int64_t r = 0; r < mine; ++r) {
         const Query<T>& query = queries[first + r];
         float* row = scores + r * kTile;
-        int visible = taken, hidden = 0;  // keys before its end; of these those before its window
+        int visible = taken, hidden = 0;  // number of keys up to the query, and of those before its window
         while (visible && positions[visible - 1] > query.position) --visible;
         if (rules.window)
           while (hidden < visible && positions[hidden] <= query.position - rules.window) ++hidden;

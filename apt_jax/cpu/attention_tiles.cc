@@ -1,5 +1,5 @@
-// Attention of chunks of prompts over their cached prefix and themselves, and of queries over cached layer inputs: on matrix tiles
-// where the CPU has them.
+// Attention of prompt chunks over their cached prefix and themselves, and of queries over cached layer inputs, on matrix tiles if
+// the CPU has them.
 
 #include "attention_panels.cc"
 #include "linear_tiles.cc"
@@ -8,7 +8,7 @@ namespace {
 
 #ifdef APT_AMX
 
-constexpr int kKeys = 128;  // keys taken at a time: with their values they stay in the cache
+constexpr int kKeys = 128;  // keys processed at a time, which fit the CPU cache with their values
 
 // A tile of 16 queries that attend to the same keys.
 struct QueryTile {
@@ -16,7 +16,7 @@ struct QueryTile {
   Bf16* out[16];
   alignas(64) int32_t positions[16];
   alignas(64) float slopes[16];
-  int32_t first, last;  // least and greatest position of its queries
+  int32_t first, last;  // lowest and highest position of the queries
 };
 
 inline __m256i half(const Bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -34,9 +34,9 @@ inline void transpose(char* tile) {
   for (int i = 0; i < 16; ++i) _mm512_store_ps(words + 16 * i, turned[i]);
 }
 
-// Scores of 16 queries against keys [0, visible), already times the scale, to weights by the rules, as bfloat16 words
-// (query, pair of keys), tiles of 32 keys. Scores lie transposed, a vector for every key, so that nothing is summed across lanes.
-// Returns what the outputs so far must be scaled by.
+// Converts scores of 16 queries against keys [0, visible) to weights by the rules, as bfloat16 words (query, pair of keys) in tiles
+// of 32 keys. Scores are transposed, one vector per key, so nothing is summed across lanes. Returns the factors by which the
+// outputs so far must be scaled.
 Vec weigh_tile(float* scores, int visible, const QueryTile& queries, const Rules& rules, const int32_t* positions, float scale,
                float* highest, float* total, char* weights) {
   const __m512i position = _mm512_load_si512(queries.positions);
@@ -83,7 +83,8 @@ Vec weigh_tile(float* scores, int visible, const QueryTile& queries, const Rules
   return rescale;
 }
 
-// Queries over the positions before `end`, keys and values from lane `lane` on; where `same`, the values are the keys.
+// Attention of queries over the positions before `end`, with keys and values from lane `lane` on; if `same`, the values are the
+// keys.
 void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Cache<Bf16>& cache, Seen seen, int64_t end,
                   const Rules& rules, int64_t lane, bool same, float scale) {
   const int64_t padded = round_up(width, 32), steps = padded / 32, lane_tiles = padded / 16;
@@ -102,7 +103,7 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
   std::fill_n(out, count * out_floats, 0.0f);
   std::fill_n(highest, count * 16, -INFINITY);
   std::fill_n(total, count * 16, 0.0f);
-  // Lanes behind those of a row are zeros in every copy.
+  // Lanes after the last lane of a row are zeros in every copy.
   std::memset(keys, 0, rows_bytes);
   if (!same) std::memset(value_rows, 0, rows_bytes);
   for (int64_t c = 0; c < count; ++c) {
@@ -128,7 +129,7 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
     }
     if (!taken) break;
     const int64_t key_steps = (taken + 31) / 32;
-    // Zeros, not what was there before: 0 * NaN = NaN.
+    // Old contents must be cleared, because 0 * NaN = NaN.
     std::memset(value_rows + taken * padded, 0, (key_steps * 32 - taken) * padded * 2);
     for (int64_t s = 0; s < key_steps; ++s)
       for (int64_t t = 0; t < lane_tiles; ++t)
@@ -137,7 +138,7 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
           _mm512_store_si512(values + (t * kKeySteps + s) * kTileBytes + i * 64, pair(half(row), half(row + padded)));
         }
     for (int64_t c = 0; c < count; ++c) {
-      int visible = taken;  // keys behind its last query no query of the tile sees
+      int visible = taken;  // no query of the tile sees keys after its last query
       while (visible && positions[visible - 1] > tiles[c].last) --visible;
       if (!visible) continue;
       const int64_t visible_steps = (visible + 31) / 32;
@@ -189,7 +190,7 @@ void attend_tiles(const QueryTile* tiles, int64_t count, int64_t width, const Ca
     }
 }
 
-// `count` queries from `q` on, at positions from `first` on, of `group` heads that share a key head.
+// Attention of `count` queries from `q` on, at positions from `first` on, for `group` heads that share a key head.
 void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64_t heads, int64_t group, int64_t width,
                    const Cache<Bf16>& cache, const Seen& seen, const Rules& rules, int64_t key_head, float scale) {
   std::vector<QueryTile> tiles;
@@ -214,19 +215,19 @@ void prefill_tiles(const Bf16* q, Bf16* out, int64_t count, int64_t first, int64
 
 #endif  // APT_AMX
 
-// A row's cached layer inputs, which are keys and values at once.
+// A row's cached layer inputs, which are both keys and values.
 template <typename T>
 Cache<T> inputs_of(ffi::AnyBuffer& pool, ffi::Buffer<ffi::S32>& tables, int64_t row, int64_t width) {
   return {static_cast<const T*>(pool.untyped_data()),
           tables.typed_data() + row * tables.dimensions()[1],
-          0,  // values are where keys are
+          0,  // values are the keys
           elements_of_block(pool),
           width,
           nullptr,
           nullptr};
 }
 
-// Some query heads of a row, from head `first` on, at the end of what it sees: q and out (count, D).
+// Absorbed attention of `count` query heads of a row, from head `first` on, at the row's last position: q and out (count, D).
 template <typename T>
 void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& rules, int64_t first, int64_t count, int64_t width,
             T* out) {
@@ -255,8 +256,8 @@ void absorb(const T* q, const Cache<T>& cache, const Seen& seen, const Rules& ru
   attend(q, cache, seen, seen.length, mine, 0, 1, count, width, 1.0f, out);
 }
 
-// One query a row over cached layer inputs, absorbed: q (B, N, D), the scale in it, to sums of layer inputs (B, N, D). All of one
-// type, float32 or bfloat16.
+// Absorbed attention of one query per row over cached layer inputs: q (B, N, D), already scaled, to sums of layer inputs (B, N, D).
+// All of one type, float32 or bfloat16.
 ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::S32> ranges,
                            ffi::Buffer<ffi::F32> slopes, ffi::Result<ffi::AnyBuffer> out, int64_t block_size, float softcap,
@@ -270,7 +271,7 @@ ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   const double seen = positions_seen(lens.typed_data(), first_row, first_row + live, window);
   const int64_t bytes = q.element_type() == ffi::F32 ? 4 : 2;
   const Timed timed("absorbed attention of decode rows", seen * width * bytes, seen * 4 * heads * width);
-  // Heads of a task: all of them, unless rows are fewer than threads; whole tiles of them.
+  // Heads per task, in whole tiles: all heads, unless there are fewer rows than threads.
   const int64_t unit = q.element_type() == ffi::F32 ? 1 : apt_has_tiles() ? 16 : 4, units = (heads + unit - 1) / unit;
   const int64_t parts = live < 2 * threads.num_threads() ? std::min<int64_t>(units, 2 * threads.num_threads()) : 1;
   const int64_t per_part = (units + parts - 1) / parts * unit;
@@ -288,9 +289,9 @@ ffi::Error decode_absorbed(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBu
   });
 }
 
-constexpr int64_t kTaskQueries = 64;   // of a prefill task on matrix tiles: 4 tiles per head
-constexpr int64_t kPanelQueries = 96;  // of one in vector registers, for which keys and values are laid out again
-constexpr int64_t kFew = 4;            // chunks of at most so many tokens attend as decode rows do
+constexpr int64_t kTaskQueries = 64;   // queries of a prefill task on matrix tiles: 4 tiles per head
+constexpr int64_t kPanelQueries = 96;  // queries of a prefill task in vector registers, which copies keys and values to panels
+constexpr int64_t kFew = 4;            // chunks of at most this many tokens are computed like decode rows
 
 template <typename T>
 void prefill_rows(ffi::ThreadPool& threads, const T* q, const T* k, const T* v, const T* elements,

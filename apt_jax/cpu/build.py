@@ -1,7 +1,7 @@
-"""Load the kernels of `kernels.cc`, compiled for this machine, and register them with XLA.
+"""Loads the kernels of `kernels.cc`, compiled for this machine, and registers them with XLA.
 
-The library is kept in the cache directory under a hash of everything that it depends on. The failure of a build is
-kept there too, for a day. `begin` compiles the library in a thread, before JAX is imported.
+The library is kept in the cache directory under a hash of everything that it depends on. A failed build is recorded
+there too, for a day. `begin` compiles the library in a thread, before JAX is imported.
 """
 
 import concurrent.futures
@@ -72,15 +72,15 @@ _MOST_KEPT = 12
 """Maximum number of libraries kept in the cache directory, for different versions, compilers and flags."""
 
 _TRY_AGAIN_S = 86400.0
-"""Age in seconds of a failed build from which on it is tried again."""
+"""Time after which a failed build is tried again, seconds."""
 
 _begun: "dict[str, concurrent.futures.Future[bytes | None]]" = {}
-"""Builds started by `begin`, by name of the library; their results are those of `_make`."""
+"""Builds started by `begin`, by name of the library, with the results of `_make`."""
 
 
 def begin() -> None:
-    """Compile missing kernels for this machine in a thread, as this takes as long as the rest of a first start."""
-    # Devices of other kinds come with a package of their own; which one JAX will choose is not known before it starts.
+    """Compile missing kernels for this machine in a thread, because this takes as long as the rest of a first start."""
+    # Other platforms need a plugin package; if there is one, the platform is unknown before JAX starts.
     plugins = ("jax_plugins", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
     if os.environ.get("JAX_PLATFORMS", "cpu") != "cpu" or any(map(importlib.util.find_spec, plugins)):
         return
@@ -103,17 +103,17 @@ def begin() -> None:
 
 
 def is_compiling() -> bool:
-    """True while a build started by `begin` is running."""
+    """Return True while a build started by `begin` is running."""
     return any(not made.done() for made in _begun.values())
 
 
 def wait() -> None:
-    """Wait for the end of the build started by `begin`; `load` reports its result."""
+    """Wait until the builds started by `begin` have finished; `load` reports their result."""
     concurrent.futures.wait(list(_begun.values()))
 
 
 def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | None:
-    """Compile the library and keep it; None: another process has kept it in the meantime."""
+    """Compile the library and keep it in the cache directory; None: another process has done so in the meantime."""
     with _alone(directory):
         if directory is None:
             return compile_library(compiler)
@@ -137,13 +137,12 @@ def _make(compiler: list[str], directory: Path | None, name: str) -> bytes | Non
 
 
 def _failed_path(directory: Path, name: str) -> Path:
-    """Path of the file that records a failed build of a library."""
+    """Return the path of the file that records a failed build of a library."""
     return (directory / name).with_suffix(".failed")
 
 
 def _identity(compiler: list[str]) -> list[object]:
-    """Path and modification time of the compiler's file, which change when another version is installed under its
-    name."""
+    """Return path and modification time of the compiler's file, which change when another version is installed."""
     path = os.path.realpath(shutil.which(compiler[0]) or compiler[0])
     try:
         return [path, os.stat(path).st_mtime_ns]
@@ -165,7 +164,7 @@ def _noted(error: LastingBuildError, compiler: list[str], directory: Path, name:
 
 
 def _failed_before(compiler: list[str], directory: Path, name: str) -> KernelBuildError | None:
-    """The error of a build that failed less than a day ago; None: no such failure, build it."""
+    """Return the error of a build that failed less than a day ago; None: there is no such record."""
     path = _failed_path(directory, name)
     try:
         note = json.loads(read_private(path) or b"{}")
@@ -173,7 +172,7 @@ def _failed_before(compiler: list[str], directory: Path, name: str) -> KernelBui
         if note["compiler"] != _identity(compiler) or not 0 <= age_s < _TRY_AGAIN_S:
             return None
         return _repeated(str(note["reason"]), path, _TRY_AGAIN_S - age_s)
-    except (ValueError, TypeError, KeyError):  # there is none
+    except (ValueError, TypeError, KeyError):  # no record, or a damaged record
         return None
 
 
@@ -186,7 +185,7 @@ def _repeated(reason: str, path: Path, left_s: float) -> KernelBuildError:
 
 @contextlib.contextmanager
 def _alone(directory: Path | None) -> Iterator[None]:
-    """Wait until no other process compiles for this directory: in parallel, each would take as long as all together."""
+    """Wait until no other process compiles for this directory: running in parallel would not be faster."""
     if directory is None:
         yield
         return
@@ -200,17 +199,18 @@ def _alone(directory: Path | None) -> Iterator[None]:
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
-    """The cached library, if it is complete and only this user could have written it; None: it must be compiled."""
+    """Return the cached library, if it is complete and only this user could have written it; None: it must be
+    compiled."""
     descriptor = open_private(path)
     if descriptor is None:
         return None
-    # By the descriptor, so that it is the file that was verified. The loader knows libraries by their names: another
-    # one must not get this descriptor's number, so it stays open.
+    # Loaded through the descriptor, so that it is the file that was verified. The descriptor stays open, because the
+    # loader identifies libraries by name, and another library must not get the same number.
     name = f"/proc/self/fd/{descriptor}"
     try:
         library = ctypes.CDLL(name if os.path.exists(name) else str(path))
-    except OSError as error:  # whole, but made for another C library, say
-        logger.warning("%s: removed, as it cannot be loaded (%s)", path, error)
+    except OSError as error:  # complete, but for example built for another C library
+        logger.warning("%s: removed, because it cannot be loaded (%s)", path, error)
         os.close(descriptor)
         path.unlink(missing_ok=True)
         return None
@@ -231,7 +231,7 @@ def _library() -> ctypes.CDLL:
         made = _make(compiler, directory, name) if begun is None else begun.result()
     if directory is not None and (library := _kept(directory / name)) is not None:
         return library
-    if made is None:  # what another process kept is damaged, and gone now
+    if made is None:  # the library from another process was damaged and has been removed
         made = compile_library(compiler)
     with tempfile.TemporaryDirectory(prefix="apt-jax-") as own:
         path = Path(own) / name
@@ -247,14 +247,14 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def has_tiles() -> bool:
-    """True if bfloat16 products use matrix tiles (AMX) on this machine; the kernels must be loaded."""
+    """Return True if bfloat16 products use matrix tiles (AMX) on this machine; the kernels must be loaded."""
     return bool(_library().apt_has_tiles())
 
 
 @functools.cache
 def instructions() -> str:
-    """The instruction sets used by the kernels on this machine, such as "AVX-512, BF16, VNNI"; the kernels must be
-    loaded."""
+    """Return the instruction sets used by the kernels on this machine, such as "AVX-512, BF16, VNNI"; the kernels must
+    be loaded."""
     function = _library().apt_instructions
     function.restype = ctypes.c_char_p
     return function().decode() + (", AMX" if has_tiles() else "")
@@ -273,7 +273,7 @@ class OperationTime:
 
 
 def take_times() -> dict[str, OperationTime]:
-    """Times of the kernels' operations since the last call of `take_times`, by name.
+    """Return the times of the kernels' operations since the last call of `take_times`, by name.
 
     Raises:
         KernelBuildError: the kernels were not compiled with ``-DAPT_TIMES`` in $APT_JAX_KERNEL_FLAGS.

@@ -1,4 +1,4 @@
-// What the CPU kernels share: numbers of bfloat16, a loop over threads, memory for a call, matrix tiles (AMX).
+// Code shared by the CPU kernels: bfloat16 numbers, parallel loops, scratch memory, matrix tiles (AMX).
 
 #pragma once
 
@@ -30,8 +30,8 @@
 #include <unistd.h>
 #endif
 
-// The whole is compiled at once or, where APT_PART is given, in parts side by side: each has the functions that XLA calls of its
-// number, and of the others what those need.
+// The kernels are compiled as a whole or, if APT_PART is defined, in parallel parts: each has the XLA handlers of its number, and
+// the functions that these need.
 #ifdef APT_PART
 #define APT_HAS_PART(number) (APT_PART == number)
 #else
@@ -40,7 +40,7 @@
 
 namespace ffi = xla::ffi;
 
-// Whether products of bfloat16 use matrix tiles here.
+// 1 if bfloat16 products use matrix tiles on this machine, otherwise 0.
 extern "C" int apt_has_tiles();
 
 namespace {
@@ -68,7 +68,7 @@ inline float to_float(Bf16 x) {
   return f;
 }
 
-// The first `count` lanes, at most all; zeros behind.
+// Loads the first `count` lanes, at most all; the others are zeros.
 inline Vec load_some(const float* p, int64_t count) {
   if (count >= kLanes) return load(p);
   float lanes[kLanes] = {};
@@ -103,7 +103,7 @@ inline void store(Bf16* p, const Vec& v) {
 
 #ifndef APT_PAIRS
 
-// A number of bfloat16 as float32, as it is multiplied with.
+// A bfloat16 number stored as float32, the type used in products.
 struct WideBf16 {
   float value;
 };
@@ -128,7 +128,7 @@ inline void store(WideBf16* p, const Vec& v) {
 
 #endif
 
-// The first `count` lanes, at most all.
+// Stores the first `count` lanes, at most all.
 template <typename T>
 void store_some(T* to, const Vec& v, int64_t count) {
   if (count >= kLanes) return store(to, v);
@@ -137,8 +137,8 @@ void store_some(T* to, const Vec& v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) from_float(lanes[i], to[i]);
 }
 
-// e^x to about one unit in the last place: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2. Above 88 it may be infinite, up
-// to -87 it is e^-87; NaN stays NaN.
+// e^x to about one unit in the last place: 2^n times a polynomial of the remainder, |remainder| <= ln(2) / 2. The result may be
+// infinite for x > 88, and is e^-87 for x < -87; NaN stays NaN.
 #if defined(__AVX512F__)
 inline Vec exp(Vec given) {
   const __m512 x = _mm512_max_ps(_mm512_set1_ps(-87.0f), native(given));
@@ -166,9 +166,9 @@ inline Vec exp(const Vec& given) {
 }
 #endif
 
-// Time that it takes until the end of a scope, under a name, with the bytes of weights and cache that are read and the operations
-// (a product and a sum are two); the name of a product has its inputs and outputs. Kept only where APT_TIMES is defined: see
-// `build.take_times`.
+// Measures the time until the end of a scope, under a name, with the bytes of weights and cache read and the number of operations
+// (a multiplication and an addition are two); names of products include inputs and outputs. Recorded only if APT_TIMES is defined,
+// see `build.take_times`.
 #ifdef APT_TIMES
 class Timed {
  public:
@@ -211,9 +211,9 @@ struct Timed {
 };
 #endif
 
-// Work in phases, on this thread and those of the pool that are free: every call of a phase has returned before the next phase
-// begins. Calls are cut into one range a thread, so that each reads its weights one after another as memory likes it best; a thread
-// that has no more takes from the others. A thread may come at any time, and it may never come.
+// Work in phases, on this thread and free threads of the pool: every call of a phase has returned before the next phase begins.
+// Calls are split into one range per thread, so that each thread reads its weights sequentially; a thread that has finished its
+// range takes calls of other ranges. Threads of the pool may join at any time, or not at all.
 class Phases {
  public:
   using Call = std::function<void(int64_t)>;
@@ -224,7 +224,7 @@ class Phases {
     measured_.push_back({name, bytes, operations});
   }
 
-  // What calls refer to must live until this returns.
+  // Objects that calls refer to must live until this returns.
   void run(ffi::ThreadPool& pool) {
     int64_t most = 0;
     for (const Phase& phase : shared_->phases) most = std::max(most, phase.n);
@@ -254,11 +254,11 @@ class Phases {
 
   struct Phase {
     int64_t n;
-    Call call;  // not touched by a thread that comes when all is taken
-    std::unique_ptr<Counter[]> taken;  // of the range of each thread
+    Call call;  // not used by a thread that joins after all calls have been taken
+    std::unique_ptr<Counter[]> taken;  // number of calls taken from each thread's range
     std::atomic<int64_t> done{0};
 
-    // The next call of a thread, or n: of its own range, then of those after it.
+    // Takes the next call for a thread, from its own range, then from the ranges after it; returns n if none is left.
     int64_t take(int64_t thread, int64_t threads) {
       for (int64_t k = 0; k < threads; ++k) {
         const int64_t range = (thread + k) % threads, first = n * range / threads, count = n * (range + 1) / threads - first;
@@ -300,7 +300,7 @@ class Phases {
         __builtin_ia32_pause();
 #endif
       }
-      // A thread that lost its core to another one is moved to this one at once if nothing runs here.
+      // Sleep, so that a preempted thread can be moved to this core at once.
       std::unique_lock<std::mutex> lock(mutex);
       asleep.fetch_add(1);
       phase_done.wait(lock, is_done);
@@ -325,7 +325,8 @@ void parallel_for(ffi::ThreadPool& pool, int64_t n, const F& f) {
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Memory that a thread keeps for its next call: fresh memory of this size costs a page fault every 4 KiB. One for each `slot`.
+// Memory that a thread keeps for its next call, because new memory of this size costs a page fault per 4 KiB; one buffer per
+// `slot`.
 template <typename T, int slot>
 T* scratch(int64_t n) {
   struct Free {
@@ -344,12 +345,13 @@ T* scratch(int64_t n) {
 
 enum Slots { kLayer, kPacked, kMade, kWide, kQueries, kWeights, kScores, kBest, kScales, kRounded };
 
-constexpr int64_t kMostLanes = 1024;  // of a head
+constexpr int64_t kMostLanes = 1024;  // maximum lanes per head
 
 // C * E of a pool (P, C, E).
 inline int64_t elements_of_block(const ffi::AnyBuffer& pool) { return pool.dimensions()[1] * pool.dimensions()[2]; }
 
-// The number of rows to compute, of `rows`: all, or the first so many as `live` (1,) says; (0,): all. The others of `out` become zeros.
+// The number of rows to compute: `live` (1,), at most `rows`, or all `rows` if `live` is (0,). The other rows of `out` become
+// zeros.
 template <typename Out>
 int64_t live_rows(const ffi::Buffer<ffi::S32>& live, int64_t rows, Out& out) {
   if (!live.element_count() || rows == 0) return rows;
@@ -368,7 +370,7 @@ ffi::Error of_type(Buffer& buffer, const Run& run) {
 
 #if defined(__AVX512F__)
 
-// Rows to columns.
+// Transposes a 16 x 16 matrix in place.
 inline void transpose(__m512 (&m)[16]) {
   __m512 a[16];
   for (int i = 0; i < 8; ++i) {
@@ -409,13 +411,13 @@ struct alignas(64) TileConfig {
   }
 };
 
-// Whether the kernel lets this process use the tiles; asked once.
+// True if the operating system lets this process use tiles; requested once.
 bool has_tiles() {
   static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
   return granted;
 }
 
-// All eight tiles hold 16 rows of 64 bytes for as long as it lives; on the thread that made it.
+// Configures all eight tiles of the current thread as 16 rows of 64 bytes, during the lifetime of the object.
 struct Tiles {
   Tiles() {
     static const TileConfig config;
@@ -424,11 +426,11 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// The first `count` lanes, at most all.
+// Mask of the first `count` lanes, at most all.
 inline __mmask16 lanes_of(int64_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
 
-// At most 16 rows of bfloat16 as right-hand tiles: tile k holds of all rows the elements 32 k to 32 k + 31, pairs of elements side
-// by side: 32-bit word (i, j) is the i-th pair of row j. Rows that there are not are zeros.
+// Packs at most 16 rows of bfloat16 as right-hand tiles: tile k holds the elements 32 k to 32 k + 31 of all rows, as pairs: 32-bit
+// word (i, j) is the i-th pair of row j. Missing rows are zeros.
 void pack_rows(const Bf16* x, int64_t rows, int64_t width, int64_t stride, uint32_t* out) {
   for (int64_t k = 0; k < width; k += 32, out += 256) {
     alignas(64) float in[256];

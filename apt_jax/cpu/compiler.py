@@ -1,7 +1,7 @@
-"""Compilation of the CPU kernels: choice of the C++ compiler, its flags, and its result. JAX is not imported.
+"""Compiles the CPU kernels: chooses the C++ compiler and its flags, and runs it. JAX is not imported.
 
 Any C++17 compiler works: $CXX, `c++`, `g++`, `clang++`, or the compiler in the Python package `ziglang`. `kernels.cc`
-is compiled in parallel parts, as the whole would take a single core half a minute.
+is compiled in parallel parts, because it would take a single core half a minute.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _NUM_PARTS = 2
 _FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-ffp-contract=fast", "-fPIC")
 _LIMIT_S = 300
 _CPU_S = 30.0
-"""Default of the compiler's processor time in seconds, until a file in the cache directory holds the measured time."""
+"""Assumed processor time of the compiler, seconds, until a file in the cache directory has the measured time."""
 _CPU_S_FILE = "kernels-cpu-seconds"
 _WATCHER = """
 import os, signal, sys
@@ -43,14 +43,13 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 sys.stdin.buffer.read()
 os.killpg(0, signal.SIGKILL)
 """
-"""Program that kills its process group when its standard input is closed, that is, when the parent process has
-ended."""
+"""Program that kills its process group when its standard input is closed, that is, when the parent process exits."""
 _PASSING = ("No space left", "No such file", "not found", "not find")
-"""Texts in a compiler's error that point to a temporary cause, which may go away without a change of the command."""
+"""Texts in a compiler's error that suggest a temporary cause: the same command may succeed later."""
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be compiled or loaded on this machine; the message says why."""
+    """The kernels cannot be compiled or loaded on this machine; the message has the reason."""
 
 
 class LastingBuildError(KernelBuildError):
@@ -58,8 +57,7 @@ class LastingBuildError(KernelBuildError):
 
 
 class _Compilers:
-    """The compilers that are running, and their progress. It is measured in processor time, which also holds on busy
-    cores."""
+    """The running compilers and their progress, measured in processor time, which does not depend on other load."""
 
     def __init__(self) -> None:
         self._started_s: float | None = None
@@ -77,7 +75,7 @@ class _Compilers:
         self._started_s = None
 
     def left_s(self) -> float | None:
-        """Estimate of the seconds left; None: no compiler is running, or it is too early to tell."""
+        """Estimate the seconds left; None: no compiler is running, or it is too early to estimate."""
         started_s = self._started_s
         if started_s is None:
             return None
@@ -93,8 +91,8 @@ _compilers = _Compilers()
 
 
 def left_s() -> float | None:
-    """Estimate of the seconds until the kernels are compiled; None: no compiler is running, or it is too early to
-    tell."""
+    """Estimate the seconds until the kernels are compiled; None: no compiler is running, or it is too early to
+    estimate."""
     return _compilers.left_s()
 
 
@@ -105,14 +103,14 @@ def _note_cpu_s(pid: int, used_s: dict[int, float]) -> None:
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         used_s[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         children = (process / f"task/{pid}/children").read_text().split()
-    except (OSError, ValueError, IndexError):  # it has ended, or this is another system
+    except (OSError, ValueError, IndexError):  # it has exited, or this is not Linux
         return
     for child in children:
         _note_cpu_s(int(child), used_s)
 
 
 def _reaped_cpu_s() -> float:
-    """Processor seconds of the child processes of this process that have ended."""
+    """Return the processor seconds of this process's child processes that have exited."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -125,12 +123,12 @@ def _needed_cpu_s() -> float:
 
 
 def _flags() -> list[str]:
-    """Flags of the compiler. $APT_JAX_KERNEL_FLAGS come last, such as `-march=x86-64-v3` or a sanitizer."""
+    """Return the compiler's flags; $APT_JAX_KERNEL_FLAGS, such as `-march=x86-64-v3` or a sanitizer, come last."""
     return [*_FLAGS, *shlex.split(os.environ.get("APT_JAX_KERNEL_FLAGS", ""))]
 
 
 def find_compiler() -> list[str] | None:
-    """Command of a C++ compiler; None: no compiler was found."""
+    """Return the command of a C++ compiler; None: no compiler was found."""
     if os.environ.get("CXX"):
         return shlex.split(os.environ["CXX"])
     for name in ("c++", "g++", "clang++"):
@@ -142,7 +140,7 @@ def find_compiler() -> list[str] | None:
 
 
 def describe_cpu() -> str:
-    """Description of the CPU, on which the result of `-march=native` depends."""
+    """Return a description of the CPU, on which the result of `-march=native` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -152,14 +150,14 @@ def describe_cpu() -> str:
 
 
 def library_name(compiler: Sequence[str]) -> str:
-    """Name of the library's file, with a hash of everything that the library depends on."""
+    """Return the file name of the library, with a hash of everything that the library depends on."""
     sources = [path.read_text() for path in sorted(_SOURCE.parent.iterdir()) if path.suffix in (".cc", ".h")]
     parts = (*sources, metadata.version("jaxlib"), describe_cpu(), *compiler, *_flags())
     return f"kernels-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
 
 
 def _include_dir() -> str:
-    """Directory of the headers of XLA's foreign function interface; `jax.ffi.include_dir` would import JAX."""
+    """Return the directory with the headers of XLA's FFI; `jax.ffi.include_dir` would import JAX."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         raise KernelBuildError("jaxlib is not installed")
@@ -174,9 +172,9 @@ def compile_library(compiler: Sequence[str]) -> bytes:
         LastingBuildError: the compilation fails, and would fail again.
     """
     start, used_s = time.perf_counter(), _reaped_cpu_s()
-    # A warning, as the start says nothing else for that long.
+    # A warning, because nothing else is logged for that long.
     logger.warning(
-        "compiling the CPU kernels, once: %.0f s of processor time; --attention-backend xla does without",
+        "compiling the CPU kernels, once: %.0f s of processor time; --attention-backend xla does not need them",
         _needed_cpu_s(),
     )
     flags = [*_flags(), "-isystem", _include_dir()]
@@ -207,7 +205,7 @@ def compile_library(compiler: Sequence[str]) -> bytes:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands in parallel, in a process group that ends with this process; all have ended when this returns.
+    """Run commands in parallel, in a process group that is killed when this process exits, and wait for all of them.
 
     Raises:
         KernelBuildError: a command fails, or takes too long.
@@ -247,11 +245,11 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _failure(name: str, status: int, said: str) -> KernelBuildError:
-    """The error for a compiler that exited with a status other than 0."""
+    """Return the error for a compiler that exited with a status other than 0."""
     lines = [line for line in said.splitlines() if "error" in line]
     reason = f"{one_line((lines or [f'exit status {status}'])[0]):.300}"
     is_ended = status in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
-    # A shell's statuses for a command that it cannot run.
+    # 126 and 127 are a shell's exit statuses for a command that cannot be run.
     is_missing = status in (126, 127) or any(words in reason for words in _PASSING)
     error = KernelBuildError if is_ended or is_missing else LastingBuildError
     return error(f"{name} failed: {reason}")

@@ -1,10 +1,10 @@
-// What lies between products: norms, and the split of one product into q, k and v.
+// Operations between products: norms, and the split of one product into q, k and v.
 
 #include "common.h"
 
 namespace {
 
-// The layer or RMS norm of a row by scale (D,), to which `offset` is added, and bias (D,), or nullptr.
+// Computes the layer or RMS norm of a row with scale (D,), to which `offset` is added, and bias (D,), or nullptr.
 template <typename P, typename T>
 void norm_row(const float* row, const P* scale, const P* bias, int64_t width, float eps, float offset, bool layer, T* out) {
   const int64_t even = width / kLanes * kLanes;
@@ -33,8 +33,8 @@ void norm_row(const float* row, const P* scale, const P* bias, int64_t width, fl
     from_float((row[i] - mean) * inverse * (to_float(scale[i]) + offset) + (bias ? to_float(bias[i]) : 0), out[i]);
 }
 
-// h (T, D) plus delta (T, D), or (0, 0): the sum, and its layer or RMS norm by scale (D,), to which `offset` is added, and bias
-// (D,), or (0,).
+// Computes h (T, D) plus delta (T, D), or (0, 0), and the sum's layer or RMS norm with scale (D,), to which `offset` is added, and
+// bias (D,), or (0,).
 ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> h, ffi::Buffer<ffi::F32> delta, ffi::AnyBuffer scale,
                     ffi::AnyBuffer bias, ffi::ResultBuffer<ffi::F32> sum, ffi::Result<ffi::AnyBuffer> out, float eps,
                     float offset, int64_t layer) {
@@ -63,7 +63,8 @@ ffi::Error add_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffe
   return of_type(scale, [&](const auto* scales) { return of_type(*out, [&](auto* to) { return of_output(scales, to); }); });
 }
 
-// Of one head's `width` lanes, the first 2 * half turned: a, b to a cos - b sin, b cos + a sin.
+// Rotates the first 2 * half of a head's `width` lanes: a, b to a cos - b sin, b cos + a sin. If `finite`, non-finite results
+// become 0.
 template <typename B, typename T>
 void turn_head(const float* from, const B* bias, const float* cosine, const float* sine, int64_t half, int64_t width,
                bool finite, T* out) {
@@ -82,8 +83,8 @@ void turn_head(const float* from, const B* bias, const float* cosine, const floa
       if (!(std::fabs(to_float(out[i])) < INFINITY)) out[i] = T{};
 }
 
-// Sums (T, (N + 2K) H) of one product for q, k and v, with their bias ((N + 2K) H,), or (0,), to the three; q and k turned by
-// cosine and sine (T, half), or (0, 0). What is not finite in k and v becomes 0.
+// Splits the sums (T, (N + 2K) H) of one product, plus bias ((N + 2K) H,), or (0,), into q, k and v; q and k are rotated by cosine
+// and sine (T, half), or (0, 0). Non-finite values of k and v become 0.
 ffi::Error split_qkv(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sums, ffi::AnyBuffer bias, ffi::Buffer<ffi::F32> cosine,
                      ffi::Buffer<ffi::F32> sine, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k,
                      ffi::Result<ffi::AnyBuffer> v, int64_t head_dim) {

@@ -1,23 +1,23 @@
-// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. One translation unit, or parts of it
-// (`APT_HAS_PART`):
+// Kernels for CPUs, called by XLA through its foreign function interface; `ops.py` wraps them. Compiled as one translation unit, or
+// in parts (`APT_HAS_PART`):
 //
 //   layer.cc            a whole layer of decode rows
 //   linear.cc           rows times a matrix
 //   linear_tiles.cc     on matrix tiles (AMX)
 //   linear_vector.cc    in vector registers
-//   linear_heads.cc     of every head with a matrix of its own
-//   linear_integer.cc   with weights of 4 or 8 bits, as integers
-//   low_rank.cc         what adapters add to products
-//   elementwise.cc      what lies between products
-//   attention.cc        attention of one query a row over keys and values
-//   attention_panels.cc attention of chunks of prompts, in vector registers
-//   attention_tiles.cc  attention on matrix tiles (AMX): chunks of prompts, and one query a row over layer inputs
-//   common.h            numbers of bfloat16, threads, memory for a call
-//   vectors.h           vectors of 16 lanes, in as many registers as they take
+//   linear_heads.cc     every head times a separate matrix
+//   linear_integer.cc   with 4-bit or 8-bit weights, as integers
+//   low_rank.cc         additions of adapters to products
+//   elementwise.cc      operations between products
+//   attention.cc        attention of one query per row over keys and values
+//   attention_panels.cc attention of prompt chunks, in vector registers
+//   attention_tiles.cc  attention on matrix tiles (AMX): prompt chunks, and one query per row over layer inputs
+//   common.h            bfloat16 numbers, threads, scratch memory
+//   vectors.h           vectors of 16 lanes, in one or several registers
 //
-// XLA's own code for CPUs repacks weights at every product and copies blocks out of the pool before it attends to them.
-// These read every weight and every cached element once.
-// Sums and softmax are float32. What a row gives depends on that row alone, not on how many others there are.
+// XLA's own code for CPUs repacks weights at every product and copies blocks out of the pool before it attends to them. These
+// kernels read every weight and every cached element once. Sums and softmax are float32. The result of a row does not depend on
+// other rows or their number.
 
 #include "layer.cc"
 #if APT_HAS_PART(2)
@@ -26,7 +26,7 @@
 
 #if APT_HAS_PART(1)
 
-// What the kernels are compiled for.
+// The instruction set that the kernels are compiled for.
 extern "C" const char* apt_instructions() {
 #if defined(__AVX512F__)
   return "AVX-512"
@@ -56,7 +56,7 @@ int apt_has_tiles() {
 
 #ifdef APT_TIMES
 
-// What took how long since the last call of this: lines of name, count, seconds, bytes and operations, tabs between them.
+// Times of operations since the last call: lines of name, count, seconds, bytes and operations, separated by tabs.
 extern "C" const char* apt_take_times() {
   static std::string out;
   std::lock_guard<std::mutex> lock(Timed::mutex());

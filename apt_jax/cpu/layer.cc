@@ -1,4 +1,4 @@
-// A decoder layer of decode rows whose cache is keys and values, as phases of one call.
+// A decoder layer for decode rows of the KV kind, as phases of one call.
 
 #include "attention_tiles.cc"
 #include "elementwise.cc"
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Bias of T, or nullptr.
+// Elements of a buffer of type T, or nullptr if it is empty.
 template <typename T>
 const T* values_of(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
@@ -21,11 +21,11 @@ constexpr bool kIntegers = std::is_same_v<Stored, Integers>;
 template <typename Stored>
 using WeightsOf = std::conditional_t<kIntegers<Stored>, IntegerWeights, TiledWeights<Stored>>;
 
-// What a layer works on. `T` is the type of its cache, rows and parameters, `Stored` that of its matrices.
+// Arguments of a layer. `T` is the type of its cache, rows and parameters, `Stored` the type of its matrices.
 template <typename T, typename Stored>
 struct LayerArguments {
   int64_t rows, width, heads, key_heads, head_dim, ffn, half;
-  float* h;  // (rows, width), which gets the result
+  float* h;  // (rows, width), updated in place
   T* pool;
   int64_t block_size, block_elements, table_len;
   const int32_t *tables, *lens, *first_slots, *second_slots;
@@ -60,7 +60,7 @@ struct AddTo {
   }
 };
 
-// What rows of T are between the operations of a layer, with the same numbers.
+// Type of rows of T between the operations of a layer, with the same numerical values.
 #ifdef APT_PAIRS
 template <typename T>
 using RowOf = T;
@@ -78,7 +78,7 @@ inline const float* inputs_of(const float* rows) { return rows; }
 inline const float* inputs_of(const WideBf16* rows) { return &rows->value; }
 #endif
 
-// A row of a layer as its products take it: of X, or in groups of integers too.
+// Rows of a layer in the form that its products take: of type X, and also as groups of integers if `integers`.
 template <typename X, bool integers>
 struct LayerRows {
   X* values;
@@ -91,7 +91,7 @@ struct LayerRows {
     return rows * (round_up(width * sizeof(X), 64) + of_groups) + 128;
   }
 
-  // Rounds `count` values of a row, from a multiple of a group on.
+  // Rounds `count` values of a row, from `first`, a multiple of the group size, on.
   void round(int64_t row, int64_t first, int64_t count) const {
     if constexpr (integers)
       round_row(values + row * width + first, count, zero, groups + row * steps + first / kGroupInputs);
@@ -142,13 +142,13 @@ void run_layer(ffi::ThreadPool& pool, const LayerArguments<T, Stored>& a) {
   const auto keep_sums = [&](int64_t row, int64_t first, const float* v) { to_sums(row, first, v, kSums); };
   const auto project = layer_product<T, Stored>(threads, x, a.rows, a.wqkv, false, keep_sums);
 
-  // Where rows are fewer than threads, their heads are shared out.
+  // If there are fewer rows than threads, heads are split among threads.
   int64_t parts = 1;
   while (a.rows * parts < 2 * threads && a.key_heads % (2 * parts) == 0) parts *= 2;
   if (a.rows * parts < 2 * threads) parts = a.key_heads;
   const int64_t per_part = a.key_heads / parts;
   const int64_t part_lanes = per_part * group * a.head_dim;
-  const bool rounds_parts = parts == 1 || part_lanes % kGroupInputs == 0;  // else a row has more than one hand in a group
+  const bool rounds_parts = parts == 1 || part_lanes % kGroupInputs == 0;  // else several tasks would share a group
   const float scale = 1.0f / std::sqrt(static_cast<float>(a.head_dim));
   const auto attend_part = [&](int64_t task) {
     const int64_t row = task / parts, first = task % parts * per_part, length = a.lens[row];

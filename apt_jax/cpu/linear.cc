@@ -1,4 +1,5 @@
-// Products of rows with a matrix: of integers, of bfloat16 on matrix tiles where the CPU has them, else in vector registers.
+// Products of rows with a matrix: integer weights as integers, bfloat16 on matrix tiles if the CPU has them, otherwise in vector
+// registers.
 
 #include "linear_heads.cc"
 #include "linear_integer.cc"
@@ -7,7 +8,7 @@
 
 namespace {
 
-// What becomes of the sums of a row: scaled, a bias added, activated, and stored as Out.
+// Scales the sums of a row, adds a bias, applies the activation, and stores the result as Out.
 template <typename Out, typename B>
 struct Store {
   Out* out;
@@ -22,7 +23,7 @@ struct Store {
     return activate(sum, activation);
   }
 
-  // `count` sums from output `first` on; those past the last output are left out.
+  // Stores `count` sums from output `first` on, without sums past the last output.
   void operator()(int64_t row, int64_t first, const float* sums, int64_t count) const {
     count = std::min(count, outputs - first);
     Out* to = out + row * outputs + first;
@@ -31,8 +32,8 @@ struct Store {
   }
 };
 
-// Calls run(weights, words) with a matrix of tiles (blocks, steps, 32 / p, 16, p), or with several of `outputs` behind one another;
-// `words` is of the type that is multiplied with where there are no matrix tiles.
+// Calls run(rows, weights, word) with a matrix in tiles (blocks, steps, 32 / p, 16, p), or with `halves` concatenated matrices of
+// `outputs`; `word` has the type of weights in products without matrix tiles.
 template <typename Run>
 ffi::Error with_weights(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const float* scales, int64_t outputs, int64_t halves,
                         const Run& run) {
@@ -67,7 +68,7 @@ constexpr bool kOnTiles = std::is_same_v<Rows, const Bf16*>;
 
 const float* floats(const ffi::Buffer<ffi::F32>& values) { return values.element_count() ? values.typed_data() : nullptr; }
 
-// What becomes of the sums of a panel of two matrices: activate(gate) * up.
+// Stores activate(gate) * up for the sums of a panel of two matrices.
 template <typename Out, int64_t kHalf = kPanel / 2>
 struct Gate {
   Out* out;
@@ -89,7 +90,7 @@ struct Gate {
   }
 };
 
-// activate(x w^T * scales + bias), of weights in tiles.
+// Computes activate(x w^T * scales + bias) with weights in tiles.
 ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffer x, ffi::AnyBuffer w,
                  ffi::Buffer<ffi::F32> scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> out, int64_t activation) {
   const int64_t rows = live_rows(live, x.dimensions()[0], out), width = x.dimensions()[1], outputs = out->dimensions()[1];
@@ -129,7 +130,8 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffe
   });
 }
 
-// The greatest of each row's products: its place in `tokens` (T,), and in `trusted` (T,) whether it is finite and no product NaN.
+// Finds the largest product of each row: its index in `tokens` (T,), and in `trusted` (T,) true if it is finite and no product is
+// NaN.
 ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffer x, ffi::AnyBuffer w,
                         ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::PRED> trusted,
                         int64_t outputs) {
@@ -148,7 +150,7 @@ ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::A
   };
   const auto keep_scaled = [&](int64_t row, int64_t first, float* sums, int64_t count) {
     count = std::min(count, outputs - first);
-    if (count <= 0) return;  // of tiles behind the last output
+    if (count <= 0) return;  // tiles after the last output
     if (scales)
       for (int64_t i = 0; i < count; ++i) sums[i] *= scales[first + i];
     keep(row, first, sums, count);
@@ -184,7 +186,8 @@ ffi::Error dense_argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::A
   return error;
 }
 
-// x (T, I), gate and up as tiles behind one another, scales (2 F,) or (0,), to activate(gate) * up (T, F), of the type of x.
+// Computes activate(gate) * up (T, F), of the type of x, from x (T, I), the concatenated tiles of gate and up, and scales (2 F,),
+// or (0,).
 ffi::Error gated(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> live, ffi::AnyBuffer x, ffi::AnyBuffer w,
                  ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out, int64_t activation) {
   const int64_t rows = live_rows(live, x.dimensions()[0], out), width = x.dimensions()[1], outputs = out->dimensions()[1];

@@ -1,4 +1,4 @@
-// What products on matrix tiles and in vector registers share: the layout of weights, activations, the best of scores.
+// Code shared by products on matrix tiles and in vector registers: layout of weights, activations, argmax of scores.
 
 #pragma once
 
@@ -8,9 +8,9 @@ namespace {
 
 constexpr int64_t kTileElements = 512;  // of 32 inputs and 16 outputs
 
-// A matrix as tiles: of 16 outputs after 16 others, of 32 inputs after 32 others. A tile holds words of 64 bytes, each an input of
-// the 16 outputs in float32 and a pair of inputs of every output in bfloat16; half a word in int8. `halves` matrices of `blocks`
-// times 16 outputs lie behind one another.
+// A matrix in tiles of 16 outputs and 32 inputs; the tiles of the same outputs are adjacent. A tile holds words of 64 bytes: one
+// input of each of the 16 outputs in float32, or a pair of inputs of each output in bfloat16; in int8 words have half the size.
+// Several matrices of `blocks` times 16 outputs may be concatenated.
 template <typename W>
 struct TiledWeights {
   const W* values;
@@ -29,7 +29,7 @@ inline Vec activate(Vec v, Activation activation) {
   return v / (1.0f + exp(-z));
 }
 
-// Tiles of int8 as weights of the type that is multiplied with. Integers are exact in bfloat16.
+// Converts int8 tiles to the type used in products. Integers are exact in bfloat16.
 inline void widen(const int8_t* w, int64_t count, Bf16* out) {
 #ifdef APT_PAIRS
   for (int64_t i = 0; i < count; i += 32) {
@@ -45,7 +45,7 @@ inline void widen(const int8_t* w, int64_t count, Bf16* out) {
 #endif
 }
 
-inline void widen(const int8_t* w, int64_t count, float* out) {  // pairs of inputs come apart
+inline void widen(const int8_t* w, int64_t count, float* out) {  // pairs of inputs are separated
   for (int64_t i = 0; i < count; i += 2 * kLanes)
     for (int j = 0; j < kLanes; ++j) {
       out[i + j] = w[i + 2 * j];
@@ -53,7 +53,7 @@ inline void widen(const int8_t* w, int64_t count, float* out) {  // pairs of inp
     }
 }
 
-// The greatest of a row's scores so far, and the first place where it is.
+// The largest of a row's scores so far, and the first index that has it.
 struct Best {
   float score = -INFINITY;
   int32_t index = 0;

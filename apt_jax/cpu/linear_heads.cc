@@ -1,5 +1,5 @@
-// Products of every head with a matrix of its own, from weights as checkpoints have them: what absorption takes queries to layer
-// inputs with, and sums of layer inputs back to values.
+// Products of every head with a separate matrix, from weights in the layout of checkpoints. Absorption uses them to map queries to
+// layer inputs, and sums of layer inputs to values.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Whether T is multiplied in pairs.
+// True if products of T use instructions for pairs.
 template <typename T>
 constexpr bool kInPairs =
 #ifdef APT_PAIRS
@@ -16,8 +16,8 @@ constexpr bool kInPairs =
     false;
 #endif
 
-// out[r * kPanel + i] = sum over h of x[r][h] w[h * stride + i], i < kPanel; lanes are even. Every sum is added up in the order of
-// h. Sums are this loop's alone: the compiler keeps them in registers.
+// out[r * kPanel + i] = sum over h of x[r][h] w[h * stride + i], i < kPanel; `lanes` is even. Terms are added in the order of h.
+// Not inlined, so that the compiler keeps the sums in registers.
 template <int R, typename T>
 __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t lanes, int64_t stride, float* out) {
 #ifdef APT_PAIRS
@@ -36,7 +36,7 @@ __attribute__((noinline)) void onto_panel(const T* const* x, const T* w, int64_t
         APT_UNROLL for (int c = 0; c < kBlocks; ++c) sums[r][c] = Words<Bf16>::add(sums[r][c], weights[c], input);
       }
     }
-    // A vector has four outputs after four of the other one.
+    // The two vectors have alternating groups of four outputs.
     APT_UNROLL for (int r = 0; r < R; ++r)
       APT_UNROLL for (int c = 0; c < kBlocks; c += 2) {
         const Vec low = sums[r][c], high = sums[r][c + 1];
@@ -69,9 +69,9 @@ void onto_panel(int64_t rows, const T* const* x, const T* w, int64_t lanes, int6
   if constexpr (R > 1) onto_panel<R - 1>(rows, x, w, lanes, stride, out);
 }
 
-constexpr int kDots = 4;  // rows, and outputs, of which all products are made together: sums of 16 vectors are one
+constexpr int kDots = 4;  // rows, and outputs, whose products are computed together: the sums of 16 vectors form one vector
 
-// Adds x[r] times w[c], of `width` elements, whole vectors, to found[r * kDots + c] by lanes.
+// Adds the products of x[r] and w[c], of `width` elements (whole vectors), to found[r * kDots + c], lane by lane.
 template <int R, typename T>
 __attribute__((noinline)) void add_dots(const T* const* x, const T* const* w, int64_t width, Vec* found) {
   Vec sums[R][kDots];
@@ -101,11 +101,11 @@ __attribute__((noinline)) void add_dots(const T* const* x, const T* const* w, in
     APT_UNROLL for (int c = 0; c < kDots; ++c) found[r * kDots + c] = sums[r][c];
 }
 
-// Lane r * kDots + c: x[r] times w[c], of `width` elements, for R rows.
+// Returns the dot products of x[r] and w[c], of `width` elements, in lane r * kDots + c, for R rows.
 template <int R, typename T>
 Vec dots(const T* const* x, const T* const* w, int64_t width) {
   constexpr int64_t kWhole = kInPairs<T> ? 2 * kLanes : kLanes;
-  constexpr int kRows = kRegisterLanes == kLanes ? R : 1;  // as many as the registers hold sums of
+  constexpr int kRows = kRegisterLanes == kLanes ? R : 1;  // as many as there are registers for their sums
   Vec found[kDots * kDots] = {};
   const int64_t whole = width / kWhole * kWhole;
   for (int r = 0; r < R; r += kRows) add_dots<kRows>(x + r, w, whole, found + r * kDots);
@@ -128,7 +128,7 @@ Vec dots(int64_t rows, const T* const* x, const T* const* w, int64_t width) {
   return dots<R>(x, w, width);
 }
 
-// x (B, N, H) or (B, N, D) of rows [first, last) times w (K, H, D), the matrix of each head's key head; zeros for other rows.
+// Products of x (B, N, H) or (B, N, D), rows [first, last), with w (K, H, D), the matrix of each head's key head.
 template <typename T>
 struct HeadProducts {
   const T* x;
@@ -137,7 +137,7 @@ struct HeadProducts {
 
   int64_t rows() const { return (last - first) * (heads / key_heads); }
 
-  // Place of row i of those of a key head, in heads from the first row on.
+  // Index, among all heads of all rows of x, of the i-th query head of a key head.
   int64_t place(int64_t key_head, int64_t i) const {
     const int64_t group = heads / key_heads;
     return (first + i / group) * heads + key_head * group + i % group;
@@ -149,7 +149,7 @@ struct HeadProducts {
       const int64_t key_head = task / panels, at = task % panels * kPanel, count = std::min(kPanel, width - at);
       const T* matrix = w + key_head * lanes * width + at;
       int64_t stride = width;
-      if (count < kPanel) {  // zeros to a whole panel
+      if (count < kPanel) {  // pad to a whole panel
         T* whole = scratch<T, kWeights>(lanes * kPanel);
         std::fill_n(whole, lanes * kPanel, T{});
         for (int64_t h = 0; h < lanes; ++h) std::copy_n(matrix + h * width, count, whole + h * kPanel);
@@ -174,7 +174,7 @@ struct HeadProducts {
   }
 
   void values(ffi::ThreadPool& pool, float* out) const {
-    constexpr int64_t kOutputs = 16;  // of a task: they stay in the first cache while rows go by
+    constexpr int64_t kOutputs = 16;  // of a task: their weights stay in the L1 cache for all rows
     const int64_t parts = (lanes + kOutputs - 1) / kOutputs;
     parallel_for(pool, key_heads * parts, [&](int64_t task) {
       const int64_t key_head = task / parts, begin = task % parts * kOutputs, end = std::min(lanes, begin + kOutputs);
@@ -199,7 +199,8 @@ struct HeadProducts {
   }
 };
 
-// x (B, N, H) to (B, N, D), of the type of x, where `onto` is 1; else x (B, N, D) to (B, N, H), float32.
+// Maps x (B, N, H) to (B, N, D), of the type of x, if `onto` is 1; otherwise x (B, N, D) to (B, N, H), float32. Rows outside the
+// range are zeros.
 ffi::Error head_products(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> range,
                          ffi::Result<ffi::AnyBuffer> out, int64_t onto) {
   const int64_t batch = x.dimensions()[0], heads = x.dimensions()[1], out_width = out->dimensions()[2];

@@ -1,6 +1,6 @@
-// Products of rows with weights of 4 or 8 bits, as integers: rows are rounded to 8 bits, a group of 32 inputs at a time, and the
-// products of a group are summed exactly. What is rounded is a row alone, and sums are added up in the order of groups: a row
-// gives the same bits whatever rows are computed beside it.
+// Products of rows with 4-bit or 8-bit weights, as integers: rows are rounded to 8 bits, in groups of 32 inputs, and the products
+// of a group are summed exactly. Each row is rounded separately, and groups are added in order, so the bits of a row's result do
+// not depend on other rows.
 
 #pragma once
 
@@ -16,18 +16,18 @@ constexpr int64_t kGroupWords = kGroupInputs / 4;
 struct alignas(16) Group {
   int8_t values[kGroupInputs];
   float scale;
-  float sum;       // of inputs
-  int32_t offset;  // what takes the zero point of the weights out of a sum of products
+  float sum;       // sum of the inputs
+  int32_t offset;  // added to a sum of products to subtract the zero point of the weights
 };
 
-// The values that weights are stored with, all of them unsigned.
+// Format of weights, which are stored as unsigned integers.
 enum class IntegerKind { kPerOutput, kEight, kFour, kFourShifted };
 
 struct IntegerLayout {
   int bits;
   bool scaled;   // a scale for each output of a group, float16
-  bool shifted;  // and a value that is added, float16
-  int zero;      // what stands for 0
+  bool shifted;  // also a minimum that is added to each weight, float16
+  int zero;      // integer that represents 0
 
   constexpr int64_t head_bytes() const { return (scaled ? 2 * kLanes : 0) + (shifted ? 2 * kLanes : 0); }
   constexpr int64_t bytes() const { return head_bytes() + kLanes * kGroupInputs * bits / 8; }
@@ -42,9 +42,10 @@ constexpr IntegerLayout layout_of(IntegerKind kind) {
 
 constexpr IntegerKind kIntegerKinds[] = {IntegerKind::kPerOutput, IntegerKind::kEight, IntegerKind::kFour, IntegerKind::kFourShifted};
 
-// Tiles of 16 outputs and 32 inputs, those of the same outputs one after another. A tile is the scales of its outputs, what is
-// added to each of their weights, and words of 64 bytes: four inputs of each output; with four bits inputs 4 i to 4 i + 3 in the low
-// halves of word i and those 16 further in the high halves. `halves` matrices of `blocks` times 16 outputs lie behind one another.
+// Tiles of 16 outputs and 32 inputs; the tiles of the same outputs are adjacent. A tile has the scales of its outputs, the minima
+// added to their weights, and words of 64 bytes with four inputs of each output; with four bits, the low halves of word i hold
+// inputs 4 i to 4 i + 3, and the high halves inputs 4 i + 16 to 4 i + 19. Several matrices of `blocks` times 16 outputs may be
+// concatenated.
 struct IntegerWeights {
   const uint8_t* values;
   const float* scales;  // of outputs, or nullptr
@@ -56,7 +57,7 @@ struct IntegerWeights {
   const uint8_t* tiles(int64_t block, int half) const { return values + (half * blocks + block) * steps * tile_bytes(); }
 };
 
-// Four products of bytes a lane, unsigned times signed, added to a sum.
+// Adds four products of bytes, unsigned times signed, to each lane of a sum.
 #if defined(__AVX512VNNI__)
 
 inline IntVec add_products(IntVec sum, UintVec weights, const int8_t* inputs) {
@@ -112,7 +113,7 @@ inline Vec load_halves(const uint8_t* p) {
 #endif
 }
 
-// Rounds `count` inputs of a row, the last group filled up with zeros; those of a group that holds what is not finite become NaN.
+// Rounds `count` inputs of a row; the last group is padded with zeros. A group with a non-finite input gives NaN.
 template <typename T>
 void round_row(const T* x, int64_t count, int zero, Group* out) {
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -133,7 +134,7 @@ void round_row(const T* x, int64_t count, int zero, Group* out) {
   }
 }
 
-// What the sums of a group's products are multiplied with, and what is added to its weights.
+// Scales and minima of a tile's outputs, applied to the sums of a group's products.
 template <IntegerKind kKind>
 struct GroupScales {
   static constexpr IntegerLayout kLayout = layout_of(kKind);
@@ -156,14 +157,14 @@ struct GroupScales {
 
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 
-// Adds to sums of pairs: four products of bytes a lane, where no pair exceeds 16 bits.
+// Adds four products of bytes per lane to sums of pairs, which must not exceed 16 bits.
 inline void add_pairs_of_bytes(IntVec& sum, const UintVec& weights, __m256i inputs) {
   for (int i = 0; i < kRegisters; ++i)
     sum.parts[i] = (IntVec::Part)_mm256_add_epi16((__m256i)sum.parts[i], _mm256_maddubs_epi16((__m256i)weights.parts[i], inputs));
 }
 
-// The sums of products of the group of each of R rows, `stride` apart, with a tile. Pairs of products are summed in 16 bits: with
-// four bits all of a lane fit; with eight bits weights lose their zero point, 128, and their sign goes to the inputs.
+// Computes the sums of products of a tile with a group of each of R rows, `stride` apart. Pairs of products are summed in 16 bits:
+// with four bits all products of a lane fit; with eight bits the zero point, 128, is subtracted and the sign moved to the inputs.
 template <int kBits, int R>
 inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t stride, const uint8_t* words, IntVec* totals) {
   const __m256i ones = _mm256_set1_epi16(1);
@@ -230,7 +231,7 @@ inline __attribute__((always_inline)) void sum_groups(const Group* x, int64_t st
 
 #endif
 
-// R rows, `stride` groups apart, times a block of 16 outputs, to out[r * out_stride + i].
+// Multiplies R rows, `stride` groups apart, by a block of 16 outputs, and writes out[r * out_stride + i].
 template <IntegerKind kKind, int R>
 __attribute__((noinline)) void multiply_groups(const Group* x, int64_t stride, const uint8_t* tile, int64_t steps, float* out,
                                                int64_t out_stride) {
@@ -277,10 +278,11 @@ inline void multiply_groups(IntegerKind kind, int64_t rows, const Group* x, int6
   }
 }
 
-constexpr int64_t kGroupPartBytes = 512 << 10;  // of rows that a task goes through for every panel
+constexpr int64_t kGroupPartBytes = 512 << 10;  // bytes of rows that a task multiplies by a panel
 
-// Rounded rows times a matrix; take(row, first output, sums) is given kIntegerPanel sums of a row, some of them maybe past the last
-// output. With `gated` these are of the first of two matrices behind one another, and as many of the other follow.
+// Multiplies rounded rows by a matrix and calls take(row, first output, sums) with kIntegerPanel sums of a row, of which some may
+// be past the last output. With `gated`, these sums are of the first of two concatenated matrices, followed by as many of the
+// second.
 template <typename Take>
 struct IntegerProduct {
   const Group* x;
@@ -317,7 +319,7 @@ struct IntegerProduct {
   }
 };
 
-// Rows as groups, in memory of this thread.
+// Rounds rows to groups, in scratch memory of this thread.
 template <typename T>
 Group* round_rows(ffi::ThreadPool& pool, const T* x, int64_t rows, int64_t width, const IntegerWeights& w) {
   Group* groups = scratch<Group, kRounded>(rows * w.steps);
@@ -329,7 +331,7 @@ Group* round_rows(ffi::ThreadPool& pool, const T* x, int64_t rows, int64_t width
   return groups;
 }
 
-// Calls run(weights) with a matrix of tiles (blocks, steps, bytes of a tile), or with several of `outputs` behind one another.
+// Calls run(weights) with a matrix of tiles (blocks, steps, bytes of a tile), or with `halves` concatenated matrices of `outputs`.
 template <typename Run>
 ffi::Error with_integers(const ffi::AnyBuffer& w, const float* scales, int64_t width, int64_t outputs, int64_t halves, const Run& run) {
   const auto sizes = w.dimensions();
@@ -346,7 +348,7 @@ ffi::Error with_integers(const ffi::AnyBuffer& w, const float* scales, int64_t w
   return ffi::Error::InvalidArgument("tiles of integers of an unknown size");
 }
 
-// Multiplies rows of float32 or bfloat16; take as for `IntegerProduct`.
+// Multiplies rows of float32 or bfloat16; for `take` see `IntegerProduct`.
 template <typename Take>
 ffi::Error multiply_rows(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, int64_t rows, const IntegerWeights& w, bool gated,
                          const Take& take) {

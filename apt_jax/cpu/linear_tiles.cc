@@ -8,7 +8,7 @@ namespace {
 
 #ifdef APT_AMX
 
-// Rows of x as left-hand tiles, zeros where there are no more rows or inputs.
+// Copies rows of x to left-hand tiles, padded with zeros.
 void tile_rows(const Bf16* x, int64_t rows, int64_t width, int64_t steps, Bf16* out) {
   for (int64_t s = 0; s < steps; ++s) {
     const int64_t count = std::min<int64_t>(32, width - s * 32);
@@ -23,9 +23,9 @@ void tile_rows(const Bf16* x, int64_t rows, int64_t width, int64_t steps, Bf16* 
   }
 }
 
-// Products of TB tiles of rows with OB * 16 outputs; OB * TB = 4 accumulators, as the latency of a product is that of four. The
-// sums of tile t with outputs o go to out[t * OB + o], rows `stride` bytes apart. Meanwhile weights some tiles ahead are fetched:
-// of these outputs, behind their last tile of those from `ahead` on.
+// Multiplies TB tiles of rows by OB * 16 outputs, with OB * TB = 4 accumulators, because four products hide the latency of one. The
+// sums of tile t with outputs o are written to out[t * OB + o], rows `stride` bytes apart. Meanwhile weights some tiles ahead are
+// prefetched: of these outputs, and after their last tile from `ahead` on.
 template <int OB, int TB>
 inline void multiply_tiles(const Bf16* x, const Bf16* const* w, int64_t steps, const Bf16* const* ahead, float* const* out,
                            int64_t stride) {
@@ -79,7 +79,7 @@ inline void store_lanes(Bf16* to, __mmask16 mask, __m512 v) {
   _mm256_mask_storeu_epi16(to, mask, bits);
 }
 
-// Copies part of a row of a result; past the cache where the result would not fit in it.
+// Copies part of a row of a result, bypassing the cache if the result would not fit in it.
 struct Rows {
   char* out;
   int64_t row_bytes;
@@ -109,14 +109,13 @@ struct Rows {
   }
 };
 
-constexpr int64_t kTaskBytes = 1 << 20;  // of tiled rows that a task goes through for every few outputs: they stay in the cache
+constexpr int64_t kTaskBytes = 1 << 20;  // bytes of tiled rows of a task, which stay in the cache for all of its outputs
 constexpr int64_t kTaskOutputs = 64, kFewestOutputs = 32;
 
-// Products of `rows` rows, tiled, OB blocks of 16 outputs and TB tiles of rows at a time. With an activation there are two
-// matrices, and what comes out is activate(x w_gate) * (x w_up).
-// A task's outputs are made in a buffer: written where they belong at once, the 16 of every row would fall into the same few
-// sets of the cache. `take(row, first, values, count)` is given them: outputs [first, first + count) of a row, where first is a
-// multiple of kFewestOutputs.
+// Products of `rows` tiled rows, OB blocks of 16 outputs and TB tiles of rows at a time. With `kGated` there are two matrices, and
+// the result is activate(x w_gate) * (x w_up). A task's outputs are computed in a buffer: if they were written to their destination
+// directly, the 16 outputs of every row would fall into the same few sets of the cache. Then `take(row, first, values, count)` gets
+// outputs [first, first + count) of each row, where first is a multiple of kFewestOutputs.
 template <typename Out, int OB, int TB, bool kGated, typename W, typename Take>
 void dense_tiled(ffi::ThreadPool& pool, const Bf16* x, int64_t rows, const TiledWeights<W>& w, Activation activation,
                  const Take& take) {

@@ -6,21 +6,21 @@
 
 namespace {
 
-constexpr int kMostRows = 6;  // that share what is read of the weights
+constexpr int kMostRows = 6;  // maximum number of rows that share loaded weights
 #if defined(__AVX512F__)
-constexpr int kBlocks = 4;  // with six rows, of 32 registers 24 accumulate, four hold weights and one an input
+constexpr int kBlocks = 4;  // with six rows, 24 of 32 registers accumulate, four hold weights and one holds an input
 #else
 constexpr int kBlocks = 2;
 #endif
 constexpr int64_t kPanel = kBlocks * kLanes;  // outputs of a task
 constexpr int64_t kHalfLine = 32;             // bytes of half a cache line
 
-// The blocks of a panel that R rows are multiplied by at once: sums take at most 12 of 16 registers with two registers a vector, 24 of
-// 32 with four.
+// Number of blocks of a panel by which R rows are multiplied at once: sums take at most 12 of 16 registers with two registers per
+// vector, or 24 of 32 with four.
 template <int R>
 constexpr int kBlocksOf = kRegisterLanes == kLanes || R <= 2 ? kBlocks : kBlocks / 2;
 
-// A word of 64 bytes of weights and its inputs, which are multiplied in kParts parts. `X` is the type of rows.
+// Products of a 64-byte word of weights with its inputs, in kParts parts. `X` is the type of rows.
 template <typename W>
 struct Words;
 
@@ -82,9 +82,9 @@ struct Words<Bf16> {
 
 #endif
 
-// R rows, `stride` apart, times C blocks, `words` of them from word `first` on, to out[r * out_stride + i], or added to it where they
-// are not the first. Every sum is added up in the order of the inputs, whatever R is. Meanwhile P half lines of memory from `ahead` on
-// are fetched into the second-level cache with every word.
+// Multiplies R rows, `stride` apart, by words [first, first + words) of C blocks, and writes out[r * out_stride + i], or adds to it
+// if `first` is not 0. Terms are added in the order of the inputs for any R. With every word, P half cache lines from `ahead` on
+// are prefetched into the L2 cache.
 template <int R, int C, int P, typename W>
 __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first,
                                                int64_t words, const char* ahead, float* out, int64_t out_stride) {
@@ -116,11 +116,11 @@ __attribute__((noinline)) void multiply_blocks(const typename Words<W>::X* x, in
   }
 }
 
-// The same times all blocks of a panel.
+// Multiplies by all blocks of a panel.
 template <int R, int P, typename W>
 void multiply(const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t first, int64_t words, const char* ahead,
               float* out, int64_t out_stride) {
-  constexpr int C = kBlocksOf<R>, kShare = P * C / kBlocks;  // as many with each of the blocks
+  constexpr int C = kBlocksOf<R>, kShare = P * C / kBlocks;  // the same number for each group of blocks
   multiply_blocks<R, C, kShare, W>(x, stride, w, first, words, ahead, out, out_stride);
   for (int c = C; c < kBlocks; c += C)
     multiply_blocks<R, C, kShare, W>(x, stride, w + c, first, words, ahead + c / C * words * kShare * kHalfLine, out + c * kLanes,
@@ -135,7 +135,7 @@ void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* 
   multiply<R, P, W>(x, stride, w, first, words, ahead, out, out_stride);
 }
 
-constexpr int64_t kChain = 256;  // words whose products are added up one after the other: rounding errors grow with their number
+constexpr int64_t kChain = 256;  // words whose products are added sequentially: rounding errors grow with their number
 
 template <typename W>
 void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* const* w, int64_t words, float* out,
@@ -151,7 +151,7 @@ void multiply(int rows, const typename Words<W>::X* x, int64_t stride, const W* 
   }
 }
 
-// Rows as the kernels read them: whole words of inputs. They are copied where they are not.
+// Rows of whole words of inputs, as the kernels require; other rows are copied.
 template <typename X, typename Given>
 struct Inputs {
   const X* rows;
@@ -172,12 +172,12 @@ struct Inputs {
   }
 };
 
-constexpr int64_t kPartBytes = 2 << 20;     // of rows that a task goes through for every panel
-constexpr int64_t kCacheBytes = 900 << 10;  // of rows, a panel and what is fetched of the next: beyond it that would push out the others
+constexpr int64_t kPartBytes = 2 << 20;     // bytes of rows that a task multiplies by a panel
+constexpr int64_t kCacheBytes = 900 << 10;  // of rows, a panel and the prefetched part of the next, which must not evict the others
 
-// `rows` rows, `stride` apart, times a matrix; take(row, first output, sums) is given kPanel sums of a row, some of them maybe past
-// the last output. With `gated` a panel's first half is of the first of two matrices behind one another and its second half of the
-// other.
+// Multiplies `rows` rows, `stride` apart, by a matrix and calls take(row, first output, sums) with kPanel sums of a row, of which
+// some may be past the last output. With `gated`, the first half of a panel belongs to the first of two concatenated matrices, and
+// the second half to the second.
 template <typename W, typename Stored, typename Take>
 struct PanelProduct {
   using Of = Words<W>;
@@ -221,8 +221,8 @@ struct PanelProduct {
     }
     alignas(64) float sums[kMostRows * kPanel];
     const int64_t count = last_row - first_row, groups = (count + kMostRows - 1) / kMostRows;
-    // The first rows read the weights, the others find them in the cache. Meanwhile the next panel is fetched: by all rows but the
-    // first with AVX-512, by all where registers are smaller and products take longer.
+    // The first rows read the weights, the others find them in the cache. Meanwhile the next panel is prefetched: by all rows
+    // except the first with AVX-512, by all rows if registers are smaller and products take longer.
     const int64_t panel_bytes = kBlocks * block_elements * static_cast<int64_t>(sizeof(W));
     const int64_t room = kCacheBytes - panel_bytes - count * stride * static_cast<int64_t>(sizeof(X));
     const bool knows_next = std::is_same_v<W, Stored> && !gated && (panel + 2) * kBlocks <= w.blocks;

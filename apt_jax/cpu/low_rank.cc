@@ -1,10 +1,10 @@
-// What adapters add to products: of each row a product with a narrow matrix, and one with a wide one.
+// Additions of adapters to products: each row is multiplied by a narrow matrix, and the result by a wide matrix.
 
 #include "common.h"
 
 namespace {
 
-// What S adapters add to a matrix: A (S, rank, inputs) and B (S, rank, outputs). No `a`: nothing.
+// Additions of S adapters to a matrix: A (S, rank, inputs) and B (S, rank, outputs).
 template <typename T>
 struct LowRank {
   const T *a, *b;
@@ -12,9 +12,9 @@ struct LowRank {
 };
 
 constexpr int64_t kMostRank = 512;
-constexpr int64_t kRowsTogether = 4;  // of one adapter: its matrices are read once for all of them
+constexpr int64_t kRowsTogether = 4;  // rows of one adapter, for which its matrices are read once
 
-// inner[row][j] = A_j . x of `kRows` rows. What a row gives does not depend on how many there are.
+// inner[row][j] = A_j . x for `kRows` rows. The result of a row does not depend on the number of rows.
 template <int kRows, typename T, typename X>
 void narrow_rows(const T* a, int64_t rank, int64_t inputs, const X* const* x, float (*inner)[kMostRank]) {
   constexpr int kTogether = 4;
@@ -44,7 +44,7 @@ void narrow_rows(const T* a, int64_t rank, int64_t inputs, const X* const* x, fl
   }
 }
 
-// Outputs [begin, end): y += inner B of `kRows` rows. `y` of a row begins at output 0.
+// y += inner B for outputs [begin, end) of `kRows` rows. `y` of a row begins at output 0.
 template <int kRows, typename T>
 void widen_rows(const T* b, int64_t rank, int64_t outputs, int64_t begin, int64_t end, const float (*inner)[kMostRank],
                 float* const* y) {
@@ -63,7 +63,7 @@ void widen_rows(const T* b, int64_t rank, int64_t outputs, int64_t begin, int64_
   }
 }
 
-// Rows with an adapter, those of one adapter together.
+// Rows with an adapter, grouped by adapter.
 struct AdapterRows {
   std::vector<int64_t> rows;
   std::vector<std::pair<int64_t, int64_t>> tasks;  // first place in `rows`, number of rows
@@ -90,7 +90,7 @@ void add_to_rows(const LowRank<T>& w, int64_t adapter, const X* const* x, float*
   widen_rows<kRows>(w.b + adapter * w.rank * w.outputs, w.rank, w.outputs, 0, w.outputs, inner, y);
 }
 
-// y (T, O) with what each row's adapter makes of x (T, I) added, for up to three parts of the outputs.
+// Adds to y (T, O) the products of x (T, I) with each row's adapter, for up to three parts of the outputs.
 ffi::Error add_low_rank(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> y,
                         ffi::AnyBuffer a0, ffi::AnyBuffer b0, ffi::AnyBuffer a1, ffi::AnyBuffer b1, ffi::AnyBuffer a2,
                         ffi::AnyBuffer b2, ffi::ResultBuffer<ffi::F32> out, int64_t width0, int64_t width1, int64_t width2) {

@@ -1,5 +1,4 @@
-"""The kernels of `kernels.cc` as ops; `apt_jax.lab.reference` defines their results. `build.load` must have been
-called.
+"""The kernels of `kernels.cc` as ops; `apt_jax.lab.reference` defines their results. `build.load` must be called first.
 
 Cases that the kernels do not support (other dtypes, weights that are not laid out in tiles) are computed by XLA.
 """
@@ -33,8 +32,8 @@ def dense(
     dtype: Any = jnp.float32,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T O"]:
-    """See `linear.dense`. The kernel multiplies matrices in tiles. With `live` it computes the first `live` rows, and
-    the others are zeros."""
+    """See `linear.dense`. The kernel multiplies matrices in tiles. With `live` it computes only the first `live` rows,
+    and the others are zeros."""
     if not isinstance(w, TiledMatrix | IntegerTiles):
         return linear.dense(x, w, scale, bias=bias, activation=activation, dtype=dtype)
     if activation not in _ACTIVATIONS or dtype not in _DTYPES:
@@ -54,7 +53,8 @@ def dense_argmax(
     *,
     live: Int32[Array, ""] | None = None,
 ) -> tuple[Int32[Array, " T"], Bool[Array, " T"]]:
-    """`sampling.greedy(dense(x, w, scale))` without storing the products; with `live` only of the first `live` rows."""
+    """Compute `sampling.greedy(dense(x, w, scale))` without storing the products; with `live`, only for the first
+    `live` rows."""
     if not isinstance(w, TiledMatrix | IntegerTiles):
         return sampling.greedy(linear.dense(x, w, scale))
     rows = (x.shape[0],)
@@ -69,7 +69,7 @@ def _live(live: Array | None) -> Array:
 
 
 def _product(x: Array, w: TiledMatrix | IntegerTiles) -> tuple[Array, Array, Array]:
-    """Arguments of the kernels: rows in a dtype that they multiply with, and the values and scales of the weights."""
+    """Return the arguments of the kernels: rows in a dtype that they support, and values and scales of the weights."""
     if isinstance(w, TiledMatrix) and w.scale is None:
         x = x.astype(w.values.dtype)
     elif x.dtype not in _DTYPES:
@@ -88,7 +88,7 @@ def gated(
     *,
     live: Int32[Array, ""] | None = None,
 ) -> Float[Array, "T F"]:
-    """`activate(x @ gate.T) * (x @ up.T)` in the dtype of `x`, with gate and up the halves of `w` (2 F, I)."""
+    """Compute `activate(x @ gate.T) * (x @ up.T)` in the dtype of `x`, with gate and up the halves of `w` (2 F, I)."""
     width = w.shape[0] // 2
     if isinstance(w, TiledMatrix | IntegerTiles) and width % 16 == 0 and activation in _ACTIVATIONS:
         x, values, scale = _product(x, w)
@@ -108,7 +108,7 @@ def head_products(
 ) -> Array:
     """See `linear.head_products`. The kernel is used for even lanes, unless bfloat16 products have matrix tiles; it
     computes only the rows in `rows`."""
-    # Matrix tiles multiply pairs of bfloat16 faster, and XLA uses them.
+    # XLA uses matrix tiles, which are faster for bfloat16.
     if w.dtype not in _DTYPES or w.shape[1] % 2 or (w.dtype == jnp.bfloat16 and build.has_tiles()):
         return linear.head_products(x, w, onto_inputs=onto_inputs, rows=rows, dtype=dtype)
     width, result = (w.shape[2], w.dtype) if onto_inputs else (w.shape[1], jnp.float32)
@@ -128,7 +128,7 @@ def add_norm(
     layer: bool,
     live: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """`h + delta` in float32, and the sum's norm in `dtype`."""
+    """Return `h + delta` in float32, and the norm of the sum in `dtype`."""
     out = (jax.ShapeDtypeStruct(h.shape, jnp.float32), jax.ShapeDtypeStruct(h.shape, dtype))
     total, x = jax.ffi.ffi_call("apt_add_norm", out)(
         _live(live),
@@ -153,8 +153,8 @@ def split_qkv(
     *,
     live: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T Q"], Float[Array, "T KH"], Float[Array, "T KH"]]:
-    """q, k and v, flat, in `dtype`, from one product for the three. q and k are rotated; non-finite values of k and v
-    become zero."""
+    """Split one product into q, k and v, flat, in `dtype`. q and k are rotated; non-finite values of k and v become
+    zero."""
     rows, queries = sums.shape[0], num_heads * head_dim
     keys = (sums.shape[1] - queries) // 2
     out = tuple(jax.ShapeDtypeStruct((rows, width), dtype) for width in (queries, keys, keys))
@@ -212,7 +212,7 @@ def _decode(target: str, dtype: Any, q: Array, call: DecodeCall) -> Array:
 
 
 def _optional(slot_ranges: Array | None, rules: LogitModifiers | None) -> tuple[Array, Array]:
-    """Slot ranges and ALiBi's slopes, with empty arrays for None."""
+    """Return slot ranges and ALiBi's slopes, with empty arrays for None."""
     return (
         jnp.zeros((0, 0, 2), jnp.int32) if slot_ranges is None else slot_ranges,
         _or_empty(None if rules is None else rules.slopes),
@@ -231,7 +231,7 @@ def _attributes(block_size: int, rules: LogitModifiers | None) -> dict[str, Any]
 def prefill(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
-    """See `reference.prefill`. The kernel is used if no row has a hidden prefix, otherwise XLA."""
+    """See `reference.prefill`. The kernel is used unless a row has a hidden prefix, then XLA."""
 
     def of_xla() -> Array:
         return xla_prefill.prefill(q, k, v, call)
@@ -258,14 +258,14 @@ def prefill(
 
 
 def _are_tiles(matrices: tuple[Any, ...]) -> bool:
-    """True if all matrices are in tiles of one type and dtype."""
+    """Return True if all matrices are in tiles of one type and dtype."""
     tiled = any(all(isinstance(w, kind) for w in matrices) for kind in (TiledMatrix, IntegerTiles))
     return tiled and len({w.values.dtype for w in matrices}) == 1
 
 
 def takes_layer(layer: PreNormLayer, dtype: Any, pool_dtype: Any) -> bool:
-    """True if `decode_layer` supports the layer for rows in `dtype` and a pool in `pool_dtype`: the two must be equal,
-    and all weights must be in tiles of one dtype, or all in integer tiles."""
+    """Return True if `decode_layer` supports the layer for rows in `dtype` and a pool in `pool_dtype`. Among other
+    conditions, the two must be equal, and all weights must be in tiles of one type and dtype."""
     if dtype != pool_dtype:
         return False
     matrices = (layer.wqkv, layer.wo, layer.w_up, layer.w_down)
@@ -291,8 +291,8 @@ def decode_layer(
     rules: LogitModifiers | None,
     block_size: int,
 ) -> tuple[Float[Array, "B D"], Float[Array, "P C E"]]:
-    """A layer of decode rows of the KV kind in one call: the residual stream after it, and the pool with the rows' keys
-    and values written. `takes_layer` must be true for the layer.
+    """Compute a layer for decode rows of the KV kind in one call. Returns the residual stream after the layer, and the
+    pool with the rows' keys and values. `takes_layer` must be true for the layer.
 
     Args:
         h: residual stream before the layer, float32.

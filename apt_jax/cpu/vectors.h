@@ -1,5 +1,5 @@
-// Vectors of 16 lanes: a register where the CPU has AVX-512, several where its registers are smaller. Compilers keep a type that is
-// wider than a register in memory, so there a vector is a few of the registers' own.
+// Vectors of 16 lanes: one register with AVX-512, several if registers are smaller. Compilers keep a type that is wider than a
+// register in memory, so such a vector is an array of register-sized vectors.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-// Before a loop of a fixed number of turns over vectors: compilers keep these in registers only once there is no loop.
+// Unrolls a loop with a fixed number of iterations over vectors, which compilers keep in registers only if the loop is unrolled.
 #if defined(__clang__)
 #define APT_UNROLL _Pragma("unroll")
 #else
@@ -112,7 +112,7 @@ struct Same {
   using type = T;
 };
 
-// In an argument of this type the compiler finds T elsewhere.
+// An argument type from which the compiler does not deduce T.
 template <typename T>
 using Given = typename Same<T>::type;
 
@@ -147,7 +147,7 @@ APT_LANEWISE(<<)
 APT_LANEWISE(>>)
 #undef APT_LANEWISE
 
-// -1 in lanes where it holds, else 0.
+// -1 in lanes where the comparison holds, otherwise 0.
 #define APT_COMPARISON(op)                                                           \
   template <typename T>                                                              \
   inline IntVec operator op(const Lanes<T>& a, const Lanes<T>& b) {                  \
@@ -238,13 +238,13 @@ inline Vec max(Vec a, const Vec& b) {
   return a;
 }
 
-// Each lane i and lane i ^ distance change places.
+// Swaps lanes i and i ^ distance.
 template <int distance, int... i>
 inline Vec::Part swapped(Vec::Part v, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(v, v, (i ^ distance)...);
 }
 
-// All lanes, the same from all: combine(a, b) of two registers.
+// Reduces all lanes with combine(a, b), a function of two registers.
 template <int distance = kRegisterLanes / 2, typename Combine>
 inline float across(Vec::Part v, const Combine& combine) {
   v = combine(v, swapped<distance>(v, std::make_integer_sequence<int, kRegisterLanes>{}));
@@ -266,7 +266,7 @@ inline float max(const Vec& v) {
   return across(left, [](Vec::Part a, Vec::Part b) { return max(a, b); });
 }
 
-// a * b + c, rounded once where the CPU can: else compilers choose, and rounding to integers with them.
+// a * b + c, rounded once if the CPU has an instruction for it; otherwise the rounding is up to the compiler.
 inline Vec multiply_add(const Vec& a, const Vec& b, Vec c) {
 #if defined(__AVX2__) && defined(__FMA__)
   for (int i = 0; i < kRegisters; ++i) c.parts[i] = _mm256_fmadd_ps(a.parts[i], b.parts[i], c.parts[i]);
@@ -278,7 +278,7 @@ inline Vec multiply_add(const Vec& a, const Vec& b, Vec c) {
 
 #endif
 
-// A register that holds the sums of groups of 2 * h lanes with the distance h: those of a, then those of b.
+// Sums lanes at distance h within groups of 2 * h lanes; the result holds the sums of a, then the sums of b.
 template <int h, typename R, int... i>
 inline R fold(R a, R b, std::integer_sequence<int, i...>) {
   constexpr int n = sizeof...(i);
@@ -286,7 +286,7 @@ inline R fold(R a, R b, std::integer_sequence<int, i...>) {
   return __builtin_shufflevector(a, b, at(i)...) + __builtin_shufflevector(a, b, (at(i) + h)...);
 }
 
-// The sums of n registers, n lanes each, as the lanes of the first.
+// Sums each of n registers with n lanes; the first register holds the sums.
 template <int h, typename R>
 inline void fold_all(R* registers) {
   for (int i = 0; i < h; ++i)

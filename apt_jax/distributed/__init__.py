@@ -1,2 +1,1 @@
-"""One replica on several devices and hosts: rendezvous of the ranks, the program calls that rank 0 sends, and the
-detection of lost ranks."""
+"""One replica on several hosts: rendezvous of the ranks, program calls sent by rank 0, and detection of lost ranks."""

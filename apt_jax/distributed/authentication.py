@@ -1,8 +1,8 @@
-"""The join key: a secret shared by all ranks of a replica, in the file of --join-key-file.
+"""The join key: a secret shared by all ranks of a replica, read from --join-key-file.
 
-Each side proves that it has the key by an HMAC over its role and a random nonce of each side, before it sends anything
-else. The key itself is never sent and never logged. Without a key, which is possible only on one machine, both proofs
-are empty.
+Each side proves that it has the key by an HMAC over its role and a random nonce from each side, before it sends
+anything else. The key itself is never sent and never logged. Without a key, which is possible only on one machine, both
+proofs are empty.
 """
 
 import hmac
@@ -70,7 +70,7 @@ def check_rank(stream: "Stream", key: JoinKey | None) -> None:
 
     Raises:
         RejectedError: the other end does not have the key.
-        StreamError: the other end is not a rank of apt-jax, or is gone.
+        StreamError: the other end is not a rank of apt-jax, or has disconnected.
     """
     hello = stream.expect("hello").hello
     nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -88,7 +88,7 @@ def prove_to_leader(stream: "Stream", key: JoinKey | None) -> None:
 
     Raises:
         HostError: the keys differ, or one side has no key.
-        StreamError: the other end is not rank 0 of apt-jax, or is gone.
+        StreamError: the other end is not rank 0 of apt-jax, or has disconnected.
     """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     stream.send(hello={"nonce": own_nonce})

@@ -8,8 +8,8 @@ rank's devices, and only changes of the tables are sent.
 1. Ranks connect to ``--master-addr``, ``--master-port`` (`rendezvous.join`; JAX uses the next port).
 2. Each rank proves that it has the join key, then its settings are compared with rank 0's, before anything is loaded.
 3. Rank 0 announces program calls, and the other ranks run them (`worker.follow`).
-4. If a rank is lost, the replica ends: every remaining rank reports it and ends. Before all ranks have joined, the
-   place of a rank that is gone becomes free again.
+4. If a rank is lost, the replica stops: every remaining rank reports it and exits. Before all ranks have joined, the
+   place of a lost rank becomes free again.
 """
 
 import abc
@@ -40,9 +40,9 @@ _WARN_EVERY_S = 1.0
 
 
 def end_process(code: int, reason: str | None = None) -> None:
-    """End this process immediately; nothing else in the package does so.
+    """Exit this process immediately; nothing else in the package does so.
 
-    Called when an ordinary exit is not possible: a rank is lost before `Hosts.on_lost` is set, or rank 0 has ended
+    Called when an ordinary exit is not possible: a rank is lost before `Hosts.on_lost` is set, or rank 0 has stopped
     while this rank loads its model. Other threads may then be stuck in a collective or a compilation, which exceptions
     do not interrupt.
     """
@@ -56,14 +56,14 @@ class Hosts(abc.ABC):
     """Streams of this rank to other ranks.
 
     Attributes:
-        on_lost: function called once, in a thread, with a line about the lost rank; by default it ends the process.
+        on_lost: function called once, in a thread, with a line about the lost rank; by default it exits the process.
     """
 
     def __init__(self, own_name: str) -> None:
         self.on_lost: Callable[[str], None] = lambda reason: end_process(1, reason)
         self._own_name = own_name
         self._streams: dict[int, Stream] = {}  # by rank; replaced as a whole
-        self._losing = threading.Lock()  # taken for good by the first that notices
+        self._losing = threading.Lock()  # acquired by the first thread that notices a lost rank, and never released
         self._closing = False
         self._close_transport: Callable[[], object] = lambda: None
 
@@ -91,7 +91,7 @@ class Hosts(abc.ABC):
             stream.send(**kind)
 
     def _end_streams(self) -> None:
-        """End the messages of this rank, and wait briefly until everything has arrived."""
+        """Finish this rank's side of the streams, and wait briefly until everything has arrived."""
         streams = self._streams.values()
         for stream in streams:
             stream.finish()
@@ -99,10 +99,10 @@ class Hosts(abc.ABC):
             stream.close()
 
     def _lose(self, rank: int, reason: str, told: str | None) -> None:
-        """End the replica because a rank is gone.
+        """Stop the replica because a rank is lost.
 
         Args:
-            told: kind of the message with which the rank announced its end; None: it sent none.
+            told: kind of the message with which the rank announced that it stops; None: it sent no message.
         """
         del told
         if self._closing or not self._losing.acquire(blocking=False):
@@ -114,7 +114,7 @@ class Hosts(abc.ABC):
 
     @contextlib.contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Send an exception raised within the `with` block to the other ranks, which end with its message."""
+        """Send an exception raised within the `with` block to the other ranks, which stop with its message."""
         try:
             yield
         except Exception as error:
@@ -134,7 +134,7 @@ class Leader(Hosts):
     """Rank 0's streams to the other ranks.
 
     Attributes:
-        on_drain: function called in a thread when another rank was asked to end.
+        on_drain: function called in a thread when another rank was asked to stop.
     """
 
     def __init__(self, ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None = None) -> None:
@@ -172,7 +172,7 @@ class Leader(Hosts):
         self._tell(welcome={})
 
     def admit(self, stream: "Stream") -> None:
-        """Accept a stream, and listen to it in this thread if it is a rank's."""
+        """Accept a stream, and listen to it in this thread if it belongs to a rank."""
         from apt_jax.distributed.transport import HELLO_S, StreamError
 
         address = stream.name
@@ -181,14 +181,14 @@ class Leader(Hosts):
                 check_rank(stream, self._key)
                 told = stream.expect("introduction").introduction
         except (RejectedError, StreamError) as error:
-            return self._warn(f"{address} is at --master-port and was rejected: it {error}")
+            return self._warn(f"{address} connected to --master-port and was rejected: it {error}")
         rank, theirs = told.rank, dict(told.settings)
         stream.name = f"rank {rank} ({one_line(told.host)[:80]}, {address})"
         with self._meeting:
             if self._complete or rank in self._streams or not 1 <= rank < self._ours.nnodes:
                 exists = 1 <= rank < self._ours.nnodes
-                why = "another process is that rank" if exists else f"there are ranks 1 to {self._ours.nnodes - 1}"
-                return stream.send(failed={"reason": f"node_rank={rank} is not free: {why} (--node-rank)"})
+                why = "another process has it" if exists else f"ranks are 1 to {self._ours.nnodes - 1}"
+                return stream.send(failed={"reason": f"node_rank={rank} is not available: {why} (--node-rank)"})
             logger.info("%s joined", stream.name)
             self._streams = {**self._streams, rank: stream}
             self._refusal = self._refusal or difference(stream.name, theirs, self._settings)
@@ -196,7 +196,7 @@ class Leader(Hosts):
         self._listen(rank, stream)
 
     def _warn(self, text: str) -> None:
-        """Log rejected connections at a limited rate, as they may be many."""
+        """Log rejected connections at a limited rate, because there may be many."""
         now_s = time.monotonic()
         if now_s - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = now_s
@@ -216,7 +216,7 @@ class Leader(Hosts):
         """Send a program call to the other ranks; must be called right before rank 0 runs it.
 
         Raises:
-            StreamError: a rank is gone.
+            StreamError: a rank has disconnected.
         """
         data = plan.encode()
         for stream in self._streams.values():
@@ -228,7 +228,7 @@ class Leader(Hosts):
             self.on_drain()
 
     def end(self) -> None:
-        """End normally: the other ranks end with exit code 0."""
+        """Stop normally: the other ranks exit with code 0."""
         self._closing = True
         self._tell(end={})
         self.close()
@@ -256,7 +256,7 @@ class Follower(Hosts):
 
     def meet(self) -> None:
         """Wait until all ranks have joined. Raises: see `rendezvous.join`."""
-        error = self._welcome.get()  # rank 0 ends the wait for those that do not come
+        error = self._welcome.get()  # rank 0 sends an error if some ranks do not join in time
         if error is not None:
             self.close()
             raise error
@@ -269,11 +269,11 @@ class Follower(Hosts):
         self._welcome.put(HostError(reason))
 
     def ask_to_drain(self) -> None:
-        """Tell rank 0 that this rank was asked to end."""
+        """Notify rank 0 that this rank was asked to stop."""
         self._tell(drain={})
 
     def plans(self) -> Iterator[Plan]:
-        """Yield the program calls to run, until rank 0 ends."""
+        """Yield the program calls to run, until rank 0 stops."""
         self._follows = True
         while (call := self._plans.get()) is not None:
             yield Plan.from_message(call)
@@ -286,9 +286,9 @@ class Follower(Hosts):
             self._welcome.put(None)
         elif kind == "end":
             self._closing = True
-            if not self._follows:  # rank 0 was stopped while models are loaded
+            if not self._follows:  # rank 0 was stopped while this rank loads its model
                 end_process(0)
             self._plans.put(None)
 
 
-BEFORE_ALL_JOINED = " before all ranks had joined, or is no apt-jax (--master-addr, --master-port)"
+BEFORE_ALL_JOINED = " before all ranks had joined, or is not apt-jax (--master-addr, --master-port)"

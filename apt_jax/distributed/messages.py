@@ -1,4 +1,4 @@
-"""`Plan`, one program call as rank 0 announces it to the other ranks, and its encoding (protos/ranks.proto)."""
+"""`Plan`, a program call that rank 0 announces to the other ranks, and its encoding (protos/ranks.proto)."""
 
 import dataclasses
 import json
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from apt_jax.distributed.protos import ranks_pb2 as pb
 
 _LARGE = 1 << 16
-"""Number of elements above which arrays are sent without pieces of zeros, as most of a large step can be padding."""
+"""Number of elements above which arrays are sent without all-zero pieces, because a large step can be mostly
+padding."""
 _PIECE = 1 << 10
 
 Array = NDArray[np.int32]

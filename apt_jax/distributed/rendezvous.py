@@ -31,7 +31,7 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
 
     Raises:
         ConfigError: this rank's own flags are wrong: no join key, an address that is not its own, a port in use.
-        HostError: a rank did not join, is gone, or has different flags, another model or another version; all ranks
+        HostError: a rank did not join, was lost, or has different flags, another model or another version; all ranks
             that joined raise it. If join keys differ, only the rank with the wrong key raises it.
     """
     try:
@@ -62,7 +62,7 @@ def join(config: EngineConfig, model: "DataclassInstance", resolved: StoredModel
             )
         except RuntimeError as error:
             raise HostError(
-                f"JAX cannot join the hosts at port {ours.master_port + 1}, the one after --master-port: {one_line(str(error))[:200]}"
+                f"JAX cannot join the hosts at port {ours.master_port + 1}, the port after --master-port: {one_line(str(error))[:200]}"
             ) from error
     return hosts
 
@@ -72,19 +72,19 @@ def lead(ours: ParallelConfig, settings: Mapping[str, str], key: JoinKey | None)
     from apt_jax.distributed import transport
 
     with contextlib.closing(_bind(ours, 1, "the port after --master-port")) as probe:
-        address = probe.getsockname()[0]  # JAX takes the port when all are there
+        address = probe.getsockname()[0]  # JAX uses the port after all ranks have joined
     leader = Leader(ours, settings, key)
     try:
         server = transport.listen(address, ours.master_port, ours.nnodes - 1, leader.admit)
     except RuntimeError:
-        _bind(ours, 0, "--master-addr, --master-port").close()  # says why
+        _bind(ours, 0, "--master-addr, --master-port").close()  # raises an error with the reason
         raise
     logger.info(
         "rank 0 waits at %s:%d for %s", ours.master_addr, ours.master_port, counted(ours.nnodes - 1, "other rank")
     )
     leader.meet(lambda: server.stop(0))
-    # gRPC leaves it to a thread to end the streams at last, which is a daemon, and no hindrance to the end, if its
-    # maker is one.
+    # gRPC starts a thread that ends the streams at last. It is a daemon, which does not delay the exit of the process,
+    # only if it is started by a daemon.
     stopping = threading.Thread(target=server.stop, args=(_OPEN_STREAMS_S,), daemon=True)
     stopping.start()
     stopping.join()
@@ -102,7 +102,7 @@ def _bind(ours: ParallelConfig, offset: int, flags: str) -> socket.socket:
     if _is_loopback(found) and not _is_loopback(host):
         server.close()
         raise ConfigError(
-            f"{host} is {found} on this host, where no other can reach it; give the address of its network (--master-addr)"
+            f"{host} is {found} on this host, which other hosts cannot reach; use its network address (--master-addr)"
         )
     return server
 

@@ -18,7 +18,7 @@ _NOT_COMPARED = {
     "reasoning_parser",
     "parallel.node_rank", "parallel.join_timeout_s", "parallel.master_addr", "parallel.join_key_file",
 }  # fmt: skip
-"""Settings in which ranks may differ: paths, names, and settings of the single rank."""
+"""Settings in which ranks may differ: paths, names, and settings of each rank."""
 
 
 class StoredModel(Protocol):
@@ -53,7 +53,7 @@ def settings_of(config: EngineConfig, model: "DataclassInstance", resolved: Stor
 def fingerprint(path: Path) -> str:
     """Return a digest of a model's weights: sizes of the files, and a few bytes from the middle of each.
 
-    Orbax checkpoints are identified by their orbax.json, as their files have different names on every machine.
+    Orbax checkpoints are identified by their orbax.json, because their files have different names on every machine.
     """
     files = (
         [path]
@@ -76,10 +76,10 @@ def difference(rank: str, theirs: Mapping[str, str], ours: Mapping[str, str]) ->
         if a == b:
             continue
         if a is None or b is None:
-            return f"{rank} is of another version of apt-jax, or has another kind of model"
+            return f"{rank} runs another version of apt-jax, or has another kind of model"
         what, advice = name.rpartition(".")[2], "give all ranks the same flags"
         if name.startswith("version"):
-            what, advice = name, "install the same on all hosts"
+            what, advice = name, "install the same version on all hosts"
         elif name.startswith("model."):
             what, advice = f"the model's {name[6:]}", "give all ranks the same model"
         return f"{rank} has {what} {b:.60}, rank 0 has {a:.60}; {advice}"

@@ -1,11 +1,12 @@
 """Streams between ranks: one bidirectional gRPC call for each rank other than 0, opened at rank 0's --master-port.
 
-gRPC keeps the order of messages, and its keepalive notices a peer that no longer answers: a process that ends is
-noticed at once, a host that vanishes or a process that is stopped after `SILENCE_S`. Messages are those of
+gRPC keeps the order of messages, and its keepalive detects a peer that no longer answers: a process that exits is
+detected at once, a host that vanishes or a process that hangs after `SILENCE_S`. Messages are defined in
 protos/ranks.proto. Needs grpcio and protobuf (the extra `serve`); the module is imported only when ranks connect.
 
-Resources that a stranger at the port can use are bounded: `MAX_HELLOS` streams at a time that have not joined, one per
-connection, with at most `MAX_FROM_RANK` bytes per message. A connection without a stream is closed after `HELLO_S`.
+The resources that strangers can use through the port are limited: at most `MAX_HELLOS` streams that have not joined,
+one per connection, with at most `MAX_FROM_RANK` bytes per message. A connection without a stream is closed after
+`HELLO_S`.
 """
 
 import contextlib
@@ -34,8 +35,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Ranks"].full_name
 
 
 class StreamError(Exception):
-    """The other end of a stream is gone, or is not a rank of apt-jax; the text continues a sentence that begins with
-    the name of that end.
+    """The other end of a stream has disconnected, or is not a rank of apt-jax; the text continues a sentence that
+    begins with the name of that end.
 
     Attributes:
         is_busy: True if rank 0 already has `MAX_HELLOS` other streams that have not joined.
@@ -76,7 +77,7 @@ class Stream:
             self._done.set()
 
     def send(self, **kind: Any) -> None:
-        """Send a message of one kind, given by its fields; does nothing if the other end is gone."""
+        """Send a message of one kind, given by its fields; does nothing if the other end has disconnected."""
         with contextlib.suppress(StreamError):
             self.send_encoded(self._sends(**kind).SerializeToString())
 
@@ -84,7 +85,7 @@ class Stream:
         """Send a serialized message.
 
         Raises:
-            StreamError: the other end is gone.
+            StreamError: the other end has disconnected.
         """
         with self._sending:
             if self._is_finished or self._done.is_set():
@@ -101,13 +102,13 @@ class Stream:
             for data in self._incoming:
                 yield self._receives.FromString(data)
         except DecodeError:
-            raise StreamError("sent a message that is not of apt-jax") from None
+            raise StreamError("sent a message that apt-jax does not know") from None
         except grpc.RpcError as error:
-            if not isinstance(error, grpc.Call):  # at rank 0, whose iterator may as well just stop
+            if not isinstance(error, grpc.Call):  # at rank 0: the iterator just stops
                 return
             details = (error.details() or "").lower()
             if "ping timeout" in details or "keepalive" in details:
-                raise StreamError(f"has said nothing for {SILENCE_S:g} s") from None
+                raise StreamError(f"has not answered for {SILENCE_S:g} s") from None
             is_busy = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             raise StreamError(self.when_ended, is_busy=is_busy) from None
 
@@ -121,7 +122,7 @@ class Stream:
         if message is None:
             raise StreamError(self.when_ended)
         if message.WhichOneof("kind") not in kinds:
-            raise StreamError("sent a message that is not of apt-jax")
+            raise StreamError("sent a message that apt-jax does not expect")
         return message
 
     @contextlib.contextmanager
@@ -136,7 +137,7 @@ class Stream:
             timer.cancel()
 
     def finish(self) -> None:
-        """End the messages of this end."""
+        """Finish this end of the stream: no more messages are sent."""
         with self._sending:
             if not self._is_finished:
                 self._is_finished = True
@@ -154,11 +155,11 @@ def _options(*more: tuple[str, int | str]) -> list[tuple[str, int | str]]:
     return [
         ("grpc.keepalive_time_ms", half_ms),  # a silent connection is probed after this time,
         ("grpc.keepalive_timeout_ms", half_ms),  # and cut this much later,
-        ("grpc.http2.ping_timeout_ms", half_ms),  # also where the peer's kernel still acknowledges
+        ("grpc.http2.ping_timeout_ms", half_ms),  # even if the peer's kernel still acknowledges
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),  # no limit
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.http2.bdp_probe", 0),  # pings beside the plans; the window below is large enough
+        ("grpc.http2.bdp_probe", 0),  # no extra pings; the window below is large enough
         ("grpc.http2.lookahead_bytes", 8 << 20),
         ("grpc.optimization_target", "latency"),
         ("grpc.max_send_message_length", -1),
@@ -194,20 +195,22 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
         admit: function called with each new stream, in its own thread; the stream is closed when it returns.
 
     Raises:
-        RuntimeError: the port is in use, or the address is not of this host.
+        RuntimeError: the port is in use, or the address does not belong to this host.
     """
 
     def join(incoming: Iterator[bytes], context: Any, send_response_callback: Callable[[bytes | None], None]) -> None:
         stream = Stream(_address(context.peer()), pb.FromLeader, pb.FromRank)
         stream.attach(context, incoming, send_response_callback)
-        stream.when_ended = f"has not answered for {SILENCE_S:g} s or has ended"  # gRPC does not tell a server which
+        stream.when_ended = (
+            f"has not answered for {SILENCE_S:g} s or has ended"  # gRPC servers cannot distinguish these
+        )
         try:
             admit(stream)
         finally:
             stream.close()
 
-    # As grpcio-health-checking does it: responses are then sent by whoever calls, and not from an iterator in another
-    # thread, which would wait for the interpreter's lock while the engine goes on.
+    # As in grpcio-health-checking: the calling thread then sends responses, instead of an iterator in another thread,
+    # which would wait for the interpreter's lock while the engine runs.
     join.experimental_non_blocking = True  # type: ignore[attr-defined]
     most = num_ranks + MAX_HELLOS
     server = grpc.server(
@@ -230,7 +233,7 @@ def listen(host: str, port: int, num_ranks: int, admit: Callable[[Stream], None]
 
 
 class _DaemonThreads(futures.Executor):
-    """Executor with a daemon thread for each call; the server bounds their number."""
+    """Executor with a daemon thread for each call; the server limits their number."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()

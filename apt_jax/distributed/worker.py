@@ -14,14 +14,14 @@ class StepError(AptJaxError):
 
 
 class PlanRunner(Protocol):
-    """The method of `JaxExecutor` that is used here."""
+    """The part of `JaxExecutor` used here."""
 
     def run_plan(self, plan: Plan) -> Any:
         """Make the program call that rank 0 announced."""
 
 
 def follow(executor: PlanRunner, follower: Follower) -> None:
-    """Run the steps of rank 0 until it ends. Raises StepError if a step failed."""
+    """Run the steps of rank 0 until it stops. Raises `StepError` if a step failed."""
     import jax
 
     flying: collections.deque[Any] = collections.deque()
@@ -29,8 +29,8 @@ def follow(executor: PlanRunner, follower: Follower) -> None:
         try:
             for plan in follower.plans():
                 flying.append(executor.run_plan(plan))
-                if len(flying) > 2:  # so that a step that fails is noticed
+                if len(flying) > 2:  # to notice a step that failed
                     jax.block_until_ready(flying.popleft())
         except Exception as error:
-            time.sleep(1.0)  # where it failed for want of another rank, `on_lost` ends this one
+            time.sleep(1.0)  # if a lost rank caused the failure, `on_lost` exits the process first
             raise StepError(f"a step failed: {one_line(str(error))[:300]}") from error

@@ -1,19 +1,19 @@
-"""Admission control: rejects on arrival requests that would wait too long or behind too many requests of their tenant.
+"""Admission control: rejects requests on arrival if they would wait too long or if their tenant has too many waiting.
 
 Three bounds, checked when a request arrives and before anything is allocated for it:
 
 * total: `max_num_queued_reqs` waiting requests and `max_num_queued_tokens` prompt tokens;
-* per tenant (an API key): as many waiting requests as `TENANT_SHARE` times the places still free, the dynamic threshold
-  of shared buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue,
-  k tenants that ask for more get about 1/k of it each, and there is room for a new tenant;
+* per tenant (an API key): `TENANT_SHARE` waiting requests per free place of the queue, the dynamic threshold of shared
+  buffers (Choudhury and Hahne, IEEE/ACM Trans. Networking 1998). A single tenant gets nearly the whole queue, k tenants
+  that ask for more get about 1/k of it each, and there is always space for a new tenant;
 * SLO: the expected TTFT must be within the request's TTFT SLO (`slo_admission`). It is the estimate of the cost model
   plus the 90th percentile of the model's recent errors.
 
-A rejection says when to retry: after the time in which the excess is expected to be processed.
+A rejection includes a retry delay: the time in which the excess is expected to be processed.
 
-A request that arrives while a step runs can be rejected before the step ends: `Admission.early_reject` decides by the
-`QueueSnapshot` that the engine published when the step began, and by the requests that have arrived since. It can only
-reject; the engine decides about the requests that it does not reject.
+A request that arrives while a step runs can be rejected before the step ends: `Admission.early_reject` decides from the
+`QueueSnapshot` that the engine published when the step began, and from the requests that have arrived since. It can
+only reject; the engine decides about the requests that it does not reject.
 """
 
 import collections
@@ -55,17 +55,17 @@ class Queue:
     num_of_tenant: int
     """Waiting requests of the new request's tenant."""
     uncached_tokens: int
-    """Positions to be computed for the requests that are served before the new one."""
+    """Number of positions to compute for the requests that are served before the new request."""
     uncached_requests: int
-    """Number of requests that are served before the new one."""
+    """Number of requests that are served before the new request."""
     missing_blocks: int
     """Blocks that the new request and the requests before it need, minus the free blocks; may be negative."""
     missing_slots: int
     """Batch slots that the new request and the requests before it need, minus the free slots; may be negative."""
     blocks_per_s: float
-    """Blocks freed by ending requests, per second, recently; 0: not known."""
+    """Recent rate of blocks freed by finished requests, blocks per second; 0: unknown."""
     requests_per_s: float
-    """Ending requests per second, recently; 0: not known."""
+    """Recent rate of finished requests, requests per second; 0: unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class QueueSnapshot:
     """Snapshot of the queue while a step runs; immutable, so readable from any thread."""
 
     queues: tuple[Queue, Queue]
-    """State of the queue before a request with an SLO, and before a best-effort request. One slot for the new request
-    is counted, its blocks are not."""
+    """State of the queue before a request with an SLO, and before a best-effort request. Includes a slot for the new
+    request, but not its blocks."""
     of_tenants: Mapping[str | None, int]
     """Number of waiting requests by tenant; requests without a tenant may be left out."""
     costs: StepCosts
@@ -156,13 +156,13 @@ class Admission:
             prompt_len: tokens of its prompt.
             own_tokens: prompt tokens that are not cached.
             ttft_s: its TTFT SLO, seconds; infinite: no SLO.
-            tenant: its tenant; None: no tenant, so that no share limits it.
+            tenant: its tenant; None: no tenant, so the limit per tenant does not apply.
             queue: the queue without the request.
             costs: step costs; zero: not known.
             now_s: the time on the engine's clock.
 
         Returns:
-            The TTFT that the model expects without the margin, for `learn`; None: the request has no SLO, or need not
+            The TTFT that the model expects, without the margin, for `learn`; None: the request has no SLO, or need not
             wait for others.
 
         Raises:
@@ -186,8 +186,8 @@ class Admission:
         demand: AdmissionDemand,
         ttft_s: float,
     ) -> QueueFullError | None:
-        """Return the error with which a request that arrives while a step runs is rejected; None: the engine decides.
-        Callable from any thread.
+        """Return the error that rejects a request that arrives while a step runs; None: the engine decides. Callable
+        from any thread.
 
         Args:
             ttft_s: its TTFT SLO, seconds.
@@ -203,7 +203,7 @@ class Admission:
             return None
         alone_s = self.prefill_s(demand.uncached_tokens, 1, snapshot.costs)
         expected_s = alone_s + self.expected_wait_s(queue, snapshot.costs, snapshot.margin_s)
-        if alone_s > ttft_s or expected_s <= ttft_s:  # out of reach for good: the engine says so
+        if alone_s > ttft_s or expected_s <= ttft_s:  # never reachable: the engine rejects it
             return None
         return _out_of_reach_now(ttft_s, expected_s)
 
@@ -234,11 +234,11 @@ class Admission:
         if tenant is not None and queue.num_of_tenant >= TENANT_SHARE * free:
             too_many = queue.num_of_tenant - TENANT_SHARE * free + 1
             raise QueueFullError(
-                f"the queue has {counted(queue.num_of_tenant, 'request')} of this API key, its share (--max-num-queued-reqs {limit})",
+                f"the queue already has {counted(queue.num_of_tenant, 'request')} of this API key, its full share (--max-num-queued-reqs {limit})",
                 _bounded(_over(too_many / (1 + TENANT_SHARE), queue.requests_per_s)),
             )
         token_limit = self._config.max_num_queued_tokens
-        # An empty queue takes any request: one longer than the limit could otherwise never be served.
+        # An empty queue accepts any request: a request longer than the limit could otherwise never be served.
         if token_limit is None or not queue.waiting_tokens:
             return
         too_many = queue.waiting_tokens + prompt_len - token_limit
@@ -256,7 +256,7 @@ class Admission:
             self.num_slo_at_risk_admitted += 1
             if now_s - self._warned_s >= _WARN_EVERY_S:
                 self._warned_s = now_s
-                logger.warning("%s is asked for, about %.0f ms are to be expected", asked, 1e3 * expected_s)
+                logger.warning("%s is requested, but about %.0f ms are expected", asked, 1e3 * expected_s)
         elif alone_s > ttft_s:
             raise InvalidRequestError(
                 "slo.ttft_ms",
@@ -282,7 +282,7 @@ class Admission:
         budget = self._config.max_num_batched_tokens
         num_steps = math.ceil(num_tokens / budget)
         chunks = max(num_requests, num_steps)
-        # A prompt's chunks attend to what came before: all pairs of its positions, however it is cut.
+        # Chunks attend to all earlier positions, so the number of pairs does not depend on how a prompt is split.
         pairs = num_tokens**2 / max(num_requests, 1)
         return (
             num_steps * costs.prefill_base_s
@@ -298,7 +298,7 @@ def _asked(ttft_s: float) -> str:
 
 def _out_of_reach_now(ttft_s: float, expected_s: float) -> QueueFullError:
     return QueueFullError(
-        f"{_asked(ttft_s)} is out of reach now: about {1e3 * expected_s:.0f} ms are to be expected (--set slo_admission)",
+        f"{_asked(ttft_s)} is out of reach now: about {1e3 * expected_s:.0f} ms are expected (--set slo_admission)",
         _bounded(expected_s - ttft_s),
     )
 
@@ -321,7 +321,7 @@ class AdmissionController:
         cache: the pool.
         clock: the current time.
         offered: available cache kinds; the kind with the fewest blocks per position comes first.
-        can_mask: whether requests may ask for structured output.
+        can_mask: True: requests may use structured output and token rules such as `bad_words`.
     """
 
     def __init__(
@@ -346,8 +346,8 @@ class AdmissionController:
     def check(self, request: EngineRequest, costs: StepCosts) -> tuple[int, float | None]:
         """Reject requests that cannot be served.
 
-        Prompt and `max_tokens` together must fit the whole pool: then the request always ends, since the policy can
-        give it the whole pool. With a kind that can hold only a part of the request, it would be preempted forever.
+        Prompt and `max_tokens` together must fit the whole pool: then the request can always finish, since the policy
+        can give it the whole pool. With a kind that can hold only a part of the request, it would be preempted forever.
 
         Returns:
             The only kind that can hold the request (`NO_KIND`: any kind can), and the result of `Admission.check`.
@@ -374,7 +374,7 @@ class AdmissionController:
             least = cache.blocks_needed(total, offered[0])
             raise InvalidRequestError(
                 "max_tokens",
-                f"prompt and output of up to {total} tokens take {least} cache blocks of {cache.block_sizes[offered[0]]} tokens, the pool has {pool}",
+                f"prompt and output of up to {total} tokens take {least} cache blocks of {cache.block_sizes[offered[0]]} tokens, but the pool has {pool}",
             )
         blocks = min(cache.blocks_needed(prompt_len, kind) for kind in drop_oversized)
         expected_ttft_s = self._admission.check(
@@ -425,7 +425,7 @@ class AdmissionController:
         if tenant is not None:
             number = states.tenants.get(tenant, -1)
             num_of_tenant = int(np.count_nonzero(states.table.tenant[waiting] == number))
-        # Best-effort requests come behind those with an SLO.
+        # Best-effort requests are served after requests with an SLO.
         before = waiting if request.slo_class == "be" else waiting[~states.table.best_effort[waiting]]
         return self._queue(waiting, before, blocks, num_of_tenant)
 
@@ -438,11 +438,11 @@ class AdmissionController:
 
     def _queue(self, waiting: NDArray[Any], before: NDArray[Any], blocks: int, num_of_tenant: int) -> Queue:
         states, cache = self._states, self._cache
-        kind = self._offered[0]  # as for a new request: the policy may give all of them the kind that takes fewest
+        kind = self._offered[0]  # the policy may give all requests the kind that takes the fewest blocks
         groups = -(-states.table.num_tokens[before] // cache.block_sizes[kind])
         needed = int(groups.sum()) * cache.blocks_per_group[kind] + blocks
         times, per_s = states.finish_times_s, 0.0
-        # Up to now, so that a rate of long ago counts for little.
+        # The interval lasts until now, so the rate falls if no request has finished recently.
         if len(times) > 1 and self._clock.now_s() > times[0]:
             per_s = len(times) / (self._clock.now_s() - times[0])
         num_running = states.count(RUNNING)

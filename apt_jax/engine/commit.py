@@ -32,7 +32,7 @@ def finish_reason(
     stop_string: str | None,
     constraint_ended: bool,
 ) -> tuple[FinishReason | None, int | str | None]:
-    """Return the finish reason of a request if a token is its last.
+    """Return the finish reason of a request if a token is the last token of its output.
 
     Args:
         token: the new token.
@@ -40,7 +40,7 @@ def finish_reason(
         params: sampling parameters; before `min_tokens`, stop tokens and stop strings do not end a request.
         stop_token_ids: stop tokens of the request.
         stop_string: stop string that the token has completed; None: no stop string.
-        constraint_ended: whether the output is complete by its constraint.
+        constraint_ended: True: the output is complete according to its constraint.
 
     Returns:
         The reason, and the stop token or stop string if it is the cause; None: the request continues. If several
@@ -132,7 +132,7 @@ class TokenCommitter:
                 k = state.params.logprobs
                 self._deliver(state, token, now_s, None if k is None else _logprobs(k, result, i))
                 if has_prefixes and not state.ended and states.status[state.row] == WAITING:
-                    states.await_hits(state)  # it was preempted: now its tokens are known
+                    states.await_hits(state)  # it was preempted; now all its tokens are known
 
     def _keep_prompt_logprobs(self, step: InFlightStep, result: StepResult) -> None:
         """Store log probabilities of prompts, and end requests whose log probabilities are not finite."""
@@ -147,7 +147,7 @@ class TokenCommitter:
             if not finite:
                 self._states.finish(state, "error", error=_NOT_FINITE)
             elif state.prompt_scores.is_complete and self._states.status[state.row] == WAITING:
-                self._states.await_hits(state)  # it was preempted: from now on cached prefixes serve it
+                self._states.await_hits(state)  # it was preempted; from now on it may use cached prefixes
 
     def _keep_pooled(self, step: InFlightStep, result: StepResult) -> None:
         """Add the summed states of prompts, and end requests whose sums are not finite."""
@@ -175,7 +175,7 @@ class TokenCommitter:
             token in state.stop_token_ids and count >= params.min_tokens
         ):
             stop_string, constraint_ended, error = self._process(state, token)
-            if state.ended:  # the processor has aborted its own request: the terminal output is out
+            if state.ended:  # the processor aborted this request, whose last output has been appended
                 counters.num_discarded_tokens += 1
                 return
         if error is None:
@@ -257,8 +257,11 @@ class TokenCommitter:
             return None, False, grammar_error(caught)
 
     def _commit_prefixes(self, step: InFlightStep, result: StepResult) -> None:
-        """Register the groups that a step has filled. If a token is invalid, discard the groups of its request, and
-        drop the cached prefix under it unless an earlier token has proven it valid."""
+        """Register the groups that a step has filled, except groups of ended requests.
+
+        If a request's token is invalid, discard the groups filled for it and drop the groups that it has registered.
+        Also drop the cached prefix that it reused, unless an earlier valid token of the request confirmed the prefix.
+        """
         cache = self._cache
         good = result.finite & (result.token_ids >= 0) & (result.token_ids < self._vocab_size)
         for filled in step.filled:
@@ -268,16 +271,16 @@ class TokenCommitter:
                 continue
             digests = self._states.prefixes.digests(state, filled.kind, filled.begin + filled.firsts.size)
             cache.register(state.rank, filled.kind, digests, filled.begin, filled.firsts, filled.generations)
-        # A mask that leaves no token says nothing about the cache.
+        # If a mask allows no token, the cache may still be valid.
         bad = step.samples & ~good & ~(result.finite & (result.token_ids == NO_TOKEN))
         for i in np.flatnonzero(step.samples).tolist() if bad.any() else ():
             state = step.requests[i]
             if bad[i] and not state.ended:
-                # What it found is beyond doubt only if it has had a good token over it.
+                # The cached prefix that it found is known to be valid only after a valid token.
                 begin = state.num_found if state.is_proven else 0
                 kind, found_kind = int(step.kind[i]), state.found_kind
                 cache.drop_prefix(found_kind, state.digests[found_kind], begin)
-                if kind != found_kind:  # it was converted, and has computed all of these
+                if kind != found_kind:  # it was converted, so it has computed all of these groups
                     cache.drop_prefix(kind, state.digests[kind], 0)
         for i in np.flatnonzero(step.samples & good).tolist():
             step.requests[i].is_proven = True
@@ -335,7 +338,7 @@ class StepMasks:
         constraints = [c for j in rows if (c := states[j].constraint) is not None]
         try:
             outcomes = self.fill_masks(constraints, masks, rows)
-        except Exception as error:  # of these requests: the others go on
+        except Exception as error:  # only these requests fail, the others continue
             outcomes = [error] * len(rows)
         for j, outcome in zip(rows, outcomes, strict=True):
             if outcome is True:
@@ -354,7 +357,7 @@ def _nothing_left(request: EngineRequest) -> str:
     field = "bad_words" if request.params.allowed_token_ids is None else "allowed_token_ids"
     if request.grammar is not None:
         field = "structured_outputs"
-    return f"{EXCLUDED}{field}: allows no token here that min_tokens, stop tokens and logit_bias leave"
+    return f"{EXCLUDED}{field}: allows no token here, given min_tokens, stop tokens and logit_bias"
 
 
 def grammar_error(error: Exception) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from apt_jax.core.kinds import NUM_KINDS
 from apt_jax.metrics import Distribution
 
-# Bounds of the distributions; tokens as in vLLM.
+# Bucket bounds of the distributions; the token bounds are the same as in vLLM.
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SCHEDULE_S = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 1.0)
 
@@ -16,7 +16,7 @@ _NEW_COST_ERROR = 1 / 32
 
 
 class RecomputeCause(enum.IntEnum):
-    """Why positions are recomputed: the cause of the request's last cache loss."""
+    """Cause of a request's last cache loss, after which its positions are recomputed."""
 
     MEMORY = 0
     """Preempted because the next positions of all running requests did not fit the pool, or saved slots did not fit
@@ -49,7 +49,7 @@ class RollingPercentiles:
 
 
 class EngineCounters:
-    """Counts since the engine was made, incremented by its parts; names are the same as in `EngineStats`."""
+    """Counts since the engine was created, incremented by its parts; names are the same as in `EngineStats`."""
 
     def __init__(self) -> None:
         self.iterations: collections.Counter[str] = collections.Counter()

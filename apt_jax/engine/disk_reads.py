@@ -1,8 +1,8 @@
 """Reads of prefixes from disk for waiting requests.
 
 1. When a request begins to wait, the groups that follow its cached prefix are looked up on disk.
-2. If reading and copying them takes less time than computing, by the cost model and the speed of recent reads, a thread
-   of the `DiskStore` reads them. Until it has finished, policies do not see the request (it is *held*).
+2. If reading and copying them takes less time than computing, according to the cost model and the speed of recent
+   reads, a thread of the `DiskStore` reads them. Until it has finished, policies do not see the request (it is *held*).
 3. Between two steps, groups that have been read get blocks of host memory and a node in the tree of prefixes. From
    there they are copied to the device like other groups, unless computing is cheaper (`apt_jax.engine.restore`).
 
@@ -102,7 +102,7 @@ class DiskReads:
             self._hold(row, *found)
 
     def end(self, row: int) -> None:
-        """Forget the request of a row, which has ended."""
+        """Forget the request of a row after it has ended."""
         read = self._of_row.pop(row, None)
         if read is not None:
             self._states.held[row] = False
@@ -149,14 +149,14 @@ class DiskReads:
     # --- between two steps -----------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait a few milliseconds for a read; for an engine that has nothing else to do."""
+        """Wait a few milliseconds for a read; called when the engine has nothing else to do."""
         self._disk.wait(_IDLE_WAIT_S)
 
     def take(self) -> None:
         """Register the groups that have been read, in host memory, and release requests whose reads are complete."""
         for read in self._reads.copy():
             of_disk = read.of_disk
-            is_done = of_disk.is_done  # before the last look at what there is
+            is_done = of_disk.is_done  # read before the last check for groups
             while of_disk.groups:
                 self._take_group(read)
             if is_done:
@@ -179,13 +179,13 @@ class DiskReads:
         node = None
         if parent is not None and not of_disk.is_cancelled and prefixes.find(kind, read.digests[at]) is None:
             node = self._cache.groups.place_in_host(parent, read.digests[at], is_downward=group.is_downward)
-            of_disk.is_cancelled |= node is None  # no room for the rest either
+            of_disk.is_cancelled |= node is None  # no space for the other groups either
         self._disk.place(group, () if node is None else node.host)
         if node is not None:
             self._counters.disk_hit_tokens += self._cache.block_sizes[kind]
 
     def _release(self, read: _Read) -> None:
-        """Show policies the requests that waited for a read; requests that joined it may begin another read."""
+        """Make the requests that waited for a read visible to policies; requests that joined it may begin another."""
         rows, read.rows = sorted(read.rows), set()
         for row in rows:
             del self._of_row[row]
@@ -197,6 +197,6 @@ class DiskReads:
     def check_integrity(self) -> None:
         """Check that the held requests are exactly the requests that wait for a read."""
         held = self._states.held.nonzero()[0].tolist()
-        assert sorted(self._of_row) == held, "requests are held that wait for nothing"
+        assert sorted(self._of_row) == held, "held requests and requests that wait for a read differ"
         assert all(row in read.rows for row, read in self._of_row.items()), "a read without its request"
-        assert all(self._states.status[row] == WAITING for row in held), "a request is held that does not wait"
+        assert all(self._states.status[row] == WAITING for row in held), "a held request is not waiting"

@@ -1,4 +1,4 @@
-"""Writes cached prefixes to disk when an engine ends."""
+"""Writes cached prefixes to disk when an engine closes."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ def write_prefixes(
         host: host memory through which prefixes are written; None: only writes that have begun are completed.
         disk: the store; closed afterwards.
         timeout_s: time limit, seconds; prefixes not written by then are lost.
-        is_hurried: called repeatedly while writing; True ends the writing.
+        is_hurried: called repeatedly while writing; True stops the writing.
     """
     until_s = time.perf_counter() + timeout_s
 
@@ -38,7 +38,9 @@ def write_prefixes(
         if host is not None:
             cache.groups.write_all(host.save_now, is_written)
         if not is_written():
-            logger.warning("not all cached prefixes have been written to disk: the end was limited to %g s", timeout_s)
+            logger.warning(
+                "not all cached prefixes were written to disk: shutdown was urgent or took longer than %g s", timeout_s
+            )
     except Exception as error:
         logger.error("cached prefixes could not be written to disk: %s", error)
     disk.close()

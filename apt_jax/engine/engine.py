@@ -7,49 +7,49 @@ The life of a request:
 2. Each `Engine.step` makes four calls: *schedule* (the policy's pure decision), *build* (block accounting and the
    batch), *execute* (the executor runs the rows) and *commit* (tokens are delivered, requests end).
 3. When it is first scheduled, it takes a slot and blocks of one kind and is running. Its prompt is computed in one
-   step or in chunks; the step that computes its end samples the first token, each later step one token.
+   step or in chunks; the step that computes its last position samples the first token, each later step one token.
 4. A policy may *convert* it from layer inputs to keys and values (`Plan.convert`): it gets new blocks, the executor
-   computes their content from the old ones, and the step itself runs it as a KV request. Its old blocks are freed when
-   the step has been built; their next owner writes to them in a later step. Without free blocks it keeps its layer
+   computes their contents from the old blocks, and the step itself runs it as a KV request. Its old blocks are freed
+   when the step has been built; their next owner writes to them in a later step. Without free blocks it keeps its layer
    inputs.
 5. A policy may *preempt* it: it loses cache and slot, waits again under its old rank, and prompt and output so far are
    recomputed when it is scheduled again, with either kind (Apt-Serve §4.3: a switch of the cache type discards the
    cache and recomputes it).
-6. It ends once: "stop", "length", "abort" or "error". The last `StepOutput` says so.
+6. It ends exactly once: "stop", "length", "abort" or "error", the finish reason in its last `StepOutput`.
 
 Prefixes. With `CacheConfig.enable_prefix_caching` a request that is scheduled starts with the cached prefix of its
-tokens, computed by others or by itself before a preemption; `PrefixHitTracker` shows the policy how much that would be.
-At least its last token is computed, since logits are not cached: if its last block is fully cached, it gets a copy of
-the block to write to (`StepBatch.copies`). Blocks are registered at commit, after a valid token has been sampled from
-them. A step that fails clears the prefix cache on the device. A request for log probabilities of its prompt uses no
-cached prefix until it has all of them, and after a preemption it does not compute them again (`PromptScores`).
+tokens, computed by others or by itself before a preemption; the policy gets the length from `PrefixHitTracker`. At
+least its last token is computed, since logits are not cached: if its last block is fully cached, it gets a copy of the
+block to write to (`StepBatch.copies`). Blocks are registered at commit, after a valid token has been sampled from them.
+A step that fails clears the prefix cache on the device. A request for log probabilities of its prompt uses no cached
+prefix until it has all of them, and after a preemption it does not compute them again (`PromptScores`).
 
-Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the one before it are fetched:
+Overlap. With `SchedulerConfig.overlap` a step is dispatched before the tokens of the previous step are fetched:
 
     host    | schedule n+1, build | execute n+1 | result n, commit n | schedule n+2 ...
     device  ... step n ............................| step n+1 ................
 
-The table counts tokens in flight, so that the policy sees the lengths after the step in flight; the next step gets
+The table counts tokens in flight, so the policy sees the lengths after the step in flight; the next step gets
 `TOKEN_ON_DEVICE` in place of their values. This has four consequences:
 
 * A request whose last allowed token is in flight takes part in no further step. Its cache is no longer needed and is
   released right after dispatch. Steps run in order, so the next owner of the blocks writes to them in a later step.
-* A stop token is seen one step late. The row that has been dispatched meanwhile is discarded at its commit, because its
-  request has ended; its blocks are free before that, which is safe for the same reason.
-* A request with structured output samples under a mask that depends on the token before. Its step is dispatched like
-  any other up to the sampler; then the step before is fetched and committed, masks are filled, and the sampler follows.
-  The host does this while the device computes, so that only the sampler does not overlap.
+* A stop token is seen one step late. The row dispatched in the meantime is discarded at its commit, because its request
+  has ended; its blocks are free before that, which is safe for the same reason.
+* A request with structured output samples under a mask that depends on the previous token. Its step is dispatched like
+  any other up to the sampler; then the previous step is fetched and committed, masks are filled, and the sampler is
+  dispatched. The host does this while the device computes, so only the sampler does not overlap.
 * A preempted request's token in flight is delivered like any other. Until then the policy does not see the request:
   only tokens known to the host can be recomputed.
 
 Policies. If a policy raises, or its plan violates the contract of `Plan`, `fcfs` schedules the iteration instead.
-Plans of policies from outside this package are checked each time (0.1 ms), plans of its own policies by their tests.
+Plans of policies from outside this package are checked in every iteration (0.1 ms); bundled policies are only tested.
 
 Failures. A failure of one request (logits that are not finite, a token outside the vocabulary, its output processor,
 its grammar) ends only that request. A step that raises has destroyed the pool: the executor is reset, every request
-that held cache waits again, and the loop continues; a second failure within a minute ends the engine with an error for
+that held cache waits again, and the loop continues; a second failure within a minute stops the engine with an error for
 each request. After a step that ran out of memory, steps are at most half as large for a while (`OOM_BACKOFF_S`).
-Inconsistent accounting (`CacheIntegrityError`) ends the engine at once, since a request could read another's memory.
+Inconsistent accounting (`CacheIntegrityError`) stops the engine at once, since a request could read another's memory.
 
 Parts. `RequestStates` owns the requests and their transitions, `PolicyRunner` calls the policy, `BatchBuilder` turns
 plans into batches, `TokenCommitter` turns results into outputs, `Recovery` handles failures. None of them uses
@@ -110,17 +110,17 @@ class Engine:
         policy: decides each iteration.
         clock: the current time.
         kinds: specifications of the cache kinds, indexed by `core.kinds.KV` and `HIDDEN`.
-        scheduler_config: limits and whether steps overlap.
+        scheduler_config: limits, and overlap of steps.
         cache_config: block size, prefix caching and sharing of blocks.
         costs: cost model of iteration times for the policy; may be replaced at any time (`engine.costs = ...`).
         vocab_size: V; a sampled token outside [0, V) ends its request. None: only a negative token does.
         output_processor: the front end's hook for every token.
         tiers: host memory and disk for cached groups that leave the pool.
         reserver: class that reserves blocks for requests (`apt_jax.engine.batch.reserver_for`).
-        debug: check everything after every step, and let contract violations and failures of the policy raise.
+        debug: check everything after every step, and raise if the policy fails or violates its contract.
 
     With an executor that uses only lengths (`Executor.lengths_only`), `step` delivers only the last output of each
-    request; decisions and accounting are the same, in half the time.
+    request; decisions and accounting are the same but take half the time.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Engine:
         self.last_plan: Plan | None = None
         """The last plan of the policy, or of `fcfs` in its place; None: no plan yet."""
         self.before_dispatch: Callable[[StepBatch], None] | None = None
-        """Called between building and dispatching a step. It may add requests, but change nothing else."""
+        """Called between building and dispatching a step; it may add requests, but must change nothing else."""
         self._overlap = scheduler_config.overlap
         self._reads: DiskReads | None = None
         self._is_closed = False
@@ -174,7 +174,7 @@ class Engine:
             prefix_caching=cache_config.enable_prefix_caching,
             num_host_blocks=0 if tiers.host is None else tiers.host.num_blocks,
         )
-        # Cheapest first: a request that fits with a later one fits with every earlier one too.
+        # Cheapest first: a request that fits with one kind also fits with every kind before it.
         self._offered = sorted(
             (k for k in KINDS if kinds[k].offered), key=lambda k: kinds[k].blocks_per_group / cache.block_sizes[k]
         )
@@ -264,11 +264,11 @@ class Engine:
             DuplicateRequestError: a live request has this id.
             InvalidRequestError: the request can never be served, for example because it does not fit the pool.
             QueueFullError: the waiting queue is at one of its limits, or the SLO cannot be met now.
-            EngineDeadError: the engine has ended.
+            EngineDeadError: the engine has stopped.
         """
         self._recovery.raise_if_dead()
         if request.adapter is not None and request.adapter not in self.states.adapters:
-            raise InvalidRequestError("adapter", f"{request.adapter[:80]!r} is no adapter of this engine")
+            raise InvalidRequestError("adapter", f"{request.adapter[:80]!r} is not an adapter of this engine")
         try:
             pinned_kind, expected_ttft_s = self._controller.check(request, self.costs)
         except (InvalidRequestError, QueueFullError):
@@ -284,7 +284,7 @@ class Engine:
         """End a live request now. Its blocks are free at once; the next `step` returns its last output.
 
         Returns:
-            False when no live request has this id (it may have ended already).
+            False: no live request has this id (it may have ended already).
         """
         state = self.states.by_id.get(request_id)
         if state is None:
@@ -293,10 +293,10 @@ class Engine:
         return True
 
     def preempt(self, request_id: str) -> bool:
-        """Preempt a running request, like a policy. For operators and tests.
+        """Preempt a running request as a policy would; for operators and tests.
 
         Returns:
-            False when no live request with this id holds cache.
+            False: no live request with this id holds cache.
         """
         state = self.states.by_id.get(request_id)
         if state is None or self.states.status[state.row] != RUNNING:
@@ -307,10 +307,10 @@ class Engine:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Run one iteration, and return the outputs to deliver; with overlap these are of the iteration before.
+        """Run one iteration, and return the outputs to deliver; with overlap, outputs of the previous iteration.
 
         Raises:
-            EngineDeadError: the engine ended in an earlier step (which delivered an error to every request).
+            EngineDeadError: the engine stopped in an earlier step (which delivered an error to every request).
         """
         self._recovery.raise_if_dead()
         try:
@@ -320,7 +320,7 @@ class Engine:
         except Exception as error:
             if self.debug:
                 raise
-            # Not a step that failed (see `Recovery`) but our own accounting or code: what it says is not to be trusted.
+            # `Recovery` handles steps that fail: this is a bug in our own code, so the accounting cannot be trusted.
             logger.critical("engine shutting down after an internal error: %s", error, exc_info=True)
             self._steps.pending = None
             self._recovery.end(f"internal error: {type(error).__name__}")
@@ -398,7 +398,7 @@ class Engine:
 
         Args:
             timeout_s: time limit, seconds; prefixes not written by then are lost.
-            is_hurried: called repeatedly while writing; True ends the writing.
+            is_hurried: called repeatedly while writing; True stops the writing.
         """
         if self._tiers.disk is None or self._is_closed:
             return
@@ -459,7 +459,7 @@ class Engine:
 
     @property
     def num_generated(self) -> int:
-        """Tokens delivered since the engine was made."""
+        """Tokens delivered since the engine was created."""
         return self._counters.generation_tokens
 
     @property
@@ -473,7 +473,7 @@ class Engine:
 
     @property
     def dead_reason(self) -> str | None:
-        """Reason for which the engine ended; None: it has not ended."""
+        """Reason why the engine stopped; None: it has not stopped."""
         return self._recovery.dead_reason
 
     def is_live(self, request: EngineRequest) -> bool:
@@ -529,7 +529,7 @@ class Engine:
         """Recount pool and tables, and check that engine, request table, cache and device are consistent.
 
         Raises:
-            CacheIntegrityError: engine, request table and cache are inconsistent.
+            CacheIntegrityError: engine, request table or cache is inconsistent.
             RuntimeError: the state of the device is inconsistent.
         """
         if self.dead_reason is None:

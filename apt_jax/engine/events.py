@@ -55,7 +55,7 @@ class Iteration:
     """One decision of the scheduler and its outcome."""
 
     number: int
-    """Index of the decision, from 0, among decisions that run or preempt a request; counted without a listener too."""
+    """Index of the decision, from 0, among decisions that run or preempt a request; counted even without a listener."""
     at_s: float
     """Time of the decision on the engine's clock, seconds."""
     type: str
@@ -81,7 +81,7 @@ class Iteration:
     failed: bool = False
     """True: the step raised, or was in flight when another step raised; its results are lost."""
     lost: tuple[str, ...] = ()
-    """Ids of all requests whose cache or last token was lost because a step raised, in the step or not."""
+    """Ids of all requests, in this step or not, whose cache or last token was lost because a step raised."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -105,7 +105,7 @@ class IterationSubscription:
     """Asynchronous iterator of `IterationBatch` for one reader, made by `AsyncEngine.watch`.
 
     Raises:
-        EngineDeadError: the engine has ended or is closed.
+        EngineDeadError: the engine has stopped or is closed.
     """
 
     def __init__(self, capacity: int, leave: Callable[["IterationSubscription"], None]) -> None:
@@ -123,7 +123,7 @@ class IterationSubscription:
     async def __anext__(self) -> IterationBatch:
         while True:
             self._has_unread.clear()
-            error = self._error  # read first: iterations before the end are delivered before it
+            error = self._error  # read first, so that earlier iterations are delivered before it
             batch = self.take()
             if batch.iterations:
                 return batch

@@ -15,7 +15,7 @@ from apt_jax.engine.request_states import ENDING, FREE, RUNNING, WAITING, Reques
 
 
 def check_engine(states: RequestStates, offered: Sequence[int], pending: InFlightStep | None) -> None:
-    """Check the accounting of an engine that has not ended.
+    """Check the accounting of an engine that has not stopped.
 
     Args:
         states: the requests.

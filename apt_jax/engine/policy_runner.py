@@ -24,8 +24,8 @@ class PolicyRunner:
     Args:
         policy: plans each iteration.
         counters: counts the errors of the policy.
-        check_plans: whether to check each plan before it is used, and to pass the policy a read-only table.
-        debug: whether errors of the policy raise.
+        check_plans: True: check each plan before it is used, and pass the policy a read-only table.
+        debug: True: raise the errors of the policy.
         timer: returns seconds; limits the rate of log lines.
     """
 
@@ -72,7 +72,7 @@ class PolicyRunner:
         """Return the plan of `fcfs`, which keeps no state, after the policy has raised or made an invalid plan."""
         plan = self.fallback.schedule(view)
         self._counters.fallback_iterations += 1
-        now_s, last_s = self.timer(), self._fallback_logged_s  # not simulated time: somebody reads it
+        now_s, last_s = self.timer(), self._fallback_logged_s  # real, not simulated time: people read the log
         if last_s is None or now_s - last_s >= FALLBACK_LOG_S:
             self._fallback_logged_s = now_s
             logger.error(
@@ -90,7 +90,7 @@ class PolicyRunner:
         if self.debug:
             raise AssertionError(f"policy {self.policy.name}: {message}")
         if not self._counters.num_invalid_plan_rows:
-            logger.error("policy %s broke a promise: %s (reported once)", self.policy.name, message)
+            logger.error("policy %s violated the contract of Plan: %s (reported once)", self.policy.name, message)
         self._counters.num_invalid_plan_rows += num_rows
 
     def note_progress(self) -> None:

@@ -1,7 +1,7 @@
 """Log probabilities of one request's prompt, collected step by step.
 
 Committed log probabilities are kept when the request is preempted. Until all of them are known, the request uses no
-cached prefix, as cached positions have no logits; the positions that it computes are cached for others as usual.
+cached prefix, because cached positions have no logits; the positions that it computes are cached for others as usual.
 """
 
 import numpy as np

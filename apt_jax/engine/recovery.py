@@ -1,4 +1,4 @@
-"""Recovery from failures: recomputes caches, makes steps smaller, breaks stalls, or ends the engine."""
+"""Recovery from failures: recomputes caches, makes steps smaller, breaks stalls, or stops the engine."""
 
 import logging
 
@@ -16,10 +16,10 @@ from apt_jax.utils.clock import Clock
 logger = logging.getLogger("apt_jax.engine")
 
 FAILURE_WINDOW_S = 60.0
-"""Time within which a second failure of a step or the policy ends the engine, seconds."""
+"""Time within which a second failure of a step or the policy stops the engine, seconds."""
 
 _LEAST_TOKENS = 16
-"""Minimum token limit of a step after it ran out of memory; no programs are compiled for fewer tokens."""
+"""Minimum token limit of steps after a step ran out of memory; no programs are compiled for fewer tokens."""
 OOM_BACKOFF_S = 600.0
 """Time for which steps stay small after a step ran out of memory, seconds."""
 
@@ -43,7 +43,7 @@ class StepLimits:
         self.num_seqs = min(self.num_seqs, self.num_tokens)
         self._until_s = now_s + OOM_BACKOFF_S
         logger.error(
-            "no memory for a step of %s: for %.0f s steps have at most %s and %s. If it happens "
+            "out of memory in a step of %s: for the next %.0f s, steps have at most %s and %s. If it happens "
             "again, lower --max-num-batched-tokens, --max-num-seqs or --device-memory-utilization",
             counted(num_tokens, "token"),
             OOM_BACKOFF_S,
@@ -60,10 +60,10 @@ class StepLimits:
 
 
 class Recovery:
-    """Returns the engine to a working state after a failure, or ends it.
+    """Returns the engine to a working state after a failure, or stops it.
 
     Attributes:
-        dead_reason: why the engine ended; None: it has not ended.
+        dead_reason: reason why the engine stopped; None: it has not stopped.
     """
 
     def __init__(self, states: RequestStates, limits: StepLimits, clock: Clock, counters: EngineCounters) -> None:
@@ -104,8 +104,8 @@ class Recovery:
         states.lose_cache()
 
     def note_failure(self, what: str) -> bool:
-        """Record a failure, and end the engine if it is the second within `FAILURE_WINDOW_S`; returns True if the
-        engine has ended."""
+        """Record a failure, and stop the engine if it is the second within `FAILURE_WINDOW_S`; returns True if the
+        engine has stopped."""
         now_s, last_s = self._clock.now_s(), self._last_failure_s
         self._last_failure_s = now_s
         if last_s is not None and now_s - last_s < FAILURE_WINDOW_S:
@@ -113,13 +113,13 @@ class Recovery:
         return self.dead_reason is not None
 
     def end(self, reason: str) -> None:
-        """End the engine, and end every request with an error."""
+        """Stop the engine, and end every request with an error."""
         if self.dead_reason is None:
             self.dead_reason = reason
         self._states.end_all(f"the engine has ended: {reason}")
 
     def raise_if_dead(self) -> None:
-        """Raise `EngineDeadError` if the engine has ended."""
+        """Raise `EngineDeadError` if the engine has stopped."""
         if self.dead_reason is not None:
             raise EngineDeadError(f"the engine has ended: {self.dead_reason}")
 

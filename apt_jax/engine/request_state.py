@@ -24,7 +24,7 @@ from apt_jax.request import (
 
 
 class OutputProcessor(Protocol):
-    """The front end's hook for every token: it detokenizes and looks for stop strings."""
+    """The front end's hook for every token, which detokenizes and looks for stop strings."""
 
     def on_token(self, request: EngineRequest, token_id: int) -> str | None:
         """Process one token; called at commit, in order, for each token that is not a stop token.
@@ -140,7 +140,7 @@ class FilledBlocks:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class InFlightStep:
-    """A dispatched step. It refers to `RequestState` objects, as a row may hold another request at its commit."""
+    """A dispatched step; it refers to `RequestState` objects, because a row may hold another request at its commit."""
 
     handle: StepHandle
     requests: list[RequestState]

@@ -39,10 +39,10 @@ class RequestPrefixes:
 
     Args:
         cache: the cache; without prefix caching no prefix is found.
-        table: `PrefixHitTracker` updates its `cached_prefix_tokens` and `shared_prefix_blocks` of waiting requests.
+        table: request table, in which `PrefixHitTracker` keeps the prefix hits of waiting requests.
         offered: available cache kinds.
-        salt: salt of the root digest; None: random, so that digests differ from all other engines.
-        share: whether tenants share prefixes.
+        salt: salt of the root digest; None: random, so the digests of any two engines differ.
+        share: True: tenants share prefixes.
 
     Attributes:
         hits: tracks the waiting requests; None: prefix caching is off.
@@ -77,7 +77,7 @@ class RequestPrefixes:
         root = root_digest(self._salt, b"" if self._share else (request.tenant or "").encode())
         if request.adapter is None and request.cache_salt is None:
             return root
-        root = root_digest(root, (request.adapter or "").encode())  # an adapter and a salt of one name differ in depth
+        root = root_digest(root, (request.adapter or "").encode())  # even if empty: a salt may be equal to an adapter
         return root if request.cache_salt is None else root_digest(root, request.cache_salt.encode())
 
     def no_digests(self) -> tuple[list[bytes], ...]:
@@ -171,15 +171,15 @@ class RequestStates(ColumnTable):
     status = column(np.int8)
     slot = column(np.int32, fill=NO_SLOT)
     in_flight = column(np.int8)  # tokens of the row that the host has not seen
-    last_token = column(np.int32)  # the last one that it has seen
+    last_token = column(np.int32)  # last token of the row that the host has seen
     computed_once = column(np.int32)  # positions computed before the cache was last lost
-    found = column(np.int32)  # positions that it found cached when it was last scheduled
-    found_before = column(np.int32)  # positions that it had only found, and not computed, when its cache was lost
-    lost_by = column(np.int8)  # `RecomputeCause` of the last loss of its cache
+    found = column(np.int32)  # positions that the row found cached when it last started
+    found_before = column(np.int32)  # positions found, but not computed, before the cache was last lost
+    lost_by = column(np.int8)  # `RecomputeCause` of the last cache loss
     pinned_kind = column(np.int8, fill=NO_KIND)  # the only kind that can hold the row's request
-    adapter = column(np.int32)  # place among `adapters` plus 1; 0: none
-    held = column(np.bool_)  # it waits for a prefix that is being read from disk, and is not shown to the policy
-    num_filled = column(np.int32)  # groups found, registered, or full once a step in flight has ended
+    adapter = column(np.int32)  # number of the adapter in `adapters`, from 1; 0: no adapter
+    held = column(np.bool_)  # the row waits for a read from disk, and is hidden from the policy
+    num_filled = column(np.int32)  # groups found, registered, or full after the step in flight
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class RequestStates(ColumnTable):
         self.by_row: list[RequestState | None] = [None] * self.capacity
         self.tenants: dict[str | None, int] = {None: 0}
         self.outputs: list[StepOutput] = []
-        # Of several batches: the requests of one may end together.
+        # Long enough for several batches, because the requests of a batch may end together.
         self.finish_times_s: collections.deque[float] = collections.deque(maxlen=4 * max_num_seqs)
         self._next_rank = 0
         self._by_rank: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
@@ -267,7 +267,7 @@ class RequestStates(ColumnTable):
         waiting, running = self.by_rank()
         unseen = (self.in_flight[waiting] > 0) | self.held[waiting]
         if unseen.any():
-            # Preempted from outside after its last dispatch: the host must see the token first. Or held.
+            # Held, or preempted from outside with a token in flight, which the host must see first.
             waiting = waiting[~unseen]
         shared_blocks = 0
         if cache.prefixes is not None:
@@ -353,7 +353,7 @@ class RequestStates(ColumnTable):
         self.await_hits(state)
 
     def await_hits(self, state: RequestState) -> None:
-        """Track the cached prefix of a waiting request, unless a token of it is in flight."""
+        """Track the cached prefix of a waiting request, unless one of its tokens is in flight."""
         if not self.in_flight[state.row]:
             self.prefixes.track(state, int(self.pinned_kind[state.row]))
 
@@ -401,7 +401,7 @@ class RequestStates(ColumnTable):
         self._recorder.converted(state.request.request_id)
 
     def preempt(self, row: int, cause: RecomputeCause = RecomputeCause.POLICY) -> None:
-        """Take cache and slot from a running request, which waits again."""
+        """Take cache and slot from a running request, which then waits again."""
         state = self.state(row)
         self.lost_by[row] = cause
         num_cached, kind = int(self.table.num_cached[row]), int(self.table.kind[row])
@@ -419,7 +419,7 @@ class RequestStates(ColumnTable):
             state.metrics.num_blocks = int(table.num_blocks[row] + table.num_shared[row])
         self.cache.release(int(table.rank[row]))
         self.computed_once[row] = max(self.computed_once[row], table.num_cached[row])
-        if table.num_cached[row] < self.found_before[row]:  # the rest of them is still not its own
+        if table.num_cached[row] < self.found_before[row]:  # the others have still not been computed
             self.found_before[row] = max(self.found_before[row], self.found[row])
         else:
             self.found_before[row] = self.found[row]
@@ -464,7 +464,7 @@ class RequestStates(ColumnTable):
         for row in self.rows(RUNNING).tolist():
             self.release(row, WAITING)
             table.tokens_since_preemption[row] = 0
-        # Requests that waited for their last token alone have it still to compute.
+        # Requests that waited only for their last token must compute it again.
         ending = self.status == ENDING
         table.tokens_since_preemption[ending] = 0
         self.status[ending] = WAITING
@@ -495,7 +495,7 @@ class RequestStates(ColumnTable):
         prompt_logprobs: PromptLogprobs | None = None,
         pooled: NDArray[np.float32] | None = None,
     ) -> None:
-        """End a request in any state. All requests end here, unless the engine itself ends."""
+        """End a request in any state; all requests end here, unless the engine itself stops (`end_all`)."""
         row = state.row
         if self.status[row] == RUNNING:
             self.release(row, FREE)
@@ -566,6 +566,6 @@ class RequestStates(ColumnTable):
 
 
 def _has_known_length(request: EngineRequest, constraint: TokenConstraint | None) -> bool:
-    """Return True if only `max_tokens` can end a request (EOS is a stop token), so that its length is known."""
+    """Return True if only `max_tokens` can end a request (EOS is a stop token), so its length is known."""
     params = request.params
     return constraint is None and (not (params.stop_token_ids or params.stop) or params.min_tokens >= params.max_tokens)

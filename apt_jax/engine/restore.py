@@ -1,4 +1,4 @@
-"""The choice between copying cached groups from host memory and computing them again, by the cost model.
+"""Chooses, by the cost model, between copying cached groups from host memory and computing them again.
 
 A waiting request may find groups that are only in host memory. Copying them takes time on the link to the device,
 computing them takes time on the device; which is faster depends on the machine, the model, the kind and the lengths. A

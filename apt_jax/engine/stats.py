@@ -24,7 +24,7 @@ class TenantUsage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine was made, and current gauges."""
+    """Counters since the engine was created, and current gauges."""
 
     num_waiting: int
     """Requests without cache, including preempted requests."""

@@ -20,11 +20,11 @@ from apt_jax.executor import Executor, MaskedStepHandle
 from apt_jax.sched.view import Plan
 
 _COST_ERROR_EVERY = 8
-"""Number of steps of a type per comparison with the cost model."""
+"""Every n-th step of a type is compared with the cost model."""
 
 
 class StepRunner:
-    """Runs steps, of which one may be in flight while the next one is dispatched.
+    """Runs steps; a step may be in flight while the next step is dispatched.
 
     Args:
         executor: runs the steps.
@@ -34,7 +34,7 @@ class StepRunner:
         committer: commits the step in flight if dispatching the next step fails.
         recovery: resets the engine after a failure.
         recorder: reports decisions when their steps end.
-        policies: its debug mode decides whether failures raise.
+        policies: in its debug mode, failures raise.
         counters: counts the steps.
 
     Attributes:
@@ -85,7 +85,7 @@ class StepRunner:
         except Exception as error:
             self._raise_in_debug(error)
             self._cache.forget_saved(batch.saves[:, 1])
-            # The step before it was dispatched in good order: what it sampled is good.
+            # The previous step was dispatched without an error, so its tokens are valid.
             oldest, self.pending = self.pending, None
             result = self.fetch(oldest) if oldest is not None else None
             if oldest is not None and result is not None:
@@ -117,8 +117,8 @@ class StepRunner:
         )
 
     def _predicted_s(self, plan: Plan, batch: StepBatch, costs: StepCosts) -> float | None:
-        """Return the duration predicted by the cost model, seconds, for every eighth step of a type, as a prediction
-        takes some 0.01 ms; None: no prediction."""
+        """Return the duration predicted by the cost model, seconds, for every eighth step of a type, because a
+        prediction takes about 0.01 ms; None: no prediction."""
         if self._counters.iterations[plan.iteration] % _COST_ERROR_EVERY:
             return None
         step_s = costs.step_s(batch.num_tokens, batch.start, batch.kind)

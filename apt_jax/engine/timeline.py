@@ -1,7 +1,7 @@
 """Timelines of requests: when they waited (and why), ran, changed their cache kind, or lost their cache.
 
-Timelines are made from the same `Iteration`s that subscribers get, and kept for the last requests. Consecutive steps of
-one type are one event. All times are milliseconds since the arrival of the request.
+Timelines are made from the same `Iteration`s that subscribers get, and kept for the latest requests. Consecutive steps
+of one type are one event. All times are milliseconds since the arrival of the request.
 """
 
 import collections
@@ -19,7 +19,7 @@ _MOST_LOOKED_AT = 2048
 
 
 _OF_OTHERS = ("free_blocks", "running", "waiting", "iteration")
-"""Details of events that depend on the load by other requests."""
+"""Details of events that depend on the load from other requests."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -53,10 +53,10 @@ class RequestTimeline:
     ended: bool = False
 
     def as_json(self, *, others: bool = True) -> dict[str, Any]:
-        """Return the timeline as JSON data, as far as the sender of the request may see it.
+        """Return the timeline as JSON data, limited to the details that the sender of the request may see.
 
         Args:
-            others: whether the sender may see counts of other requests and of the engine's steps.
+            others: True: the sender may see counts of other requests and of the engine's steps.
         """
         left_out = () if others else _OF_OTHERS
         return {
@@ -91,7 +91,7 @@ class RequestTimeline:
 
 
 class TimelineLog:
-    """Timelines of the last requests; not thread-safe.
+    """Timelines of the latest requests; not thread-safe.
 
     Args:
         num_requests: number of requests kept.
@@ -197,7 +197,7 @@ class TimelineLog:
         self._states.append((iteration.number, iteration.free_blocks, iteration.num_running))
 
     def _lose(self, iteration: Iteration, request_id: str) -> None:
-        """Add a "lost" event, once per failure although the step that followed is reported as failed as well."""
+        """Add a "lost" event, once per failure even though the following step is also reported as failed."""
         request = self._in(iteration, request_id)
         if request is None:
             return
@@ -206,8 +206,8 @@ class TimelineLog:
         request.waits_since = iteration.number + 1
 
     def _add_wait(self, request: RequestTimeline, iteration: Iteration) -> None:
-        """Add the wait until now with its causes: per decision without the request, too few free blocks, no free slot,
-        or precedence of other requests. Only the last iterations are counted."""
+        """Add the wait until now, and count its causes: for each decision without the request, too few free blocks, no
+        free slot, or other requests that went first. Only recent iterations are counted."""
         since, request.waits_since = request.waits_since, None
         iterations = iteration.number - (since or 0)
         if iterations <= 0:

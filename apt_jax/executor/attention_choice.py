@@ -1,5 +1,4 @@
-"""Choice of an executor's attention implementation: the platform's kernels, and XLA's ops for features that the kernels
-lack."""
+"""Chooses an executor's attention implementation: the platform's kernels, and XLA's ops for features that they lack."""
 
 import dataclasses
 import logging
@@ -16,10 +15,10 @@ from apt_jax.ops.calls import DecodeCall, LogitModifiers, PrefillCall
 logger = logging.getLogger(__name__)
 
 _HIDDEN_OP = {None: "decode_reprojected", "absorb": "decode_absorbed", "partial": "decode_v_absorbed"}
-"""Op that hidden rows decode with, by hidden mode; modes not listed use the op of "partial"."""
+"""Decode op of hidden rows, by hidden mode; modes not listed use the op of "partial"."""
 
 _WITH_TILES = (None, "triton", "triton-onepass", "jax-triton")
-"""Backends whose kernels have tiles only for some GPUs and head sizes."""
+"""Backends whose kernels have tile sizes only for some GPUs and head sizes."""
 
 CHECKED_TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 """TPU generations that kernels and steps are test-compiled for (`make gate-tpu`), by JAX's device kind."""
@@ -33,12 +32,12 @@ def needed_extras(
     hidden: bool,
     adapted_keys: bool = False,
 ) -> dict[str, frozenset[str]]:
-    """Return the features of `ops.backend.EXTRAS` that a model needs of each op that it uses.
+    """Return the features of `ops.backend.EXTRAS` that a model needs from each op that it uses.
 
     Args:
         hidden_mode: parts of attention that are absorbed when hidden rows decode; None: reprojection.
-        kv, hidden: whether rows of this cache kind may occur.
-        adapted_keys: True if adapters change W_k or W_v.
+        kv, hidden: True: rows of this cache kind may occur.
+        adapted_keys: True: adapters change W_k or W_v.
     """
     rules = {
         "softcap": config.attention_softcap is not None,
@@ -66,7 +65,8 @@ def choose_attention(
     platform: str, wanted: str | KernelBackend | None, chip: str | None, needed: Mapping[str, frozenset[str]]
 ) -> KernelBackend:
     """Return the requested ops, or the platform's default ops. A default op that lacks a needed feature is replaced by
-    XLA's op: in the layers concerned if the feature is a score rule, else in all layers.
+    XLA's op: only in the layers that need it if the feature modifies logits (`LogitModifiers`), otherwise in all
+    layers.
 
     Args:
         needed: needed features by op, from `needed_extras`.
@@ -88,11 +88,13 @@ def choose_attention(
     if wanted is not None:
         every = ", ".join(sorted(frozenset().union(*missing.values())))
         raise ConfigError(
-            f"attention backend {ops.name!r} cannot do what this model needs: {every}; use xla (--attention-backend)"
+            f"attention backend {ops.name!r} lacks features of this model: {every}; use xla (--attention-backend)"
         )
     for op, extras in sorted(missing.items()):
         where = "in the layers that need it" if extras <= RULES else "in all layers"
-        logger.warning("attention: %s of %s cannot do %s; xla does %s", op, ops.name, ", ".join(sorted(extras)), where)
+        logger.warning(
+            "attention: %s of %s does not support %s; xla is used %s", op, ops.name, ", ".join(sorted(extras)), where
+        )
     return _with_xla(ops, attention_ops(platform, "xla", chip), missing)
 
 
@@ -114,7 +116,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
         return choose
 
     changed = {"prefill" if op == "prefill_hidden" else op for op in missing}
-    # Rows of a tile attend together in XLA's decode ops: steps of those cost what XLA's do.
+    # XLA's decode ops process rows in tiles, so a step with one of them costs as much as a step of XLA's ops.
     rows = ops.rows_per_tile if changed == {"prefill"} else max(ops.rows_per_tile, xla.rows_per_tile)
     shards = ops.takes_shards - changed
     either_of = {op: either(op) for op in ATTENTION_OPS if op in changed}
@@ -122,7 +124,7 @@ def _with_xla(ops: KernelBackend, xla: KernelBackend, missing: Mapping[str, froz
 
 
 def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
-    """Return the score rules of one layer by their names in `EXTRAS`."""
+    """Return the logit modifiers of one layer, by their names in `EXTRAS`."""
     if rules is None:
         return frozenset()
     given = {"softcap": rules.softcap, "alibi": rules.slopes, "window": rules.window}
@@ -131,7 +133,7 @@ def _rules_of(rules: LogitModifiers | None) -> frozenset[str]:
 
 def chip_of(device: Any) -> str | None:
     """Return the chip that kernels are tiled for: a class of NVIDIA GPUs or a TPU generation; None: another device.
-    Logs a warning for TPU generations that were never test-compiled for.
+    Logs a warning for TPU generations for which nothing was test-compiled.
 
     Raises:
         ConfigError: the GPU is too old for the kernels.
@@ -140,7 +142,7 @@ def chip_of(device: Any) -> str | None:
         if device.device_kind not in CHECKED_TPUS:
             checked = ", ".join(dict.fromkeys(CHECKED_TPUS.values()))
             logger.warning(
-                "%s: apt-jax is checked for TPUs %s alone; if programs do not compile, leave out the kernels (--attention-backend xla)",
+                "%s: apt-jax is checked only for TPUs %s; if programs do not compile, leave out the kernels (--attention-backend xla)",
                 device.device_kind,
                 checked,
             )

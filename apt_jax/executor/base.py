@@ -1,7 +1,7 @@
 """The interface between the engine and its executor: a device, a cost model, or a test double.
 
-A step is dispatched by `execute` and its result fetched later by `StepHandle.result`, so that the engine can prepare
-the next step while the device works. Steps take effect in the order in which they were dispatched.
+`execute` dispatches a step, and `StepHandle.result` fetches its result later, so the engine can prepare the next step
+while the device works. Steps take effect in the order in which they were dispatched.
 """
 
 import re
@@ -38,12 +38,12 @@ class StepHandle(Protocol):
     """A dispatched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step to end and return its results. Raises the exception of the step if it failed."""
+        """Wait for the step to finish and return its results. Raises the exception of the step if it failed."""
         ...
 
 
 class MaskedStepHandle(StepHandle, Protocol):
-    """A step that has been dispatched up to sampling, for which it still needs the masks.
+    """A step dispatched up to sampling, which still needs masks.
 
     The forward pass takes most of the time and needs no masks: while it runs, the host fetches the tokens of the
     previous step and computes which tokens may follow them.
@@ -73,12 +73,12 @@ class Executor(Protocol):
     can_convert: bool
     """True if steps may have `StepBatch.conversions`."""
     lengths_only: bool
-    """True if only lengths and kinds of steps are looked at, as by a cost model: token ids, block tables, sampling
+    """True if the executor, like a cost model, uses only lengths and kinds of steps: token ids, block tables, sampling
     parameters and histories of a `StepBatch` may be empty."""
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Names of the LoRA adapters that requests may have."""
+        """Names of the LoRA adapters that requests may use."""
         ...
 
     def execute(self, batch: StepBatch) -> StepHandle:
@@ -110,5 +110,5 @@ class Executor(Protocol):
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled since `warm_up` ended; stays 0 while serving."""
+        """Number of programs compiled since `warm_up` finished; stays 0 while serving."""
         ...

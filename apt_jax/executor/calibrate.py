@@ -1,7 +1,7 @@
 """Measures step costs on this machine: the coefficients that scheduling uses (an affine form of Apt-Serve §4.2's ρ).
 
-The executor that serves is timed on synthetic batches of random sizes, lengths and kinds (`calibration_steps`). The fit
-is stored as JSON in the cache directory, under a hash of everything it depends on, and loaded at the next start.
+The serving executor is timed on synthetic batches of random sizes, lengths and kinds (`calibration_steps`). The fit is
+stored as JSON in the cache directory, under a hash of everything it depends on, and loaded at the next start.
 """
 
 import dataclasses
@@ -38,22 +38,23 @@ _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _MIN_POINTS = 8
 """Minimum number of points of each phase, measured regardless of the budget."""
 _GRID_RUN = 3
-"""Number of episodes of a round between two episodes as served."""
+"""Number of episodes of a round per episode as served."""
 _REPEATS = 3
-"""Number of measurements of a step with chunks; the median counts."""
+"""Number of measurements of a step with chunks; the median is used."""
 _DECODE_RUN = 5
-"""Number of decode steps on a CPU whose median counts. The same number of steps is run before and ignored; only 1 if
+"""Number of decode steps on a CPU whose median is used. As many steps are run before them and ignored, or only 1 if
 steps take longer than `_LONG_S`."""
 _LONG_S = 0.02
 _SLOW_SHARE, _TOO_SLOW_SHARE = 1 / 200, 1 / 4
-"""Shares of the budget. A step that takes more than the first is measured once, unless it is held back; a step that is
+"""Shares of the budget. A step that takes more than the first is measured once, unless it is held out; a step that is
 expected to take more than the second is not measured."""
 _FAST_S = 0.5
 """Seconds below which a step is measured regardless of the budget."""
 
 
 def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], lens: list[int]) -> StepBatch:
-    """A legal batch over arbitrary cache contents, of rows by kind, cached tokens and tokens to compute. Several rows have one block where the pool is too small to keep them apart."""
+    """Return a valid batch over arbitrary cache contents, given the kind, cached tokens and tokens to compute of each
+    row. Rows share blocks if the pool is too small."""
     n, sizes = len(kinds), (executor.block_size, executor.hidden_block_size)
     need = [-(-(s + t) // sizes[k]) for s, t, k in zip(starts, lens, kinds, strict=True)]
     tables = np.zeros((n, 2, max(need)), np.int32)
@@ -74,14 +75,14 @@ def synthetic_batch(executor: JaxExecutor, kinds: list[int], starts: list[int], 
         params=[_GREEDY] * n,
         history=[np.zeros(0, np.int32)] * n,
         prompt_len=np.zeros(n, np.int32),
-        # Where there are adapters, every row has one: a step is planned with what it takes at most.
+        # If there are adapters, every row has one, so that the fit has the maximum cost of a step.
         adapters=np.arange(n, dtype=np.int32) % len(executor.adapters) + 1 if executor.adapters else None,
     )
 
 
 def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
-    """Return the seconds of a step, with its block tables sent before the timing starts. In serving a table only grows
-    from step to step, whereas batches of a calibration use the same slots for different tables."""
+    """Return the seconds that a step takes, with its block tables sent before the timing starts. In serving a table
+    only grows from step to step, whereas calibration batches use the same slots for different tables."""
     executor.send_tables(batch)
     start = time.perf_counter()
     executor.execute(batch).result()
@@ -90,7 +91,7 @@ def step_time_s(executor: JaxExecutor, batch: StepBatch) -> float:
 
 def _steps_in_a_row_s(executor: JaxExecutor, batch: StepBatch, count: int) -> list[float]:
     """Return (count,) seconds between the ends of equal steps. As in an engine that overlaps host and device, each step
-    is dispatched before the tokens of the previous one are fetched."""
+    is dispatched before the tokens of the previous step are fetched."""
     executor.send_tables(batch)
     ends, step = list[float](), executor.execute(batch)
     for _ in range(count):
@@ -156,11 +157,11 @@ _TRANSFERS = 8
 def _transfers_s(
     executor: JaxExecutor, host: HostPool, rng: np.random.Generator
 ) -> Generator[float, None, list[float]]:
-    """Measure the seconds of transfers for `StepCosts`: load_base_s, load_per_block_s, save_per_block_s.
+    """Measure the transfer times for `StepCosts`, seconds: load_base_s, load_per_block_s, save_per_block_s.
 
     A load is timed with the check of its blocks and the step that follows, minus the same step without a load. A save
-    is timed from its dispatch to its end in host memory. The results are non-negative least-squares fits. Yields after
-    each measurement.
+    is timed from its dispatch until its blocks are in host memory. The results are non-negative least-squares fits.
+    Yields after each measurement.
     """
     from scipy.optimize import nnls  # heavy to import
 
@@ -177,7 +178,7 @@ def _transfers_s(
             started = time.perf_counter()
             host.announce(saves)
             host.save(saves)
-            host.ready_to_load(ids)  # waits for them
+            host.ready_to_load(ids)  # waits for the saves
             saved = time.perf_counter()
             host.ready_to_load(ids)
             step_time_s(executor, dataclasses.replace(plain, loads=loads))
@@ -194,14 +195,14 @@ class _Meter:
     """Measures the step times of episodes.
 
     On a CPU, steps are timed in the order of serving: a step with chunks between decode steps, then runs of decode
-    steps. Decode steps within 20 ms of a large prefill were up to a third slower than later ones, which are most of a
-    server's steps. On other platforms the host works on a step while the device runs the previous one, and the time
-    between the ends of two steps counts.
+    steps. Decode steps within 20 ms after a large prefill were up to a third slower than later decode steps, which are
+    most of a server's steps. On other platforms the host works on a step while the device runs the previous step, and
+    the time between the ends of two steps is used.
 
     Attributes:
-        spent_s: total seconds of all steps so far.
+        spent_s: total time of all steps so far, seconds.
         points: measured points.
-        seen_s: seconds of the last step of each program with chunks.
+        seen_s: time of the last step of each program with chunks, seconds.
     """
 
     def __init__(self, executor: JaxExecutor, budget_s: float) -> None:
@@ -222,7 +223,7 @@ class _Meter:
         interrupted."""
         executor, program = self._executor, episode.program
         batches = [synthetic_batch(executor, *step) for step in (episode.prefill, episode.decode) if step is not None]
-        if program not in self.seen_s:  # the first run of a program is not counted
+        if program not in self.seen_s:  # the first run of a program is not used
             self.seen_s[program] = self._spend([step_time_s(executor, batches[0])])
             yield
         is_slow = self.seen_s[program] > max(_FAST_S / 10, _SLOW_SHARE * self._budget_s)
@@ -275,7 +276,8 @@ def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None
     `CostModel`.
 
     Every program is measured at least once, except programs whose steps would take too much of the budget. Their costs
-    are interpolated from other sizes, and the log names them. The pool's contents are overwritten.
+    are estimated from other sizes, and the log names them. Conversions and transfers, if the executor has them, are
+    measured after that, outside the budget. The pool's contents are overwritten.
 
     Yields:
         Share of the work done, in [0, 1), after each step or short run of equal steps. Other steps may run before the
@@ -306,7 +308,7 @@ def calibration(executor: JaxExecutor, budget_s: float) -> Generator[float, None
         "step costs: %d steps measured in %.1f s%s",
         len(points),
         meter.spent_s,
-        f"; too slow for the time given, and told from others: prompts of {names} tokens" if names else "",
+        f"; too slow for the budget, estimated from other sizes: prompts of {names} tokens" if names else "",
     )
     model = fit_cost_model(points, shapes)
     if executor.can_convert:
@@ -327,7 +329,7 @@ def calibrate(
     budget_s: float = DEFAULT_BUDGET_S,
     progress: Callable[[int, int], None] | None = None,
 ) -> CostModel:
-    """Run a whole `calibration` and return its fit; to be called before serving."""
+    """Run a whole `calibration` and return its fit; must be called before serving."""
     measuring = calibration(executor, budget_s)
     while True:
         try:
@@ -401,7 +403,7 @@ def load_calibration(path: Path) -> CostModel | None:
 
 
 def store_calibration(model: CostModel, path: Path) -> None:
-    """Write a fit for `load_calibration`, replacing the file as a whole."""
+    """Write a fit for `load_calibration`, replacing the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_verified(path, json.dumps(dataclasses.asdict(model), indent=1).encode())
 
@@ -410,7 +412,7 @@ def keep_calibration(model: CostModel, path: Path) -> None:
     """Call `store_calibration` and log an error if the disk cannot be written."""
     try:
         store_calibration(model, path)
-    except OSError as error:  # a read-only or full disk is no reason not to serve
+    except OSError as error:  # the server can run with a read-only or full disk
         log_not_kept(error)
 
 
@@ -420,8 +422,8 @@ def load_or_calibrate(
     progress: Callable[[int, int], None] | None = None,
     directory: Path | None = None,
 ) -> CostModel:
-    """Return the stored calibration of this executor on this machine, or a new one, which is stored if the disk can be
-    written."""
+    """Return the stored calibration of this executor on this machine; if there is none, calibrate and try to store the
+    result."""
     path = calibration_path(executor, directory)
     model = load_calibration(path)
     if model is None:
@@ -439,7 +441,7 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
         model_name: value of the simulator's ``--model``.
 
     Raises:
-        ValueError: `executor` does not offer the KV kind, so that its costs are unknown.
+        ValueError: `executor` does not offer the KV kind, so its costs are unknown.
     """
     kv, hidden = executor.kinds_offered
     if not kv:
@@ -448,7 +450,7 @@ def describe(model: CostModel, executor: JaxExecutor, model_name: str) -> Hardwa
     dtype = executor.params.dtype
     mode = ("absorb" if executor.absorbs else "reproject") if hidden else "kv"
     basis = {
-        "prefill, decode": "fitted to steps timed on this machine, host time included; `fit`: on points held back",
+        "prefill, decode": "fitted to steps timed on this machine, host time included; `fit`: on held-out points",
         "num_blocks": "the pool of the calibrated engine",
         mode: "fitted to steps timed on this machine",
     }

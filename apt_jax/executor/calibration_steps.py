@@ -1,7 +1,7 @@
-"""Draws the steps that a calibration times: every program over its whole range, and steps like those of a server.
+"""Draws the steps that a calibration times: every program over its whole range, and steps like a server's.
 
 A round has every program once, over random rows, contexts, kinds, chunks and prefixes, so that the fit can separate
-their effects. Steps as served have lengths and mixtures like a chat service's and measure how well a fit predicts.
+their effects. Steps as served have lengths and mixtures as in a chat service, and measure how well a fit predicts.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _TRACE_MAX_LEN = 2048
 
 
 class Step(NamedTuple):
-    """Rows of a step."""
+    """Rows of a step to time."""
 
     kinds: list[int]
     """Cache kind of each row: `KV` or `HIDDEN`."""
@@ -44,7 +44,7 @@ class Episode:
     program: tuple[int, int]
     """Decode rows and chunk tokens that the program of `prefill` pads to."""
     held_back: bool = False
-    """True for steps as served, which are held back from the fit."""
+    """True for steps as served, which are held out of the fit."""
 
 
 class CalibrationSteps:
@@ -60,7 +60,7 @@ class CalibrationSteps:
         self._max_len, self._max_num_seqs = executor.max_model_len, executor.max_num_seqs
         self._max_tokens = executor.max_num_batched_tokens
         self._offered = [kind for kind in (KV, HIDDEN) if executor.kinds_offered[kind]]
-        # As many cached tokens as fit the pool: beyond that the timing would read the same blocks again and again.
+        # At most the cached tokens that fit in the pool: with more, a step would read the same blocks several times.
         self._room = executor.num_blocks * executor.hidden_block_size
         if KV in self._offered:
             self._room = executor.num_blocks * executor.block_size // 2
@@ -70,8 +70,8 @@ class CalibrationSteps:
         a decode step.
 
         Args:
-            ends_first: run the smallest and largest sizes first, then repeatedly the middle of the largest gap, so that
-                sizes in between can be interpolated early.
+            ends_first: True: run the smallest and largest sizes first, then repeatedly the middle of the largest gap,
+                so that sizes in between can be interpolated early.
         """
         decodes = [i for i in range(len(self._shapes.decode_buckets)) if self._fewest(i) <= self._max_num_seqs]
         prefills = list[tuple[int, bool]]()
@@ -94,8 +94,8 @@ class CalibrationSteps:
         return out
 
     def as_served(self) -> Episode:
-        """Return an episode like in a chat service: a decode step of some answers, and a step of one or a few prompts
-        with or without answers."""
+        """Return an episode as in a chat service: a decode step of some answers, and a step of one or a few prompts
+        with or without decode rows."""
         rng = self._rng
         count = int(np.exp(rng.uniform(0, np.log(self._max_num_seqs))))
         decode = self._answers(count)
@@ -105,7 +105,7 @@ class CalibrationSteps:
         # A chunk of one token would be a decode row.
         lens = [n for n in kept.tolist() if n > 1] or [min(2, self._max_tokens)]
         starts = [0] * len(lens)
-        if rng.random() < 1 / 4 and lens[0] < self._max_len - 1:  # the rest of a prompt, or one with a cached prefix
+        if rng.random() < 1 / 4 and lens[0] < self._max_len - 1:  # a later chunk, or a prompt with a cached prefix
             starts[0] = self._contexts(1, self._max_len - lens[0])[0]
         beside = 0
         if rng.random() < 3 / 4:
@@ -141,7 +141,7 @@ class CalibrationSteps:
         return [int(self._rng.choice(self._offered))] * count
 
     def _contexts(self, count: int, longest: int) -> list[int]:
-        # Short contexts are the common ones; every scale is drawn as often.
+        # Short contexts are the most common; scales are drawn uniformly in the logarithm.
         longest = max(1, min(longest, self._max_len - 2, self._room // count))
         scale = int(np.exp(self._rng.uniform(np.log(min(16, longest)), np.log(longest))))
         return self._rng.integers(1, scale + 1, count).tolist()
@@ -151,7 +151,7 @@ class CalibrationSteps:
         return np.clip(lengths, 1, self._max_len).astype(np.int64)
 
     def _answers(self, count: int) -> Step:
-        """Return `count` decode rows at random places in their answers; fewer if the pool is too small."""
+        """Return `count` decode rows at random positions of their answers; fewer if the pool is too small."""
         rng = self._rng
         cached = self._lengths(count) + (rng.random(count) * self._lengths(count)).astype(np.int64)
         cached = np.clip(cached, 1, max(1, self._max_len - 2))
@@ -179,7 +179,7 @@ class CalibrationSteps:
         rest = total - more * chunks
         cuts = np.sort(rng.choice(np.arange(1, rest), chunks - 1, replace=False))
         lens = np.minimum(np.diff([0, *cuts.tolist(), rest]) + more, max_len).tolist()
-        for i in range(chunks):  # what the longest ones could not take
+        for i in range(chunks):  # distribute what exceeds `max_len`
             lens[i] = min(max_len, lens[i] + total - sum(lens))
         beside = 0
         if with_decode or (not self._shapes.mixed and rng.random() < 1 / 3):
@@ -194,8 +194,8 @@ class CalibrationSteps:
         return Step(kinds, starts, lens + [1] * beside)
 
     def _hidden_prefix(self) -> int:
-        """Draw the number of hidden prefix positions of a step among the sizes with programs, each half as often as the
-        next smaller one because it takes longer; 0: no requirement."""
+        """Draw the number of hidden prefix positions of a step, within the range of a program size; each size is drawn
+        half as often as the next smaller size, because it takes longer. 0: no requirement."""
         sizes = [0, *sorted({room for _, room in self._shapes.prefix_sizes if room and room < self._room}), self._room]
         if HIDDEN not in self._offered or not self._shapes.prefix_sizes:
             return 0
@@ -203,8 +203,8 @@ class CalibrationSteps:
         return int(self._rng.integers(sizes[place - 1] + 1, sizes[place] + 1))
 
     def _prefixes(self, lens: list[int], kinds: list[int], hidden_prefix: int) -> list[int]:
-        """Draw the number of cached tokens of each chunk: 0 in half of the steps, and for half of the chunks in the
-        others.
+        """Draw the number of cached tokens of each chunk: 0 in half of the steps, and for about half of the chunks in
+        the other steps.
 
         Args:
             hidden_prefix: total number of cached positions of the hidden chunks, as far as possible; 0: any number.

@@ -1,13 +1,13 @@
 """The executor that runs a real model with JAX.
 
 A step is packed on the host (`packing`) and runs as one or two jitted programs (`programs`), called by the
-`ProgramRunner` (`runner`). `warm_up` compiles all programs for every bucket. `warm_up_first` compiles only the fewest
-that serve every step, and the others are compiled while steps run (`ready_programs`). A step never compiles.
+`ProgramRunner` (`runner`). `warm_up` compiles all programs for every bucket. `warm_up_first` compiles only the smallest
+set that can run every step, and the others are compiled while steps run (`ready_programs`). A step never compiles.
 
 The pools and the per-slot arrays (block tables, last tokens, token counts for penalties) are donated to the programs
 and replaced by their results. All integers of a program are sent to the device as one vector and split there by static
 offsets. The vector includes the changes of block tables and token counts (`block_tables`, `token_counts`); changes that
-do not fit are sent before it. Sampled tokens are fed into the next step on the device, so that the next step can be
+do not fit are sent before it. Sampled tokens are fed into the next step on the device, so the next step can be
 dispatched before the host has fetched them. Masks arrive late: forward is dispatched without them, and sampling when
 they are available (`MaskedStepHandle`).
 
@@ -87,8 +87,8 @@ class JaxExecutor:
         cache: block size, pool size, cache kinds that may occur, and attention of hidden rows.
         max_num_seqs, max_num_batched_tokens, max_model_len: bounds of a step, which determine the buckets.
         mixed: run steps with decode rows and prompt chunks as one program, with separate attention for both. False:
-            such a step is two programs, one after the other, or if some rows sample under a mask, one that computes all
-            rows as chunks. None: True unless programs branch (`KernelBackend.branches`).
+            such a step runs as two programs, one after the other, or, if some rows sample under a mask, as one program
+            that computes all rows as chunks. None: True unless programs branch (`KernelBackend.branches`).
         attention: attention implementation, or its name for `apt_jax.backends.attention_ops`; None: the platform's
             default.
         quantization: "int8": see `models.quantize`; "gguf": each `GroupedMatrix` stays in integers; None: weights are
@@ -97,11 +97,10 @@ class JaxExecutor:
         conversion: also compile the programs that compute keys and values from cached layer inputs (`Plan.convert`), if
             both kinds are offered; False: `can_convert` is False.
         adapters: LoRA adapters that rows may use; one step may use all of them. One device only.
-        both_ends: rows may have blocks from their right end, beside others (`StepBatch.block_tables`). Such blocks are
-            not converted.
-        huge_pages: on CPUs, move weights and pool to pages of 2 MiB at once; False: the caller does so later
+        both_ends: rows may fill blocks from the right end (`StepBatch.block_tables`). Blocks are then not converted.
+        huge_pages: on CPUs, move weights and pool to pages of 2 MiB immediately; False: the caller does so later
             (`host_buffers`).
-        load_executables: load programs that an earlier start has compiled and kept (`executables`).
+        load_executables: load programs that an earlier start has compiled and stored (`executables`).
         keep_params: the caller continues to use `params`. False: arrays that sharding or int8 quantization replaces are
             deleted.
 
@@ -138,7 +137,7 @@ class JaxExecutor:
             raise ConfigError("quantization='gguf' runs on one device; use int8, or leave out -tp or --quantization")
         if adapters and mesh is not None:
             raise ConfigError("LoRA adapters run on one device; leave out -tp or --lora-modules")
-        # One that this process can ask.
+        # A device of this process.
         self.device = mesh.local_devices[0] if mesh else next(iter(jax.tree.leaves(params.embed)[0].devices()))
         self.platform: str = self.device.platform
         self.plan = plan = plan_executor(
@@ -202,7 +201,7 @@ class JaxExecutor:
             self.allocate()
 
     def _sized_runner(self, mesh: Mesh | None, specs: Any) -> ProgramRunner:
-        """Return the runner of the programs for a pool as large as memory allows.
+        """Return the runner of the programs for a pool of `num_blocks_override` blocks, or as large as memory allows.
 
         If the pool is in device memory, the programs with the largest temporaries are compiled first to measure them;
         temporaries do not depend on the size of the pool.
@@ -273,7 +272,7 @@ class JaxExecutor:
 
     @property
     def absorbs(self) -> bool:
-        """True if attention over layer inputs absorbs projections, as far as it can."""
+        """True if attention over layer inputs absorbs projections, as far as the model allows."""
         return self.hidden_mode is not None
 
     @property
@@ -288,7 +287,7 @@ class JaxExecutor:
 
     @property
     def leader(self) -> Leader | None:
-        """Object that announces every call to other hosts, which make it too; None: one host."""
+        """Object that announces every call to other hosts, which make the same call; None: one host."""
         return self.runner.leader
 
     @leader.setter
@@ -297,7 +296,7 @@ class JaxExecutor:
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled since `warm_up` ended."""
+        """Number of programs compiled since `warm_up` finished."""
         return self.programs.num_compiled() - self._compiled_at_warm_up
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -313,14 +312,14 @@ class JaxExecutor:
         except Exception as error:
             if isinstance(error, ConfigError) or is_out_of_memory(error) or not self.programs.forget_loaded():
                 raise
-            logger.warning("compiling all programs: one that was loaded did not run (%s)", one_line(str(error)))
+            logger.warning("a loaded program did not run, compiling all programs (%s)", one_line(str(error)))
             if self.runner.is_allocated:
                 self.clear()
             prepare()
         self._compiled_at_warm_up = self.programs.num_compiled()
         store = self.programs.store
         if store is not None and store.num_loaded:
-            logger.info("%d of %d programs loaded, without lowering them", store.num_loaded, len(programs))
+            logger.info("%d of %d programs loaded without lowering", store.num_loaded, len(programs))
 
     def prepare_prompt_logprobs(self) -> None:
         """See `Executor.prepare_prompt_logprobs`."""
@@ -328,7 +327,7 @@ class JaxExecutor:
 
     @property
     def _num_compilers(self) -> int:
-        """Number of programs compiled at once; 1 with several hosts, which must compile in the same order."""
+        """Maximum number of programs compiled at once; 1 with several hosts, which must compile in the same order."""
         if self.programs.num_hosts > 1:
             return 1
         return MAX_COMPILERS_FOR_GPU if self.platform in ("gpu", "cuda") else MAX_COMPILERS
@@ -346,11 +345,12 @@ class JaxExecutor:
 
     @property
     def num_background_compilers(self) -> int:
-        """Number of programs compiled at once during serving; 1 on a CPU, where compiling and steps share the cores."""
+        """Maximum number of programs compiled at once while serving; 1 on a CPU, whose cores also run the steps."""
         return 1 if self.platform == "cpu" else max(1, min(self._num_compilers, (os.cpu_count() or 1) - 2))
 
     def warm_up_first(self, progress: Callable[[int, int], None] | None = None) -> list[Program]:
-        """Compile and run the fewest programs that serve every step, if more slowly.
+        """Compile and run the smallest set of programs that can run every step, although some steps are slower with
+        them.
 
         Returns:
             The other programs, the most useful first. Each must be compiled, in any thread, and then passed to
@@ -372,7 +372,7 @@ class JaxExecutor:
         try:
             program.run()
         except Exception:
-            self.programs.forget_loaded()  # for the next start; the pool of this one is lost
+            self.programs.forget_loaded()  # for the next start; the pool is lost now
             raise
         self.ready.add(program.name)
         if last:
@@ -385,7 +385,7 @@ class JaxExecutor:
             RuntimeError: several hosts take part; they cannot be reset together.
         """
         if self.leader is not None:
-            time.sleep(1.0)  # where it failed for want of another rank, that is said first
+            time.sleep(1.0)  # if a lost rank caused the failure, its message comes first
             raise RuntimeError("a step failed, and several hosts cannot be reset together")
         self.clear()
 
@@ -410,8 +410,8 @@ class JaxExecutor:
         return sum(array.nbytes for array in {id(array): array for array in jax.tree.leaves(self.params)}.values())
 
     def host_buffers(self) -> list[tuple[int, int]]:
-        """Return address and bytes of each array of weights and pools that is whole in this process's memory. New pools
-        use huge pages from now on."""
+        """Return address and size in bytes of each array of weights and pools that is on one device. New pools use huge
+        pages from now on."""
         if self.platform != "cpu":
             return []
         self._huge_pages = True
@@ -431,7 +431,7 @@ class JaxExecutor:
         single[[*batch.prompt_targets, *batch.pool_spans]] = False
         if (self.mixed and not batch.needs_all_states) or batch.masked is not None or single.all() or not single.any():
             return self._dispatch(batch)
-        # Decode rows as chunks of one token take several times as long as in a program of their own.
+        # Decode rows computed as chunks of one token take several times as long as in a decode program.
         parts = [np.flatnonzero(single), np.flatnonzero(~single)]
         return JoinedStepHandle(
             num_rows=len(batch.slots), parts=[(rows, self._dispatch(batch.part(rows))) for rows in parts]
@@ -487,7 +487,7 @@ class JaxExecutor:
                 step.ints, step.num_decode, step.num_prefill, kinds, room, step.prefix_room
             ).run()
         if not len(rows):
-            # Its end is waited for: else the steps behind it pile up on the device, and gaps between tokens with them.
+            # The result waits for these states: otherwise steps would queue up on the device and delay tokens.
             return done(tokens=None, logprobs=None, states=states)
         bucket, variant = self.ready.sampler(len(rows), variant)
         ints = pack_sampling(batch, rows, params, bucket, variant, step_format)

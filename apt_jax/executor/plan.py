@@ -1,5 +1,5 @@
-"""Plan of an executor, derived from the model's configuration and the bounds of a step: cache kinds, attention ops,
-buckets, programs. Planning allocates nothing and needs no device, so that programs can be compiled for absent devices
+"""Plan of an executor, derived from the model's configuration and the limits of a step: cache kinds, attention ops,
+buckets, programs. Planning allocates nothing and needs no device, so programs can be compiled for absent devices
 (`benchmarks.gpu`) and before the size of the pool is known."""
 
 import dataclasses
@@ -23,9 +23,9 @@ from apt_jax.ops.backend import KernelBackend
 from apt_jax.ops.xla_decode import ROWS_PER_TILE
 
 MAX_MODEL_LEN = 1 << 22
-"""Maximum context length in tokens, as every slot has a block table for it."""
+"""Maximum context length in tokens; every slot has a block table for the whole context."""
 _MAX_ENTRIES = 2**31 - 1
-"""Maximum number of entries of a per-slot array, as indices into it are int32."""
+"""Maximum number of entries of a per-slot array, because its indices are int32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def plan_executor(
         platform: JAX's name of the devices' platform.
         chip: chip that the tiles of GPU kernels are chosen for.
         adapt_keys: True if adapters change W_k or W_v; None: no adapters.
-        both_ends: as of `JaxExecutor`.
+        both_ends: see `JaxExecutor`.
 
     Raises:
         ConfigError: the cache mode does not suit the model, the attention implementation is unknown, or the model
@@ -130,9 +130,9 @@ def plan_executor(
     parallel.check_size(config, num_devices)
     if max_model_len > MAX_MODEL_LEN:
         raise ConfigError(
-            f"max_model_len={max_model_len} is more than this version serves; give at most {MAX_MODEL_LEN} (--max-model-len)"
+            f"max_model_len={max_model_len} is more than this version supports; use at most {MAX_MODEL_LEN} (--max-model-len)"
         )
-    # A window that no context outgrows is none.
+    # A window that is at least as long as every context has no effect.
     windows = tuple(w if w is not None and w < max_model_len else None for w in config.layer_windows)
     loaded = dataclasses.replace(config, layer_windows=windows if any(windows) else ())
     config = parallel.with_repeated_heads(loaded, num_devices)
@@ -147,12 +147,12 @@ def plan_executor(
     if hidden and cache.hidden_attention != "reproject":
         hidden_mode = config.hidden_mode
     if num_devices > 1 and platform == "cpu":
-        # Devices that a CPU plays are for tests; kernels there own all of its threads.
+        # Several devices simulated on a CPU are for tests; the CPU kernels use all of its threads.
         attention = attention or "xla"
         if attention == "cpu":
             raise ConfigError("the kernels for CPUs run on one device; leave out -tp or --attention-backend cpu")
-    # Over several devices hidden rows need nothing that the ops in `takes_shards` lack (`sharding.hidden_refusal`, no
-    # adapters), and the others are XLA's.
+    # Over several devices, hidden rows need no feature that the ops in `takes_shards` lack (`sharding.hidden_refusal`,
+    # no adapters), and the other ops are XLA's.
     extras = needed_extras(
         config, hidden_mode, kv=kinds.kv, hidden=hidden and num_devices == 1, adapted_keys=bool(adapt_keys)
     )
@@ -167,8 +167,8 @@ def plan_executor(
     entries = max_num_seqs * max(2 * max(table_lens.values()), config.vocab_size)
     if entries > _MAX_ENTRIES:
         raise ConfigError(
-            f"the block tables or token counts of {max_num_seqs} requests have {entries:,} entries, and {_MAX_ENTRIES:,} is the "
-            f"most; lower --max-num-seqs{'' if entries == max_num_seqs * config.vocab_size else ' or --max-model-len, or give a larger --block-size'}"
+            f"the block tables or token counts of {max_num_seqs} requests have {entries:,} entries, but at most {_MAX_ENTRIES:,} "
+            f"are supported; lower --max-num-seqs{'' if entries == max_num_seqs * config.vocab_size else ' or --max-model-len, or use a larger --block-size'}"
         )
     return ExecutorPlan(
         loaded_config=loaded,

@@ -61,7 +61,7 @@ class PoolMemory:
         self._config, self._device, self._mesh = config, device, mesh
         self._block_shape = (block_size, config.lane)
         self._dtype = pool_dtype(dtype, device.platform)
-        # Devices that a CPU plays share its memory.
+        # Devices simulated on a CPU share its memory.
         self._num_memories = 1 if mesh is None or self._is_host else mesh.size
 
     @property
@@ -94,8 +94,8 @@ class PoolMemory:
         Args:
             utilization: share of the free memory to use.
             slot_bytes: bytes of the per-slot arrays on each device.
-            temporary_bytes: bytes of temporary memory of one step. Twice that is kept free, as one step is dispatched
-                while another runs.
+            temporary_bytes: bytes of temporary memory of one step. Twice as much is kept free, because one step is
+                dispatched while another runs.
 
         Raises:
             ConfigError: fewer than `least` blocks fit.
@@ -148,7 +148,7 @@ class PoolMemory:
         return (self.described(shape, self._dtype, parallel.POOL_SPEC),) * self._config.num_layers
 
     def new_pools(self, num_blocks: int) -> tuple[Array, ...]:
-        """Return pools of zeros, one array per layer, with room for the reserved block."""
+        """Return pools of zeros, one array per layer, including the reserved block."""
         shape, where = (num_blocks + 1, *self._block_shape), self.placed(parallel.POOL_SPEC)
         return tuple(jnp.zeros(shape, self._dtype, device=where) for _ in range(self._config.num_layers))
 

@@ -1,4 +1,4 @@
-"""Early rejection: a request that arrives while a step runs, and would be rejected after it, is rejected at once.
+"""Early rejection: a request that arrives during a step and would be rejected after the step is rejected at once.
 
 The engine thread takes a snapshot of the queue when it dispatches a step. Threads that submit requests compare each
 request with the snapshot and the requests that have arrived since. The gate only rejects; the engine decides about all
@@ -13,11 +13,12 @@ from apt_jax.errors import QueueFullError
 from apt_jax.request import EngineRequest
 
 _MAX_PROMPT_LEN = 8192
-"""Number of tokens above which a prompt passes the gate: looking up its cached prefix would delay an event loop."""
+"""Maximum number of prompt tokens that the gate checks. Longer prompts pass it, because looking up their cached
+prefixes would delay an event loop."""
 
 
 class AdmissionGate:
-    """Rejects requests while a step runs. Methods are called under the lock of the inbox unless they say otherwise.
+    """Rejects requests while a step runs. Unless stated otherwise, methods are called with the inbox's lock held.
 
     Args:
         engine: only its `has`, `num_cached`, `min_blocks_for` and `admission.early_reject` are called.
@@ -48,7 +49,7 @@ class AdmissionGate:
 
     def early_reject(self, request: EngineRequest, demand: AdmissionDemand) -> QueueFullError | None:
         """Return the error if a request is rejected early; None: it passes and counts as pending."""
-        # A duplicate id is for the engine to reject: that error must not invite a retry.
+        # Duplicate ids are left to the engine, whose error does not invite a retry.
         if self.snapshot is None:
             return None
         if demand.prompt_len <= _MAX_PROMPT_LEN and not self._engine.has(request.request_id):
@@ -59,11 +60,11 @@ class AdmissionGate:
         return None
 
     def begin_step(self, snapshot: QueueSnapshot, pending: Iterable[EngineRequest]) -> None:
-        """Use this snapshot from now on; `pending` holds the requests of the inbox that are not part of it."""
+        """Use this snapshot from now on; `pending` holds the requests in the inbox that it does not include."""
         self.snapshot, self._pending = snapshot, PendingArrivals()
         for request in pending:
             self._pending.add(self.demand_of(request))
 
     def end_step(self) -> None:
-        """Reject nothing until the next step begins: finished requests leave room."""
+        """Reject nothing until the next step begins: finished requests free capacity."""
         self.snapshot = None

@@ -1,10 +1,10 @@
-"""The engine for servers: a thread runs its loop, requests come from asyncio event loops.
+"""The engine for servers: a thread runs the engine loop, and requests come from asyncio event loops.
 
 1. `AsyncEngine.submit` puts a request into an inbox and returns a `RequestStream`; it never waits.
-2. The engine thread empties the inbox between steps: it adds requests, drops the cancelled ones, ends those whose
-   deadline has passed, and runs one step. With nothing to do it sleeps on a condition. Requests that arrive while the
-   next step is prepared are added before it is dispatched. If a request arrives while the step runs and would be
-   rejected after it, the `AdmissionGate` rejects it at once.
+2. Between steps the engine thread empties the inbox: it adds new requests, drops cancelled requests and ends requests
+   whose deadline has passed. Then it runs one step, or waits on a condition if it has no work. Requests that arrive
+   while the next step is prepared are added before it is dispatched. If a request arrives while the step runs and
+   would be rejected after the step, the `AdmissionGate` rejects it at once.
 3. The outputs of a step go to the streams (`apt_jax.frontend.streams`).
 4. Leaving a stream early, by `cancel` or by closing the generator, ends the request within one iteration.
 5. `watch` reports the scheduler's decisions, at most one batch of iterations per event loop and step.
@@ -12,7 +12,7 @@
 Threads. Only the engine thread changes the engine; other threads may hand it a function to run between two steps
 (`call`). But threads that submit a request read the engine while a step runs, through `AdmissionGate`:
 
-* `engine.min_blocks_for`: block sizes and cache kinds on offer, which never change;
+* `engine.min_blocks_for`: block sizes and offered cache kinds, which never change;
 * `engine.num_cached`, for requests with a TTFT objective under `slo_admission`: one dict look-up in the prefix index
   per block of the prompt;
 * `engine.has`: one look-up in the dict of live requests;
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """Receives the end of every request, from any front end. Called in the engine thread."""
+    """Receives notice when a request from any front end ends or is rejected. Called in the engine thread."""
 
     def ended(self, delta: OutputDelta) -> None:
         """Called with the last output of a request that has ended."""
@@ -79,11 +79,11 @@ class AsyncEngine:
 
     Args:
         parts: the engine and its components, from `apt_jax.build_engine`; from now on this object owns them.
-        observer: receives the end of every request.
-        step_timeout_s: minimum time in seconds after which an iteration counts as hung; it must also exceed 20 times
-            the 99th percentile of recent steps and 20 times the calibrated time of a full step. Then every request
-            fails with `EngineDeadError`, and `wait_ended` returns. The thread cannot be ended; end the process. None:
-            no limit.
+        observer: is notified when requests end or are rejected.
+        step_timeout_s: time in seconds after which an iteration counts as hung, raised to 20 times the larger of the
+            recent 99th-percentile step time and the calibrated time of a full step. If an iteration hangs, every
+            request fails with `EngineDeadError` and `wait_ended` returns. The thread cannot be stopped, so exit the
+            process. None: no limit.
         decision_log: number of requests whose `decisions` are kept; 0: no decisions are kept.
     """
 
@@ -101,7 +101,7 @@ class AsyncEngine:
         self._engine = parts.engine
         self._max_queue_s = scheduler.max_queue_s
         self._work = threading.Condition()
-        """Guards the inbox, the gate and the state of the loop's end; notified when there is work."""
+        """Guards the inbox, the gate and the shutdown state; notified when there is work."""
         self._inbox: collections.deque[RequestStream | Callable[[], None]] = collections.deque()
         """New requests, and functions to run between two steps."""
         self._gate = AdmissionGate(parts.engine)
@@ -112,7 +112,7 @@ class AsyncEngine:
         self._end_error: EngineDeadError | None = None
         self._end: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._abandoned = False
-        """True if all streams were ended while a step was running, which may never end."""
+        """True if all streams were ended during a step that may never end."""
         self._log: TimelineLog | None = None
         if decision_log:
             self._log = TimelineLog(
@@ -131,8 +131,8 @@ class AsyncEngine:
         self._watchdog.expected_step_s = self._engine.admission.prefill_s(most, 1, self._engine.costs)
 
     def listen(self, listener: Callable[[Iteration], None] | None) -> None:
-        """Call a function with every iteration; it replaces the last one and must not raise. None: stop calling. To be
-        called in the engine's thread."""
+        """Set the function that is called with every iteration; it must not raise. None: no function. Call this in the
+        engine's thread."""
         self._feed.listen(listener)
 
     def _start(self) -> None:
@@ -143,14 +143,15 @@ class AsyncEngine:
     # --- for users ---------------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest, *, deadline_s: float | None = None) -> RequestStream:
-        """Hand a request to the engine; call it from a coroutine. Reading the stream raises a rejection.
+        """Submit a request to the engine; call this from a coroutine. If the request is rejected, reading the stream
+        raises the error.
 
         Args:
             request: from `parts.build_request`.
             deadline_s: time on the engine's clock, in seconds, at which the request is ended; None: no deadline.
 
         Raises:
-            EngineDeadError: the engine has ended or is closing.
+            EngineDeadError: the engine has stopped or is shutting down.
         """
         stream = RequestStream(request, deadline_s, self._cancel)
         self._submit([stream])
@@ -164,13 +165,13 @@ class AsyncEngine:
         return RequestStreamGroup(streams, updated)
 
     async def prepare(self, requests: Sequence[EngineRequest]) -> None:
-        """Compile rarely used programs that the requests need, while the engine runs; call it before `submit`.
+        """Compile rarely used programs that the requests need, while the engine runs; call this before `submit`.
 
-        It returns at once if the programs are compiled. If a request is submitted without this call, all requests wait
-        for the compiler.
+        It returns at once if the programs are already compiled. If such a request is submitted without this call, all
+        requests wait for the compiler.
 
         Raises:
-            EngineDeadError: the engine has ended meanwhile.
+            EngineDeadError: the engine stopped before the programs were compiled.
         """
         prepared = self._rare_programs.compile_for(requests)
         if prepared is None:
@@ -194,7 +195,7 @@ class AsyncEngine:
     async def generate(
         self, request: EngineRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield the whole output of a request so far, at each update. Raises the errors of `submit` and
+        """Yield the complete output of a request so far, at each update. Raises the errors of `submit` and
         `RequestStream`.
 
         Leaving the loop early and closing the generator ends the request.
@@ -209,15 +210,15 @@ class AsyncEngine:
             stream.cancel()
 
     def abort(self, request_id: str) -> "concurrent.futures.Future[bool]":
-        """End the live request with this engine id; its stream ends with `finish_reason="abort"`. The result is False
-        if no live request has this id."""
+        """Abort the live request with this engine id; its stream ends with `finish_reason="abort"`. The future's result
+        is False if no live request has this id."""
         return self.call(lambda: self._engine.abort(request_id))
 
     def watch(self, capacity: int = 256) -> IterationSubscription:
-        """Report every decision of the scheduler from now on; call it from a coroutine, and `close` the result.
+        """Subscribe to the scheduler's decisions; call this from a coroutine, and `close` the result.
 
         Args:
-            capacity: maximum number of unread iterations that are kept; beyond it the oldest are dropped.
+            capacity: maximum number of unread iterations to keep; if there are more, the oldest are dropped.
         """
 
         def leave(watch: IterationSubscription) -> None:
@@ -228,8 +229,8 @@ class AsyncEngine:
         return watch
 
     async def decisions(self, request_id: str) -> RequestTimeline | None:
-        """Return the scheduler's decisions about the last request with this engine id; None: unknown, or no longer
-        known."""
+        """Return the scheduler's decisions about the last request with this engine id; None: the id is unknown, or its
+        decisions were dropped."""
         log = self._log
         if log is None:
             return None
@@ -283,7 +284,7 @@ class AsyncEngine:
 
     @property
     def dead_reason(self) -> str | None:
-        """Reason for which the engine ended by itself; None while it is alive and after a shutdown."""
+        """Reason why the engine stopped by itself; None while it runs and after a shutdown."""
         error = self._end_error
         return None if error is None or isinstance(error, EngineClosedError) else str(error)
 
@@ -293,10 +294,10 @@ class AsyncEngine:
         return self.dead_reason
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
-        """Accept no new requests, let open ones continue for up to `drain_s` seconds, end the others, end the thread.
+        """Stop accepting requests, let open requests run for up to `drain_s` seconds, then end the rest and the thread.
 
-        Streams of ended requests raise `EngineClosedError`. Then cached prefixes are written to disk, if the engine has
-        a prefix directory. A second call can only shorten the wait.
+        Streams of requests that are cut off raise `EngineClosedError`. Then cached prefixes are written to disk, if the
+        engine has a prefix directory. A second call can only shorten the wait.
         """
         self._close(drain_s)
         await asyncio.shield(asyncio.wrap_future(self._end))
@@ -346,11 +347,12 @@ class AsyncEngine:
             self._work.notify()
 
     def _fail_all(self, started_s: float | None, reason: str) -> None:
-        """End all streams and run no further step: a step hangs, or has left the engine in an unknown state.
+        """End all streams and run no further step, because a step hangs or left the engine in an unknown state.
 
         Args:
-            started_s: start of the hung iteration; if it has ended meanwhile, nothing happens. None: no condition.
-            reason: reason why the engine has ended.
+            started_s: start of the hung iteration; if that iteration has ended by now, nothing happens. None: always
+                end the streams.
+            reason: reason why the engine stops.
         """
         error = EngineDeadError(f"the engine has ended: {reason}")
         with self._work:
@@ -372,7 +374,7 @@ class AsyncEngine:
             pass
 
     def _run_iteration(self) -> bool:
-        """Run one iteration of the loop; after the last one, end all streams and the engine. False: the loop is
+        """Run one iteration of the loop; after the last iteration, end all streams and the engine. False: the loop is
         over."""
         try:
             if self._iterate():
@@ -385,8 +387,8 @@ class AsyncEngine:
                     else EngineDeadError(f"the engine has ended: {reason}")
                 )
         except BaseException as caught:
-            logger.critical("the engine loop ends: %s", type(caught).__name__, exc_info=caught)
-            self.fail("internal error")  # unless the watchdog was quicker
+            logger.critical("the engine loop failed: %s", type(caught).__name__, exc_info=caught)
+            self.fail("internal error")  # unless the watchdog was faster
         return False
 
     def _is_due(self) -> bool:
@@ -435,13 +437,13 @@ class AsyncEngine:
                 else:
                     command()
         except BaseException:
-            with self._work:  # the others are still to be answered
+            with self._work:  # the remaining entries must still be answered
                 self._inbox.extendleft(reversed(commands))
             raise
 
     def _drain_arrivals_before_dispatch(self, _batch: StepBatch) -> None:
         """Add the requests that arrived while a step was prepared, then have the gate check later arrivals. Requests
-        behind a function in the inbox keep their place."""
+        queued behind a function stay in the inbox."""
         while True:
             with self._work:
                 first = self._inbox[0] if self._inbox else None
@@ -469,7 +471,7 @@ class AsyncEngine:
         stream = self._streams.by_request.get(output.request)
         try:
             delta = self.parts.assembler.delta(output)
-        except Exception as error:  # of this request: the others continue
+        except Exception as error:  # affects this request only
             logger.error("an output could not be assembled", exc_info=error)
             if stream is not None:
                 self._drop(stream, AptJaxError("the output could not be assembled"))
@@ -505,7 +507,7 @@ class AsyncEngine:
             self._streams.fail(stream, AptJaxError("the request could not be added"))
             if not isinstance(error, Exception):
                 raise
-            logger.error("a request could not be added", exc_info=error)  # the others continue
+            logger.error("a request could not be added", exc_info=error)  # other requests continue
             return
         stream.metrics = self._engine.metrics_of(request.request_id)
         self._streams.add(stream)
@@ -513,8 +515,8 @@ class AsyncEngine:
             self._log.begin(request, self._engine.num_decisions)
 
     def _drop(self, stream: RequestStream, error: BaseException | None = None) -> None:
-        """End a stream and its request if that is live, but never another request with the same id. `error` None: the
-        stream was cancelled."""
+        """End a stream, and its request if that is still live; another request with the same id is not affected.
+        `error` None: the stream was cancelled."""
         if self._streams.remove(stream):
             self._streams.fail(stream, cancelled_error() if error is None else error)
             if self._engine.is_live(stream.request):
@@ -523,7 +525,7 @@ class AsyncEngine:
     def _queued_too_long(self, request: EngineRequest) -> QueueFullError:
         limit_s, says = self._max_queue_s, "--set max_queue_s"
         if request.max_queue_s is not None and request.max_queue_s < limit_s:
-            limit_s, says = request.max_queue_s, "as long as it asks to"
+            limit_s, says = request.max_queue_s, "its own limit"
         return QueueFullError(f"the request has waited for {limit_s:g} s ({says})", limit_s, has_waited=True)
 
     def _note_rejected(self, request: EngineRequest) -> None:
@@ -555,7 +557,7 @@ class AsyncEngine:
 
     def _end_all(self, error: EngineDeadError) -> None:
         with self._work:
-            self._end_error = error  # `submit` rejects requests from here on, `_add` those from before
+            self._end_error = error  # from here on `submit` rejects new requests, and `_add` those in the inbox
         for stream in list(self._streams.by_request.values()):
             self._drop(stream, error)
         self._watchdog.restart()
@@ -566,7 +568,7 @@ class AsyncEngine:
             self._finish(error)
 
     def _flush(self) -> None:
-        """Fetch the step in flight and the last outputs, so that the blocks of all requests are free."""
+        """Fetch the step in flight and the last outputs, to free the blocks of all requests."""
         try:
             while self._engine.has_work and self._engine.dead_reason is None:
                 outputs = self._step()
@@ -587,12 +589,12 @@ class AsyncEngine:
         self._wake()
 
     def _empty_inbox(self) -> None:
-        """Answer all requests and functions in the inbox at the end, in every state of the engine, so that no caller
-        waits forever."""
+        """Answer all requests and functions left in the inbox, whatever the engine's state, so that no caller waits
+        forever."""
         while self._inbox:
             with self._work:
                 commands = self._drain_inbox()
             try:
                 self._run_commands(commands)
             except BaseException as error:
-                logger.error("the engine has ended, and %s", type(error).__name__, exc_info=error)
+                logger.error("%s after the engine stopped", type(error).__name__, exc_info=error)

@@ -67,7 +67,7 @@ def build_engine(
     """Load a model and make the engine that serves it.
 
     Args:
-        config: what to build.
+        config: configuration of the engine.
         params: weights that replace the weights in the model's files, as returned by `load_model` and `from_nnx`; see
             `LLM`.
         warm_up: compile every program now; False: each is compiled when it is first needed.
@@ -92,7 +92,7 @@ def build_engine(
     policy = make_policy(config=config.scheduler, seed=config.seed)  # a wrong name fails first
     check_swap_space(config.cache.swap_space)
     if params is not None and config.parallel.nnodes > 1:
-        raise ConfigError("params=... serves weights of this process, not of several hosts (--nnodes)")
+        raise ConfigError("params=... works in a single process only, not with several hosts (--nnodes)")
     started = time.monotonic()
     with all_hosts(config) as hosts:
         leader = hosts if isinstance(hosts, Leader) else None
@@ -172,13 +172,12 @@ def check_swap_space(swap_space: float) -> None:
     spare_gib = spare_memory_bytes() / (1 << 30)
     if swap_space > spare_gib:
         raise ConfigError(
-            f"swap_space={swap_space:g} GiB is more than the {spare_gib:.1f} GiB of host memory that are free; give less "
-            "(--swap-space)"
+            f"swap_space={swap_space:g} GiB is more than the {spare_gib:.1f} GiB of free host memory; lower --swap-space"
         )
 
 
 def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | None:
-    """Open the directory of cached prefixes that a configuration names; None: it names no directory.
+    """Open the configured directory of cached prefixes; None: no directory is configured, or there is no host tier.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -194,7 +193,7 @@ def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | 
     max_bytes = int(cache.prefix_cache_size * (1 << 30))
     files = PrefixFiles(Path(cache.prefix_cache_dir), identity, executor.host.block_bytes, (2, 1), max_bytes)
     logger.info(
-        "%s: %d cached groups of blocks are of this model and these flags; %.2f GiB in all",
+        "%s: %d cached groups of blocks match this model and these flags; all files: %.2f GiB",
         cache.prefix_cache_dir,
         files.num_groups,
         files.num_bytes / 2**30,
@@ -203,7 +202,7 @@ def open_disk_store(cache: CacheConfig, executor: "JaxExecutor") -> DiskStore | 
 
 
 def warn_of_small_pool(parts: EngineComponents) -> None:
-    """Log a warning if the cache is too small for the longest request of the model: such requests are rejected."""
+    """Log a warning if the cache is too small for a request of the maximum length: such requests are rejected."""
     limits = parts.limits
     if limits.max_pool_tokens is not None and limits.max_pool_tokens < limits.max_model_len:
         logger.warning(
@@ -239,8 +238,8 @@ def freeze_gc_heap() -> None:
 
 @contextlib.contextmanager
 def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
-    """Join the other hosts of this replica and report exceptions in the context to them; None: a single host. This is
-    the first use of the devices, so it also sets the share of their memory that JAX takes."""
+    """Join the other hosts of this replica and report exceptions in the context to them; yields None on a single host.
+    This is the first use of the devices, so it also sets the share of their memory that JAX takes."""
     import jax
 
     from apt_jax.models import read_model_config, resolve_model
@@ -271,8 +270,8 @@ def all_hosts(config: EngineConfig) -> Iterator["Hosts | None"]:
 
 
 def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "tuple[LoadedModel, Mesh | None]":
-    """Load the model, with `params` as its weights if given; returns it and the mesh of devices that it is sharded
-    over. Mesh None: the model is not sharded."""
+    """Load the model, with `params` as its weights if given; returns it and its device mesh, None if it is not
+    sharded."""
     import jax
 
     from apt_jax.executor.attention_choice import check_attention
@@ -286,7 +285,7 @@ def load_weights(config: EngineConfig, params: "ModelParams | None" = None) -> "
         return read_model_config(resolved.fields, config.max_model_len)[1]
 
     check_attention(config, jax.local_devices()[0], read_model)
-    if ours.nnodes == 1:  # only rank 0's JAX stores what it compiles, and all ranks must do the same
+    if ours.nnodes == 1:  # JAX stores programs on rank 0 only, and all ranks must do the same
         use_compile_cache()
     mesh = None
     if ours.tensor_parallel_size > 1:
@@ -344,7 +343,7 @@ def load_adapters(config: EngineConfig, loaded: "LoadedModel") -> "list[LoraAdap
 
 
 def room_for_steps() -> contextlib.AbstractContextManager[None]:
-    """Return a context that turns a lack of memory for steps into a `ConfigError`."""
+    """Return a context that turns an out-of-memory error of a step into a `ConfigError`."""
     return _room_for("the largest steps beside weights and cache", _SMALLER_STEPS)
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class FallbackSeeds:
-    """Source of seeds for requests without a seed, derived from the engine's seed and a running number. Calls from
-    several threads get different numbers under the GIL."""
+    """Source of seeds for requests without a seed, derived from the engine's seed and a counter. Calls from several
+    threads get different seeds under the GIL."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -69,7 +69,7 @@ class EngineComponents:
     assembler: OutputAssembler
     seeds: FallbackSeeds
     grammars: GrammarCompiler | None
-    """Compiler of structured outputs; None: the model has no tokenizer."""
+    """Compiler of grammars for structured outputs; None: the model has no tokenizer."""
     model_config: ModelConfig | None = None
     """Configuration of the model; None for an executor without a model."""
     cost_model: "CostModel | None" = None
@@ -88,7 +88,7 @@ class EngineComponents:
 
     @property
     def model_name(self) -> str:
-        """Model name in requests."""
+        """Model name that requests use."""
         return self.config.served_model_name or self.config.model
 
     def adapter_named(self, model: object) -> str | None:
@@ -115,11 +115,11 @@ class EngineComponents:
         truncated: bool = False,
         **options: Any,
     ) -> list[int]:
-        """Encode a conversation as token ids. Waits for another process: call it outside of event loops.
+        """Encode a conversation as token ids. This waits for another process: call it outside of event loops.
 
         Args:
             messages, tools, add_generation_prompt: see `ChatTemplate.encode`.
-            truncated: True if the prompt will be truncated, so that a long prompt is not an error.
+            truncated: True if the prompt will be truncated; then a long prompt is not an error.
             options: `continue_final_message` and `template_kwargs` of `ChatTemplate.encode`.
 
         Raises:
@@ -140,7 +140,7 @@ class EngineComponents:
 
     def build_request(self, **fields: Any) -> EngineRequest:
         """Call `apt_jax.validation.build_request` with this engine's limits; the request arrives now unless `arrival_s`
-        is given. A request without a seed gets one of `seeds`."""
+        is given. A request without a seed gets the next of `seeds`."""
         return self.build_requests(**fields)[0]
 
     def build_requests(self, *, n: object = 1, **fields: Any) -> list[EngineRequest]:
@@ -239,8 +239,8 @@ def with_policy(parts: EngineComponents, policy: str, cache: CacheMode) -> Engin
     """Build a fresh engine over the same executor with another policy and other cache kinds; compiles and loads
     nothing.
 
-    Only one of the engines may run at a time: they share the executor's pool. With prefix caching an engine must not be
-    used again after another one has run, as its cached blocks have been overwritten.
+    Only one of the engines may run at a time: they share the executor's pool. With prefix caching, an engine must not
+    be used again after another engine has run, because its cached blocks have been overwritten.
 
     Args:
         parts: result of `build_engine`, with the programs of both kinds compiled if `cache` needs both.

@@ -7,13 +7,13 @@ as `components.Unprepared`. `BackgroundPreparation` prepares them once the engin
    new program once, on padding. Steps use it from then on if it fits them best; on GPUs they do so once all programs
    are ready. No step compiles or waits for the compiler. A program that cannot be compiled for lack of device memory is
    left out, with a line in the log.
-2. Weights and pool move to pages of 2 MiB, which takes seconds if free memory is fragmented.
+2. The weights and the pool are moved to 2 MiB pages, which takes seconds if free memory is fragmented.
 3. If no step costs are stored for this machine, they are measured while the engine is idle, for half a second at a
    time. Until then they are estimated from the steps that run (`ServedSteps`). Before there are enough steps, policies
    have no costs (`StepCosts` of zero), as with ``calibrate=False``. The measurement overwrites and drops cached
    prefixes.
 
-Any other failure would have prevented the start without `early`: it ends the engine with the same error line.
+Any other failure, which without `early` would have prevented the start, stops the engine with the same error line.
 """
 
 import collections
@@ -53,7 +53,7 @@ _REPORT_EVERY_S = 10.0
 
 
 class _StoppedError(Exception):
-    """The server is stopping, or its engine has ended."""
+    """The server is stopping, or its engine has stopped."""
 
 
 class BackgroundPreparation:
@@ -79,7 +79,7 @@ class BackgroundPreparation:
         """Stop, and wait up to `timeout_s` seconds for the work in progress. Thread-safe; repeated calls are harmless.
 
         Returns:
-            False if a program is still being compiled: the process must be ended by `os._exit`.
+            False if a program is still being compiled: the process must exit with `os._exit`.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -95,13 +95,13 @@ class BackgroundPreparation:
                 self._raise_if_stopped()
             if unprepared.calibration_s is not None:
                 self._calibrate(unprepared.calibration_s)
-            self._call(gc.freeze)  # what tracing has left: a full collection need not visit it (`freeze_gc_heap`)
+            self._call(gc.freeze)  # exclude the objects that tracing has left (`freeze_gc_heap`)
         except _StoppedError:
             return
         except BaseException as error:
             if self._stopped.is_set():
                 return
-            reason = f"preparation beside serving failed: {type(error).__name__}: {one_line(str(error)):.300}"
+            reason = f"background preparation failed: {type(error).__name__}: {one_line(str(error)):.300}"
             logger.critical("%s", reason, exc_info=error)
             self._engine.fail(reason)
 
@@ -109,25 +109,25 @@ class BackgroundPreparation:
         if not programs:
             return
         started = time.monotonic()
-        logger.info("serving; preparing %s meanwhile", counted(len(programs), "more program"))
+        logger.info("serving; preparing %s in the background", counted(len(programs), "more program"))
         num_compilers = _executor_of(self._engine).num_background_compilers
         lacking = self._add(programs, num_compilers)
         if lacking:
-            lacking = self._add(lacking, 1)  # one at a time they need less memory
+            lacking = self._add(lacking, 1)  # compiling one at a time takes less memory
         if lacking:
             logger.warning(
-                "serving goes on without %s, and so with slower steps: no device memory was left to compile them "
+                "serving continues without %s, with slower steps: too little device memory to compile more "
                 "(--device-memory-utilization, or --set early_start=false)",
                 counted(len(lacking), "program"),
             )
         logger.info(
-            "prepared %s in %.1f s, beside serving",
+            "prepared %s in %.1f s, in the background",
             counted(len(programs) - len(lacking), "more program"),
             time.monotonic() - started,
         )
 
     def _add(self, programs: "Sequence[Program]", num_compilers: int) -> "list[Program]":
-        """Compile programs in parallel and have the engine use each; returns the programs that did not fit in
+        """Compile programs in parallel and add each to the executor; returns the programs that did not fit in
         memory."""
         executor, reported = _executor_of(self._engine), time.monotonic()
         waiting, lacking = iter(programs), []
@@ -150,7 +150,7 @@ class BackgroundPreparation:
                 self._call(lambda program=program, last=last: executor.add_program(program, last=last))
                 if time.monotonic() - reported >= _REPORT_EVERY_S and done < len(programs):
                     reported = time.monotonic()
-                    logger.info("serving; preparing meanwhile: %d of %d programs", done, len(programs))
+                    logger.info("serving; preparing in the background: %d of %d programs", done, len(programs))
         return lacking
 
     def _calibrate(self, budget_s: float) -> None:
@@ -161,7 +161,7 @@ class BackgroundPreparation:
         started = reported = idle_since = time.monotonic()
         served = ServedSteps(program_shapes(executor))
         self._call(lambda: self._engine.listen(served.note))
-        logger.info("serving; measuring step costs whenever there is nothing to do, for about %g s", budget_s)
+        logger.info("serving; measuring step costs while idle, for about %g s in total", budget_s)
         while model is None:
             if self._stopped.wait(_POLL_S):
                 raise _StoppedError
@@ -175,12 +175,13 @@ class BackgroundPreparation:
                     learned = served.fit(points)
                 except (RuntimeError, ValueError) as error:  # the solver gave up: more steps may help
                     logger.info(
-                        "serving; step costs could not be told from %s: %s", counted(len(points), "step"), error
+                        "serving; step costs could not be estimated from %s: %s", counted(len(points), "step"), error
                     )
                 else:
                     self._use(learned)
                     logger.info(
-                        "serving; step costs are told from %s, until they are measured", counted(len(points), "step")
+                        "serving; step costs are estimated from %s until they are measured",
+                        counted(len(points), "step"),
                     )
             if now - reported >= 6 * _REPORT_EVERY_S and model is None and not self._engine.parts.cost_model:
                 reported = now
@@ -188,7 +189,7 @@ class BackgroundPreparation:
         self._call(lambda: self._engine.listen(None))
         keep_calibration(model, calibration_path(executor))
         self._use(model)
-        logger.info("calibrated in %.1f s, beside serving", time.monotonic() - started)
+        logger.info("calibrated in %.1f s, in the background", time.monotonic() - started)
 
     def _use(self, model: "CostModel") -> None:
         """Have the engine and its watchdog use these step costs."""
@@ -201,8 +202,8 @@ class BackgroundPreparation:
         self._call(use)
 
     def _measure(self, measuring: "Generator[float, None, CostModel]") -> "CostModel | None":
-        """Continue the measurement until a request arrives, for at most `_SLICE_S`; returns the cost model once it is
-        complete, else None. Runs in the engine's thread."""
+        """Continue the measurement for `_SLICE_S` or until a request arrives; returns the cost model when it is complete,
+        else None. Runs in the engine's thread."""
         engine, until = self._engine.parts.engine, time.monotonic() + _SLICE_S
         while time.monotonic() < until and not self._engine.has_arrivals and not engine.has_work:
             engine.cache.clear_prefixes()

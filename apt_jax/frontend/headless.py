@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_headless(config: EngineConfig, progress: Progress | None = None) -> None:
-    """Run the steps of rank 0 as another rank of its replica, until rank 0 ends.
+    """Run the steps of rank 0 as another rank of its replica, until rank 0 stops.
 
     Raises:
         ModelLoadError, ConfigError, HostError: see `build_engine`.
@@ -35,5 +35,5 @@ def run_headless(config: EngineConfig, progress: Progress | None = None) -> None
         with room_for_steps():
             executor.warm_up(of_stage(progress, "preparing"))
             freeze_gc_heap()
-            logger.info("rank %d runs what rank 0 runs", config.parallel.node_rank)
+            logger.info("rank %d runs the steps of rank 0", config.parallel.node_rank)
             follow(executor, hosts)

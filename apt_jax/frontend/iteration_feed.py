@@ -8,7 +8,7 @@ from apt_jax.engine.timeline import TimelineLog
 
 
 class IterationFeed:
-    """Delivers iterations; the engine reports them only while there is a receiver. For the engine thread.
+    """Delivers iterations; the engine reports them only while there is a receiver. Used in the engine thread only.
 
     Args:
         engine: engine that reports iterations; this object sets its `after_step`.
@@ -36,7 +36,7 @@ class IterationFeed:
         self._connect()
 
     def listen(self, listener: Callable[[Iteration], None] | None) -> None:
-        """Call a function with every iteration; it replaces the last one and must not raise. None: stop calling."""
+        """Set the function that is called with every iteration; it must not raise. None: no function."""
         self._listener = listener
         self._connect()
 
@@ -48,7 +48,7 @@ class IterationFeed:
                 self.unsubscribe(watch)
 
     def fail(self, error: Exception) -> None:
-        """End every subscription with an error; `wake` tells the subscribers."""
+        """End every subscription with an error; `wake` then wakes the subscribers."""
         for watch in self._watches:
             watch._fail(error)
         self._has_unread = True

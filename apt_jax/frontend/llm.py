@@ -50,7 +50,7 @@ _OPTIONS = _find_options()
 
 
 def configure(model: str, config: EngineConfig | None, overrides: Mapping[str, Any]) -> EngineConfig:
-    """Replace the model and single options of a configuration.
+    """Replace the model and individual options of a configuration.
 
     Args:
         model: see `EngineConfig`.
@@ -91,10 +91,10 @@ class LLM:
         warm_up: compile all programs now rather than when they are first needed.
         calibrate: measure step costs if none are stored for this machine; stored costs are always used.
         use_tqdm: show progress while preparing programs and calibrating.
-        **options: single values that replace those of `config`, by the name of the field in `EngineConfig`,
-            `CacheConfig`, `SchedulerConfig` or `ParallelConfig`, for example ``dtype="bfloat16", max_num_seqs=128``;
-            but ``cache`` for `CacheConfig.mode` and ``scheduling_policy`` for `SchedulerConfig.policy`. ``help(LLM)``
-            lists them.
+        **options: individual values that replace those of `config`, named like the fields of `EngineConfig`,
+            `CacheConfig`, `SchedulerConfig` and `ParallelConfig`, for example ``dtype="bfloat16", max_num_seqs=128``.
+            Exceptions: ``cache`` sets `CacheConfig.mode`, ``scheduling_policy`` sets `SchedulerConfig.policy`.
+            ``help(LLM)`` lists them.
 
     Raises:
         TypeError: unknown option.
@@ -155,8 +155,8 @@ class LLM:
             slo: latency objectives, for all prompts or one entry per prompt; None: `default_slo`.
             slo_class: "rt" (real time) or "be" (best effort), for all prompts or one entry per prompt; None:
                 `default_slo_class`.
-            lora_request: LoRA adapter, one of the option `lora_modules`, for all prompts or one entry per prompt: its
-                name, or an object with `lora_name` such as vLLM's `LoRARequest`; None: no adapter.
+            lora_request: LoRA adapter from `lora_modules`, for all prompts or one entry per prompt: its name, or an
+                object with the attribute `lora_name`, such as vLLM's `LoRARequest`; None: no adapter.
             use_tqdm: show progress.
 
         Returns:
@@ -165,7 +165,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; then no request has run.
-            EngineDeadError: the engine has ended.
+            EngineDeadError: the engine has stopped.
         """
         requests = self._requests(prompts, sampling_params, slo, slo_class, lora_request)
         states = {request: RequestState(request, self.parts.tokenizer) for request in requests}
@@ -215,7 +215,7 @@ class LLM:
         lora_request: Adapter | Sequence[Adapter] = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer conversations with the model's chat template.
+        """Complete conversations, formatted with the model's chat template.
 
         Args:
             messages: a conversation, or a list of them: messages of ``{"role": ..., "content": ...}``. Text that looks
@@ -229,7 +229,7 @@ class LLM:
 
         Raises:
             InvalidRequestError: messages are malformed or the model has no chat template; also see `generate`.
-            EngineDeadError: the engine has ended.
+            EngineDeadError: the engine has stopped.
         """
         conversations: Sequence[Any] = messages
         if len(messages) and isinstance(messages[0], Mapping):
@@ -252,7 +252,7 @@ class LLM:
         slo_class: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[NDArray[np.float32]]:
-        """Embed prompts: their pooled hidden states after the model's final norm.
+        """Embed prompts: return their pooled hidden states after the model's final norm.
 
         Args:
             prompts: see `generate`; each must be at least one token shorter than the maximum length.
@@ -268,7 +268,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or parameter is invalid; then no request has run.
             RuntimeError: the model's output for a prompt is not finite.
-            EngineDeadError: the engine has ended.
+            EngineDeadError: the engine has stopped.
         """
         config = self.parts.model_config
         if config is not None:
@@ -346,7 +346,7 @@ def _one_each(name: str, value: Any, count: int) -> Sequence[Any]:
 
 
 def _signature() -> inspect.Signature:
-    """The constructor's signature with every option listed, for `help` and editors."""
+    """Return the constructor's signature with every option listed, for `help` and editors."""
     *own, _ = inspect.signature(LLM).parameters.values()
     kind = inspect.Parameter.KEYWORD_ONLY
     options = [

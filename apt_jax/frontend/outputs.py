@@ -1,4 +1,4 @@
-"""Conversion of the engine's outputs to text: incremental outputs, and the whole outputs of the public API."""
+"""Conversion of the engine's outputs to text: incremental outputs, and the complete outputs of the public API."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from apt_jax.text.tokenizer import Tokenizer
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OutputDelta:
-    """Incremental output of one request, as text. Consecutive ones can be merged."""
+    """Incremental output of one request, as text. Consecutive deltas can be merged."""
 
     request: EngineRequest
     text: str
@@ -49,7 +49,7 @@ class OutputDelta:
         return self.finish_reason is not None
 
     def merge(self, later: "OutputDelta") -> None:
-        """Append the next output, which arrived before this output was read."""
+        """Append the next delta, which arrived before this delta was read."""
         text, self.text = self.text, ""  # only text that nothing else refers to grows without a copy
         text += later.text
         self.text = text
@@ -80,7 +80,7 @@ class OutputAssembler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._texts: dict[EngineRequest, OutputText] = {}
         self._logged: dict[EngineRequest, int] = {}
-        """By request: last token of the text, after which the texts of the next log probabilities are decoded."""
+        """Last text token of each request; the tokens of its next log probabilities are decoded as following it."""
 
     @property
     def num_open(self) -> int:
@@ -103,7 +103,7 @@ class OutputAssembler:
                 text.push(output.new_token_ids[-1])
             found = text.stop
             piece = text.take(final=output.finished)
-            if finish_reason in ("stop", "length") and text.stop != found:  # in bytes that became no character
+            if finish_reason in ("stop", "length") and text.stop != found:  # completed by U+FFFD at the end
                 finish_reason, stop_reason = "stop", text.stop
         if isinstance(stop_reason, int) and stop_reason in self._eos_token_ids:
             stop_reason = None
@@ -142,7 +142,7 @@ class OutputAssembler:
                 min_tokens=params.min_tokens,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
-                own_bytes_only=request.grammar is not None,  # what it allows is the text
+                own_bytes_only=request.grammar is not None,  # a grammar describes the output's own bytes only
             )
         return text
 
@@ -165,7 +165,7 @@ class OutputAssembler:
 
 
 class RequestState:
-    """The output of one request so far, summed over its deltas.
+    """Accumulates the deltas of one request into its output so far.
 
     Args:
         request: request that the output belongs to.
@@ -198,7 +198,7 @@ class RequestState:
         self._last = delta
 
     def output(self) -> RequestOutput:
-        """Snapshot of the state; later deltas do not change it."""
+        """Return a snapshot of the output; later deltas do not change it."""
         request, last = self.request, self._last
         self._parts = ["".join(self._parts)]
         metrics = (

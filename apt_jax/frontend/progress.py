@@ -1,4 +1,4 @@
-"""Progress of a start: bars or lines while programs are compiled and steps calibrated, at least every five seconds."""
+"""Startup progress: bars or lines, at least every five seconds, while programs are compiled and steps calibrated."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ def of_stage(progress: Progress | None, stage: str) -> Callable[[int, int], None
 
 @contextlib.contextmanager
 def in_stage(progress: Progress | None, stage: str) -> Iterator[None]:
-    """Tell `progress` that a stage of one part begins, and at the end of the context that it has ended."""
+    """Report to `progress` that a one-part stage begins, and that it has ended when the context is left."""
     if progress is not None:
         progress(stage, 0, 1)
     yield
@@ -39,20 +39,20 @@ class ProgressBars:
     """A `Progress` that draws one bar per stage if stderr is a terminal; otherwise it writes lines at the start and end
     of each stage and every four seconds.
 
-    It is not called within one part of a stage or between stages: `keep_reporting` starts a thread that reports then,
-    on terminals too.
+    It is called only after each part of a stage. `keep_reporting` starts a thread that also reports in between, on
+    terminals too.
 
     Args:
         disable: True: draw and report nothing.
         say: receives the lines if stderr is not a terminal; None: they are logged.
-        stages: receives all progress too, and gives the status of the start; None: lines do not name the stage.
+        stages: also receives all progress, and provides the start's status; None: lines do not name the stage.
     """
 
     _REPORT_EVERY_S: ClassVar = 4.0
     """Time in seconds between reports: below the promised five seconds, with a margin for a busy machine."""
     _TICK_S: ClassVar = 0.5
     _DONE: ClassVar = {"preparing": ("program", "prepared"), "calibrating": ("step", "calibrated")}
-    """By stage of the start: the counted unit, and the word that reports its end."""
+    """By stage: the unit that is counted, and the word that reports the end of the stage."""
     _WITHOUT_PARTS: ClassVar = (LOADING, KERNELS, LAYOUT)
 
     def __init__(
@@ -129,13 +129,13 @@ class ProgressBars:
                 self._report(f"{what}: {now_s - self._begun:.0f} s since the start")
             elif not self._bar.disable:
                 self._reported = now_s
-                self._bar.refresh()  # its clock goes on
+                self._bar.refresh()  # updates its elapsed time
             elif self._stage in self._DONE:
                 unit, (done, total) = self._DONE[self._stage][0], self._count
                 self._report(f"{self._stage}: {done} of {total} {unit}s, {now_s - self._started:.0f} s")
 
     def _report(self, line: str) -> None:
-        """Write a line, unless a bar shows the same."""
+        """Write a line, unless a bar shows the same progress."""
         self._reported = time.monotonic()
         if not self._disable and (self._bar is None or self._bar.disable):
             self._say(line)

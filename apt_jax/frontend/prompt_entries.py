@@ -11,7 +11,7 @@ def prompt_entries(
 ) -> list[dict[int, Logprob] | None]:
     """Return one entry per token of a prompt: the token itself, then the most likely tokens at its position.
 
-    It takes some microseconds per log probability: call it outside of event loops if the prompt may be long.
+    It takes a few microseconds per log probability: call it outside of event loops if the prompt may be long.
 
     Args:
         token_ids: tokens of the prompt.

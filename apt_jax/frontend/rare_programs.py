@@ -1,4 +1,4 @@
-"""Programs that few requests need, compiled while the engine serves, when the first such request arrives."""
+"""Programs that few requests need, compiled while the engine serves, when the first request that needs them arrives."""
 
 import concurrent.futures
 import threading
@@ -36,7 +36,7 @@ class RarePrograms:
             compiled = self._compiled
             if compiled is None:
                 compiled = self._compiled = concurrent.futures.Future()
-                compiled.set_running_or_notify_cancel()  # one of those who wait for it cannot cancel it
+                compiled.set_running_or_notify_cancel()  # so that no waiter can cancel it for the others
                 threading.Thread(target=self._compile, args=(compiled,), daemon=True).start()
         return compiled
 

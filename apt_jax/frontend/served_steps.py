@@ -9,13 +9,13 @@ from apt_jax.costs.programs import ProgramShapes
 from apt_jax.engine.events import Iteration
 
 _PER_PROGRAM = 24
-"""Number of latest steps kept per compiled program, so that common programs do not displace rare ones."""
+"""Number of recent steps kept per compiled program, so that common programs do not displace rare programs."""
 _FEWEST = 8
-"""Minimum number of steps that a fit needs with prompt chunks and also without, and for the costs of a cache kind."""
+"""Minimum number of steps for a fit, both with and without prompt chunks; also per cache kind, for its own costs."""
 
 
 class ServedSteps:
-    """The latest steps by program, and a `CostModel` fitted to them.
+    """Keeps recent steps by program, and fits a `CostModel` to them.
 
     A fit to few step sizes is inaccurate for other sizes, so it is used only until a calibration and is not stored.
 
@@ -45,15 +45,14 @@ class ServedSteps:
         num_decode = sum(row.num_tokens == 1 for row in rows)
         try:
             programs, _ = self._shapes.programs_of(num_decode, sum(point.num_tokens) - num_decode)
-        except ValueError:  # a step of other programs
+        except ValueError:  # no known program is large enough
             return
         self._points[tuple(programs)].append(point)
         self._num_seen += 1
 
     def points(self) -> list[StepPoint]:
-        """Return the stored steps if the number of steps has doubled since the last result and a fit is possible, which
-        requires enough steps of both phases and different prompt sizes; otherwise an empty list. Runs in the engine's
-        thread."""
+        """Return the stored steps if the number seen has doubled since the last result and a fit is possible, else an
+        empty list. A fit needs enough steps of both phases and different prompt sizes. Runs in the engine's thread."""
         if self._num_seen < 2 * self._fitted_at:
             return []
         points = [point for of_program in self._points.values() for point in of_program]

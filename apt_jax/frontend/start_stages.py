@@ -1,7 +1,8 @@
-"""Status of a start: its current stage, and the estimated time to its end.
+"""Status of a start: its current stage, and the estimated remaining time.
 
-A `StartStages` is a `Progress`. It estimates the time of a stage from the completed parts, from an estimate of its own
-(compiling the CPU kernels), or from its duration in the last start, which `keep` writes to the cache directory.
+A `StartStages` is a `Progress`. It estimates the time of a stage from its completed parts, from the stage's own
+estimate (compiling the CPU kernels), or from its duration in the last start, which `keep` writes to the cache
+directory.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _TITLES = {
 _MOST_KEPT = 32
 """Maximum number of stored files with stage times; there is one per configuration."""
 _LEAST_SHARE = 0.25
-"""Share of a stage's parts that must be done before its pace counts more than the last start's time: the first programs
+"""Share of a stage's parts that must be done before its pace replaces the time of the last start: the first programs
 take longest."""
 _OVERDUE = 0.25
 """Estimated remaining time of a stage that takes longer than expected, as a share of its time so far."""
@@ -53,7 +54,7 @@ class StartStatus:
 
     @property
     def rest(self) -> str:
-        """Text of the estimate, such as "about 5 s more"; empty: no estimate."""
+        """The estimate as text, such as "about 5 s more"; empty: no estimate."""
         if self.left_s is None:
             return ""
         more = f"about {max(1, round(self.left_s))} s more"
@@ -71,7 +72,7 @@ class StartStages:
     Args:
         names: names of the stages, in order; the first begins now. Other stages are added when they begin.
         expected_s: expected seconds of each stage, if known.
-        estimates: by stage, function that returns its remaining seconds, for stages that may run while others do.
+        estimates: by stage, a function that returns its remaining seconds; for stages that may overlap others.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class StartStages:
             for name in self._names[at + 1 :]:
                 estimate = self._estimates.get(name, lambda: None)()
                 if estimate is not None:
-                    total_s = max(total_s, estimate)  # it goes on already
+                    total_s = max(total_s, estimate)  # it is already running
                 elif name in self._expected_s:
                     total_s += self._expected_s[name]
                 else:
@@ -149,12 +150,11 @@ class StartStages:
             return by_last_s
         if spent_s > expected_s or done >= max(2, _LEAST_SHARE * total):
             return by_pace_s
-        return min(by_pace_s, by_last_s)  # programs that are loaded now were compiled when it was last started
+        return min(by_pace_s, by_last_s)  # this start may load programs that the last start compiled
 
 
 def planned(config: EngineConfig, *, calibration_s: float) -> StartStages:
-    """Return the stages of a start of this configuration, with the times of its last start or of another
-    configuration's.
+    """Return the stages of a start, with times from the last start of this configuration, else of any configuration.
 
     Args:
         config: configuration of the engine.

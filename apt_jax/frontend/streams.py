@@ -1,9 +1,9 @@
 """Streams between the engine thread and asyncio code.
 
-Outputs of a step are merged into the streams, so that each stream has at most one unread `OutputDelta`, and the event
-loops that read them are woken once per step. A slow reader gets more tokens at a time and delays no other reader; the
-memory of a stream is bounded by the request's `max_tokens`. A stream ends once: with a delta that has a
-`finish_reason`, or with an exception.
+The outputs of a step are merged into the streams: each stream has at most one unread `OutputDelta`. The event loops
+that read them are woken once per step. A slow reader gets more tokens at a time and delays no other reader; the memory
+of a stream is bounded by the request's `max_tokens`. A stream ends once: with a delta that has a `finish_reason`, or
+with an exception.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ _TAKEN_AT_ONCE = 16
 
 
 class EngineClosedError(EngineDeadError):
-    """The engine accepts no request because it is shutting down, has been shut down, or is not ready; not after an
-    error.
+    """The engine rejects requests because it is shutting down, has been shut down, or is not ready, but not because of
+    an error.
 
     Attributes:
-        why: machine-readable reason, in the terms of llm-d's router.
+        why: machine-readable reason, as llm-d's router defines it.
     """
 
     def __init__(self, message: str, *, why: Literal["shutting-down", "no-endpoints", "saturated"] = "shutting-down"):
@@ -60,13 +60,13 @@ class RequestStream:
         DuplicateRequestError, InvalidRequestError, QueueFullError: the request was rejected; nothing was allocated.
         AptJaxError: the stream was cancelled before this read.
         TimeoutError: the deadline has passed.
-        EngineDeadError: the engine has ended or is closed.
+        EngineDeadError: the engine has stopped or been shut down.
 
     Args:
         request: request that the output belongs to.
         deadline_s: time on the engine's clock, in seconds, at which the request is ended; None: no deadline.
         on_cancel: called with the stream when its reader cancels it.
-        updated: event that is set when there is output to read, shared by the streams of a group; None: a separate one.
+        updated: event that is set when there is output to read, shared by the streams of a group; None: its own event.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RequestStream:
         raise StopAsyncIteration
 
     def _take(self) -> OutputDelta | None:
-        """Return unread output, if any; raises the error that ended the stream, once."""
+        """Return unread output, if any; raises the error that ended the stream, but only once."""
         with self._lock:
             delta, self._unread = self._unread, None
             if delta is not None:
@@ -166,12 +166,12 @@ class RequestStreamGroup:
             return 0, await anext(self.streams[0])
         count = len(self.streams)
         self._num_taken += 1
-        if self._num_taken % _TAKEN_AT_ONCE == 0:  # before anything is taken: it may be cancelled here
+        if self._num_taken % _TAKEN_AT_ONCE == 0:  # before an output is taken, which a cancellation here would lose
             await asyncio.sleep(0)
         while not all(stream._read_to_end for stream in self.streams):
             self._updated.clear()
             failed = [i for i, stream in enumerate(self.streams) if stream._error is not None]
-            # Round robin, but a failed one first: its error decides what becomes of the others.
+            # Round robin, but failed streams first: their error ends the group.
             for index in itertools.chain(failed, ((self._next + i) % count for i in range(count))):
                 delta = self.streams[index]._take()
                 if delta is not None:
@@ -192,8 +192,8 @@ class RequestStreamGroup:
 
 
 class OpenStreams:
-    """The streams of the engine's requests, and the streams whose readers are to be woken. For the engine
-    thread.
+    """The open streams of the engine's requests, and the streams whose readers must be woken. Used in the engine thread
+    only.
 
     Args:
         max_queue_s: maximum time in seconds that a request may wait to be scheduled.

@@ -16,13 +16,13 @@ _NUM_STEPS = 512
 
 
 class Watchdog:
-    """Measures the iterations of a thread, and reports one that takes too long.
+    """Measures the iterations of a thread, and reports an iteration that takes too long.
 
     The limit grows with the step times, so that a slow device (throttled, shared) does not count as hung.
 
     Args:
         thread: thread that runs the iterations; its stack is logged.
-        timeout_s: time in seconds that every iteration may take; None: no limit, nothing is reported.
+        timeout_s: minimum of the limit, in seconds; None: no limit, nothing is reported.
         on_timeout: called in the watchdog's thread with `started_s` and a message.
         expected_step_s: expected time of a full step in seconds, from step costs; 0: not known.
 
@@ -53,7 +53,7 @@ class Watchdog:
         if self._timeout_s is None:
             return float("inf")
         steps_s = sorted(self._steps_s)
-        # Below a hundred steps all but the longest: a single hiccup is no measure.
+        # With fewer than a hundred steps this ignores the longest, which may be a single hiccup.
         p99_s = steps_s[int(0.99 * (len(steps_s) - 1))] if steps_s else 0.0
         return max(self._timeout_s, _TIMES_P99 * max(p99_s, self.expected_step_s))
 
@@ -82,7 +82,7 @@ class Watchdog:
         self.started_s = now_s
 
     def pause(self) -> None:
-        """Stop measuring, as the thread is idle."""
+        """Stop measuring because the thread is idle."""
         self.started_s = None
 
     def _run(self, timeout_s: float) -> None:
@@ -90,7 +90,7 @@ class Watchdog:
         seen_s, spent_s, last_s = None, 0.0, time.monotonic()
         while not self._stopped.wait(pause_s):
             now_s, started_s = time.monotonic(), self.started_s
-            # Counts pauses rather than clock time: a process that was suspended did no work meanwhile.
+            # Counts pauses rather than clock time, because a suspended process does no work.
             spent_s = 0.0 if started_s != seen_s else spent_s + min(now_s - last_s, 2 * pause_s)
             seen_s, last_s = started_s, now_s
             if started_s is not None and spent_s > timeout_s and spent_s > self.limit_s:

@@ -1,4 +1,4 @@
-"""Eager checkpoints of shared blocks, for comparison with lazy ones (BROS §5.3, Fig. 13)."""
+"""Eager checkpoints of shared blocks, for comparison with lazy checkpoints (BROS §5.3, Fig. 13)."""
 
 from apt_jax.cache.sharing import BlockSharing, Place
 

@@ -1,4 +1,5 @@
-"""Recording and replay of real step durations, to check that the engine decides the same with a model and simulated.
+"""Recording and replay of real step durations, to check that the engine makes the same decisions with a real model and
+in simulation.
 
     JaxExecutor ──► RecordingExecutor ──► VirtualClock                     run 1: the model computes; measured durations
                                                                            advance the clock
@@ -162,7 +163,7 @@ class Run:
 
 
 class RecordingPolicy:
-    """A policy that records the decisions of another one."""
+    """A policy that records the decisions of another policy."""
 
     def __init__(self, inner: Policy) -> None:
         self.inner, self.name = inner, inner.name

@@ -22,8 +22,8 @@ def modified_scores(
     query_position: Int32[Array, ""],
     rules: LogitModifiers | None,
 ) -> tuple[Float[Array, "N S"], Bool[Array, " S"]]:
-    """Scores of one query after the rules, and a mask of the keys at `position` that the query may attend to: none
-    after itself."""
+    """Return the scores of one query after the logit modifiers, and the mask of the keys at `position` that it may
+    attend to: its own and earlier positions."""
     sees = position <= query_position
     if rules is None:
         return scores, sees
@@ -37,15 +37,15 @@ def modified_scores(
 
 
 def gather_slots(pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int) -> Float[Array, "S E"]:
-    """The slots of one row's blocks in the order of its table, float32; S = J * C."""
+    """Return the slots of one row's blocks in the order of its table, float32; S = J * C."""
     return pool[table].reshape(table.shape[0] * block_size, -1).astype(jnp.float32)
 
 
 def gather_inputs(
     pool: Float[Array, "P C E"], table: Int32[Array, " J"], block_size: int, width: int
 ) -> Float[Array, "S D"]:
-    """Like `gather_slots`, but for layer inputs of `width` elements, `block_size` of which lie at the start of each
-    block."""
+    """Like `gather_slots`, but for layer inputs of `width` elements; each block holds `block_size` of them from its
+    start."""
     used = pool[table].reshape(table.shape[0], -1)[:, : block_size * width]
     return used.reshape(table.shape[0] * block_size, width).astype(jnp.float32)
 
@@ -58,7 +58,8 @@ def _softmax(scores: Float[Array, "N S"], mask: Array) -> Float[Array, "N S"]:
 
 
 def _over_rows(row: Callable[..., Array], q: Array, call: DecodeCall, *more: Array) -> Array:
-    """`row(q, table, length, slot_ranges, *more)` of every row in the call's range, zeros for other rows."""
+    """Return `row(q, table, length, slot_ranges, *more)` for every row in the call's range, and zeros for other
+    rows."""
     call, (first, last), index = call.by_row(), call.row_range(), jnp.arange(q.shape[0])
     lens = jnp.where((index >= first) & (index < last), call.lens, 0)
     axes = (0, 0, 0, None if call.slot_ranges is None else 0, *(0 for _ in more))
@@ -66,7 +67,7 @@ def _over_rows(row: Callable[..., Array], q: Array, call: DecodeCall, *more: Arr
 
 
 def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
-    """`softmax(q k^T / sqrt(H)) v` over positions [0, lens); rows of length 0 give zeros."""
+    """Return `softmax(q k^T / sqrt(H)) v` over positions [0, lens); rows of length 0 give zeros."""
     num_heads, head_dim = q.shape[1], q.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
@@ -87,15 +88,15 @@ def decode_kv(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H
 def _inputs_of(
     call: DecodeCall, table: Array, length: Array, ranges: Array | None, width: int
 ) -> tuple[Float[Array, "S D"], Bool[Array, " S"], Int32[Array, " S"]]:
-    """The cached tensor of a row, with zeros in slots that the row does not own; a mask of its own slots; and their
-    positions."""
+    """Return the cached layer inputs of a row, with zeros in slots that the row does not own; the mask of its own
+    slots; and their positions."""
     own, position = own_slots(ranges, length, table.shape[0], call.block_size)
     return jnp.where(own[:, None], gather_inputs(call.pool, table, call.block_size, width), 0.0), own, position
 
 
 def decode_absorbed(q_absorbed: Float[Array, "B N D"], call: DecodeCall) -> Float[Array, "B N D"]:
-    """`softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md, Absorption);
-    the scale is included in q~."""
+    """Return `softmax(q~ x^T) x` over positions [0, lens), x shared by all heads (docs/design/hybrid_cache.md,
+    Absorption); the scale is included in q~."""
     width = q_absorbed.shape[2]
 
     def row(q_row: Array, table: Array, length: Array, ranges: Array | None) -> Array:
@@ -121,7 +122,7 @@ def _project_keys(x: Float[Array, "S D"], p: Projection, position: Int32[Array, 
 
 
 def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Array, "B N H"]:
-    """Attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b).
+    """Compute attention over keys and values that are computed from the cached layer inputs (Apt-Serve §3.1, Fig. 3b).
 
     The caller has rotated `q`, and normed it if keys are normed.
     """
@@ -141,10 +142,11 @@ def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Arra
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"], q_absorbed: Float[Array, "B N D"] | None, call: DecodeCall
 ) -> Float[Array, "B N D"]:
-    """`softmax(q_r k_r^T + q~ x^T) x` with k_r = rotate(W_k,r x + b_k,r): values absorbed, rotary keys reprojected.
+    """Return `softmax(q_r k_r^T + q~ x^T) x` with k_r = rotate(W_k,r x + b_k,r): values absorbed, rotary keys
+    reprojected.
 
-    The R rotary lanes of a head must be reprojected, as their rotation comes between q and W_k; the other H - R lanes
-    are absorbed into `q_absorbed` (None if R = H). Both queries include the scale, and the caller has rotated
+    The R rotary lanes of a head must be reprojected, because their rotation comes between q and W_k; the other H - R
+    lanes are absorbed into `q_absorbed` (None if R = H). Both queries include the scale, and the caller has rotated
     `q_rotary`. With a key norm all lanes are reprojected (R = H), and the angles rotate the first 2 * HALF of them.
     """
     p = call.projected
@@ -166,12 +168,13 @@ def decode_v_absorbed(
 def prefill(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
-    """Causal attention of prompt chunks, one after another in T tokens, each over its cached prefix and itself.
+    """Compute causal attention of prompt chunks, stored one after another in T tokens, each over its cached prefix and
+    itself.
 
     Row r is `q[offsets[r] : offsets[r] + chunk_lens[r]]`; its prefix is positions [0, prefix_lens[r]) of the pool:
     layer inputs if `hidden[r]`, otherwise keys and values. Rows from `num_rows` on are skipped; tokens outside all rows
     give zeros. The caller has rotated `q` and `k` if the model is rotary. To compile this function, pass the call's
-    arrays of rows as NumPy arrays: the program holds only for these rows.
+    arrays of rows as NumPy arrays: the program is valid only for these rows.
     """
     out = jnp.zeros(q.shape, jnp.float32)
     head_dim = q.shape[2]
@@ -201,7 +204,8 @@ def causal_attention(
     v: Float[Array, "S K H"],
     rules: LogitModifiers | None = None,
 ) -> Float[Array, "T N H"]:
-    """Attention of the last T of S positions, each over itself and all earlier positions, as in a prefill chunk."""
+    """Compute attention of the last T of S positions, each over itself and all earlier positions, as in a prefill
+    chunk."""
     group, head_dim = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (
         jnp.repeat(k, group, axis=1).astype(jnp.float32),

@@ -32,7 +32,7 @@ def _norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[A
 
 
 def _head_norm(x: Float[Array, "T N H"], scale: Array | None, config: ModelConfig) -> Float[Array, "T N H"]:
-    """RMS norm of every head, or of all heads together, depending on the length of `scale`."""
+    """Apply an RMS norm to every head, or to all heads together, depending on the length of `scale`."""
     if scale is None:
         return x
     scale = scale + config.norm_offset
@@ -42,7 +42,8 @@ def _head_norm(x: Float[Array, "T N H"], scale: Array | None, config: ModelConfi
 
 
 def _turn(x: Float[Array, "T N H"], rope: RopeConfig | None) -> Float[Array, "T N H"]:
-    """Rotary embedding: lanes i and i' = i + R / 2 are a complex number, multiplied by e^(j t f_i) at position t."""
+    """Apply the rotary embedding: lanes i and i' = i + R / 2 are a complex number, multiplied by e^(j t f_i) at
+    position t."""
     if rope is None:
         return x
     half = len(rope.inv_freq)
@@ -104,10 +105,10 @@ def _layer(h: Float[Array, "T D"], p: LayerParams, config: ModelConfig, i: int) 
 
 
 def forward(params: ModelParams, tokens: Int32[Array, " T"], config: ModelConfig) -> Float[Array, "T V"]:
-    """Scores of the next token after each position of one sequence.
+    """Return the scores of the next token after each position of one sequence.
 
     Args:
-        params: parameters of any floating dtype; they are computed with in float32.
+        params: parameters of any floating dtype; all computation is in float32.
         tokens: ids in [0, vocab_size), at positions 0 to T - 1.
 
     Returns:
@@ -161,7 +162,7 @@ def reference_generate_greedy(
     total = len(prompt) + num_tokens
     if total > config.max_position:
         raise ValueError(f"{len(prompt)=} + {num_tokens=} must not exceed max_position={config.max_position}")
-    # One fixed length compiles once; what lies behind a position cannot act on it.
+    # One fixed length compiles once; later positions cannot affect earlier positions.
     tokens = np.zeros(total, np.int32)
     tokens[: len(prompt)] = prompt
     for position in range(len(prompt), total):

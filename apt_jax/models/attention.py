@@ -1,9 +1,9 @@
 """Attention of one layer: project tokens to q, k and v, write their cache, and attend over the block pool.
 
 Decode rows of the KV kind attend over keys and values. Decode rows of the hidden kind attend over cached layer inputs x
-with the projections absorbed into the query and the result: score = (W_k^T q) . x + q . b_k, where the softmax drops
-the second term, and out = W_v (sum a x) + b_v, as sum a = 1. Key lanes that are rotated or normed after projection
-cannot be absorbed: they are computed from x.
+with the projections absorbed into the query and the result: score = (W_k^T q) . x + q . b_k, where the second term
+cancels in the softmax, and out = W_v (sum a x) + b_v, because sum a = 1. Key lanes that are rotated or normed after
+projection cannot be absorbed: they are computed from x.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from apt_jax.ops.weights import KeyValueAdapters, LowRank
 from apt_jax.ops.xla_common import project_shards
 
 _CosSin = tuple[Array, Array]
-"""Cosine and sine (T, HALF) of the rotary angles of tokens."""
+"""Cosine and sine (T, HALF) of each token's rotary angles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,21 +59,22 @@ class AttentionInputs:
 
 
 def key_norm(params: LayerParams, config: ModelConfig) -> KeyNorm | None:
-    """Norm of a layer's keys between projection and rotation; None: the layer has none."""
+    """Return the norm of a layer's keys between projection and rotation; None: the layer has none."""
     scale = head_norm_scale(params.k_norm, config)
     return None if scale is None else KeyNorm(scale=scale, eps=config.norm_eps)
 
 
 def head_norm_scale(stored: Array | None, config: ModelConfig) -> Array | None:
-    """Scale of a norm of queries or keys, the config's offset included. With an offset it is float32, as 16 bits would
-    round it."""
+    """Return the scale of the query or key norm with the config's offset added. With an offset it is float32, because
+    16 bits would round it."""
     if stored is None or config.norm_offset == 0:
         return stored
     return stored.astype(jnp.float32) + config.norm_offset
 
 
 def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Float[Array, "T NH"], Array]:
-    """Attention of all tokens of a step, before the output projection, and the pool with the tokens' cache written."""
+    """Return the attention output of all tokens of a step, before the output projection, and the pool with their cache
+    written."""
     b, t, head_dim = a.options.num_decode, x.shape[0], a.config.head_dim
     q, k, v = _project_step(a, x)
     q = q.reshape(t, -1, head_dim)
@@ -89,7 +90,7 @@ def attend(a: AttentionInputs, x: Float[Array, "T D"], pool: Array) -> tuple[Flo
 
 
 def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | None = None) -> LogitModifiers | None:
-    """The score rules of a layer, for this device's heads if `tensor` is given; None: plain scores."""
+    """Return the logit modifiers of a layer, for this device's heads if `tensor` is given; None: the layer has none."""
     window = config.window(layer)
     if config.attention_softcap is None and not config.alibi_slopes and window is None:
         return None
@@ -103,7 +104,8 @@ def logit_modifiers(config: ModelConfig, layer: int, tensor: TensorParallel | No
 
 
 def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Array, Array]:
-    """`_project` of all tokens. Decode rows compute k and v only if at least one of them has the KV kind."""
+    """Run `_project` on all tokens. k and v of decode rows are computed only if at least one of the rows is of the KV
+    kind."""
     b, t = a.options.num_decode, x.shape[0]
     kv_rows, hidden_rows = a.options.kinds
 
@@ -127,8 +129,8 @@ def _project_step(a: AttentionInputs, x: Float[Array, "T D"]) -> tuple[Array, Ar
 def _project(
     a: AttentionInputs, x: Array, cos_sin: _CosSin | None, index: Array | None, *, q_only: bool = False
 ) -> tuple[Array, Array, Array]:
-    """q (T, N * H), k and v (T, E) of tokens, in the dtype of x. Non-finite values of k and v become zero. With
-    `q_only` k and v are zeros. `index` is the adapter of each token."""
+    """Return q (T, N * H), k and v (T, E) of tokens, in the dtype of x. Non-finite values of k and v become zero. With
+    `q_only`, k and v are zeros. `index` is the adapter of each token."""
     p, config = a.params, a.config
     lanes, q_width = config.lane, config.num_heads * config.head_dim
     nothing = jnp.zeros((x.shape[0], lanes), x.dtype)
@@ -178,8 +180,8 @@ def _norm_and_rotate(
     *,
     are_queries: bool,
 ) -> Array:
-    """Queries or keys after norm and rotation. Queries include every factor on scores except 1 / sqrt(H), which the ops
-    apply."""
+    """Return queries or keys after norm and rotation. Queries are multiplied by all factors of the scores except 1 /
+    sqrt(H), which the ops apply."""
     config, tensor, norm = a.config, a.options.tensor, head_norm_scale(norm, a.config)
     factor = config.scale * config.head_dim**0.5 if are_queries else 1.0
     if norm is None and cos_sin is None:
@@ -203,11 +205,11 @@ def _norm_and_rotate(
 
 
 def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) -> Array:
-    """The pool with the cache of all tokens written: k and v, or x.
+    """Write the cache of all tokens (k and v, or x) to the pool and return it.
 
-    Only finite values are written, as other rows may read them under a mask: 0 * NaN = NaN, so a NaN would reach rows
-    in the same tile and the next owner of a recycled block. The row that computed a NaN still fails, through its own
-    residual.
+    Only finite values are written, because other rows may read them with a mask: 0 * NaN = NaN, so a NaN would reach
+    rows in the same tile and the next owner of a recycled block. The row that computed a NaN still fails, through its
+    own residual.
     """
     batch, (kv_rows, hidden_rows) = a.batch, a.options.kinds
     if a.options.tensor is not None and hidden_rows:
@@ -231,8 +233,8 @@ def _write_cache(a: AttentionInputs, pool: Array, x: Array, k: Array, v: Array) 
 
 
 def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
-    """Write layer inputs whose width differs from that of keys: `hidden_block_size` of them lie at the start of a
-    block."""
+    """Write layer inputs whose width differs from that of keys. A block holds `hidden_block_size` of them, packed from
+    its start."""
     batch, slots = a.batch, a.options.hidden_block_size
     block, slot = batch.first_slots // slots, batch.first_slots % slots
     block = jnp.where(batch.token_hidden, block, pool.shape[0])
@@ -249,7 +251,8 @@ def _write_inputs(a: AttentionInputs, pool: Array, x: Array) -> Array:
 
 
 def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
-    """Attention of decode rows by the op of each row's kind; each op gives zeros for rows of the other kind."""
+    """Compute attention of decode rows with the op of each row's kind; each op returns zeros for rows of the other
+    kind."""
     kv_rows, hidden_rows = a.options.kinds
     zeros = jnp.zeros(q.shape, jnp.float32)
     if not hidden_rows:
@@ -264,7 +267,7 @@ def _attend_decode(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 
 
 def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
-    """Attention of decode rows of the KV kind; zeros for other rows."""
+    """Compute attention of decode rows of the KV kind; zeros for other rows."""
     batch = a.batch
     call = DecodeCall(
         pool=pool,
@@ -279,7 +282,7 @@ def _attend_kv(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Flo
 
 
 def _hidden_call(a: AttentionInputs, pool: Array) -> DecodeCall:
-    """The cached layer inputs of decode rows of the hidden kind."""
+    """Return the call for the cached layer inputs of decode rows of the hidden kind."""
     batch = a.batch
     return DecodeCall(
         pool=pool,
@@ -294,7 +297,7 @@ def _hidden_call(a: AttentionInputs, pool: Array) -> DecodeCall:
 
 
 def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) -> Float[Array, "B N H"]:
-    """Attention of decode rows of the hidden kind; zeros for other rows."""
+    """Compute attention of decode rows of the hidden kind; zeros for other rows."""
     p, options, batch, call = a.params, a.options, a.batch, _hidden_call(a, pool)
     if options.cuts_by_feature:
         assert options.tensor is not None
@@ -318,8 +321,8 @@ def _attend_hidden(a: AttentionInputs, q: Float[Array, "B N H"], pool: Array) ->
 def _attend_absorbed_shards(
     a: AttentionInputs, q: Float[Array, "B N H"], call: DecodeCall, tensor: TensorParallel
 ) -> Float[Array, "B N H"]:
-    """Absorbed attention of this device's heads when every device holds some features of the layer inputs, and so
-    computes a partial sum of the scores of all heads."""
+    """Compute absorbed attention of this device's heads when layer inputs are sharded by feature. Each device then
+    computes partial sums of the scores of all heads."""
     p = a.params
     call = dataclasses.replace(call, rules=a.rules_of_all_heads, room=a.options.hidden_room)
     every = tensor.gather(q * jnp.asarray(q.shape[2] ** -0.5, q.dtype), 1)
@@ -328,8 +331,8 @@ def _attend_absorbed_shards(
 
 
 def _projection(a: AttentionInputs, index: Array | None, *, lanes: int | None = None) -> Projection:
-    """The projection from cached layer inputs to keys and values, for rows with the adapters `index`. With `lanes` it
-    gives only the first lanes of each key, and no values."""
+    """Return the projection from cached layer inputs to keys and values, for rows with the adapters `index`. With
+    `lanes`, it gives only the first `lanes` lanes of each key, and no values."""
     p, angles, norm, adapters = a.params, a.all_angles, a.key_norm, _key_adapters(a, index, lanes)
     if lanes is None:
         return Projection(wk=p.wk, bk=p.bk, wv=p.wv, bv=p.bv, angles=angles, key_norm=norm, adapters=adapters)
@@ -340,7 +343,7 @@ def _projection(a: AttentionInputs, index: Array | None, *, lanes: int | None = 
 def _attend_prefill(
     a: AttentionInputs, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], pool: Array
 ) -> Float[Array, "T N H"]:
-    """Attention of prompt chunks over their cached prefixes and themselves."""
+    """Compute attention of prompt chunks over their cached prefixes and themselves."""
     options, batch = a.options, a.batch
     of_inputs = None
     if options.kinds[1] and options.prefix_room != 0:
@@ -380,8 +383,9 @@ def _absorb_keys(
     *,
     first_lane: int = 0,
 ) -> Float[Array, "B N D"]:
-    """W_k^T q of every head, with the row's adapter added to W_k; `wk` has the lanes of W_k from `first_lane` on."""
-    # N times as wide as q: on GPUs its traffic counts, so it is not written in float32 first.
+    """Return W_k^T q for every head, with the row's adapter added to W_k; `wk` has the lanes of W_k from `first_lane`
+    on."""
+    # The product is N times as wide as q: on GPUs its memory traffic matters, so it is not first written in float32.
     product = jnp.float32 if a.options.ops.branches else q.dtype
     out = _head_products(a, q, wk, onto_inputs=True, dtype=product)
     more = adapter_of(a.params, "wk")
@@ -393,7 +397,7 @@ def _absorb_keys(
 def _with_low_rank(
     a: AttentionInputs, out: Array, x: Array, more: LowRank | None, index: Array | None, *, onto_inputs: bool
 ) -> Array:
-    """`out`, the `_head_products` of x, plus the products of each row's adapter, if any hidden row has one."""
+    """Add the products of each row's adapter, if any hidden row has one, to `out`, the `_head_products` of x."""
     if more is None or index is None:
         return out
 
@@ -408,8 +412,8 @@ def _with_low_rank(
 
 
 def _key_adapters(a: AttentionInputs, index: Array | None, lanes: int | None = None) -> KeyValueAdapters | None:
-    """Adapters for keys and values computed from layer inputs; with `lanes` only for the first lanes of each head's
-    keys."""
+    """Return the adapters for keys and values computed from layer inputs; with `lanes`, only for the first lanes of
+    each head's keys."""
     k, v = (adapter_of(a.params, field) for field in ("wk", "wv"))
     if index is None or (k is None and v is None):
         return None
@@ -419,13 +423,13 @@ def _key_adapters(a: AttentionInputs, index: Array | None, lanes: int | None = N
 
 
 def _head_products(a: AttentionInputs, x: Array, w: Array, *, onto_inputs: bool, dtype: Any = jnp.float32) -> Array:
-    """`linear.head_products` of hidden rows."""
+    """Compute `linear.head_products` for hidden rows."""
     rows = (a.batch.num_kv_rows, a.batch.num_decode_rows)
     return a.options.ops.head_products(x, w, onto_inputs=onto_inputs, rows=rows, dtype=dtype)
 
 
 def _add_value_bias(a: AttentionInputs, out: Float[Array, "B N H"]) -> Array:
-    """Results of absorbed attention with the value bias added in hidden rows."""
+    """Add the value bias to the results of absorbed attention, in hidden rows only."""
     bv = a.params.bv
     if bv is None:
         return out

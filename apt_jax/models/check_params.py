@@ -13,11 +13,11 @@ from apt_jax.models.params import ModelParams, abstract_params, param_names
 
 
 def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
-    """Raise unless the tree has the structure and shapes that `load_model` returns, not quantized and not laid out for
-    an engine.
+    """Raise unless the tree has the structure and shapes that `load_model` returns: not quantized, and not in the
+    layout of an engine.
 
     Args:
-        where: beginning of the error message.
+        where: start of the error message.
 
     Raises:
         ConfigError: one line that names the wrong leaves.
@@ -28,7 +28,7 @@ def check_params(params: ModelParams, config: ModelConfig, where: str) -> None:
     except (ValueError, TypeError):
         raise ConfigError(
             f"{where}: not the parameters of a model of the family {config.family} with {config.num_layers} layers, as load_model "
-            "and from_nnx return them (those of a running engine have another layout, and an NNX module is none: call from_nnx)"
+            "and from_nnx return them (a running engine's have another layout; convert an NNX module with from_nnx)"
         ) from None
     check_leaves(dict(zip(jax.tree.leaves(names), leaves, strict=True)), config, where)
 

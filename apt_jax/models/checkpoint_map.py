@@ -1,4 +1,5 @@
-"""Contract of a model adapter and its shared helpers: the tensors of a checkpoint behind each leaf of our parameters.
+"""Interface of model adapters, and helpers that they share: the checkpoint tensor that each parameter leaf is loaded
+from.
 
 An adapter names, for every leaf of `params.param_names`, the tensor that holds it. Most leaves are a whole tensor in
 which heads and head width are one axis; others are a part of a fused tensor (`Source.take`).
@@ -39,7 +40,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The tensor that a leaf is made of."""
+    """The checkpoint tensor that a leaf is loaded from."""
 
     name: str
     """Bare name: without the prefixes that depend on the class the tensor was saved from."""
@@ -71,12 +72,13 @@ class ModelFamily:
     fields: FamilyFields
     """Fields of a ``config.json`` that the family knows."""
     constant_leaf: Callable[[str, Mapping[str, Any]], float | None] | None = None
-    """Function from a leaf and the configuration's fields to the constant of a leaf that such a checkpoint does not
-    store; it returns None for stored leaves."""
+    """Function from a leaf and the configuration's fields to the value of all its elements if the checkpoint does not
+    store the leaf, otherwise to None."""
 
 
 def split_leaf(leaf: str) -> tuple[str, str | None]:
-    """Field and layer number of a leaf: ``("wq", "3")`` of ``layers.3.wq``, ``("embed", None)`` of ``embed``."""
+    """Return the field and layer number of a leaf: ``("wq", "3")`` for ``layers.3.wq``, ``("embed", None)`` for
+    ``embed``."""
     if not leaf.startswith("layers."):
         return leaf, None
     _, index, field = leaf.split(".", 2)
@@ -84,7 +86,7 @@ def split_leaf(leaf: str) -> tuple[str, str | None]:
 
 
 def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a leaf in checkpoints: heads and head width are one axis."""
+    """Return the shape of a leaf in checkpoints: heads and head width are one axis."""
     if field in ("wq", "wk", "wv"):
         heads, head_dim, width = shape
         return (heads * head_dim, width)
@@ -98,7 +100,7 @@ def flat_shape(field: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapping[str, str], prefix: str) -> Source:
-    """Source of a leaf that is a whole tensor.
+    """Return the source of a leaf that is a whole tensor.
 
     Args:
         top: tensor names of the leaves outside layers, by leaf.
@@ -111,14 +113,15 @@ def whole(leaf: str, shape: tuple[int, ...], top: Mapping[str, str], layer: Mapp
 
 
 def rows(name: str, shape: tuple[int, ...], start: int, total: int) -> Source:
-    """Source of a leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is flat."""
+    """Return the source of a leaf that is rows [start, start + shape[0]) of a tensor with `total` rows; `shape` is
+    flat."""
     stop = start + shape[0]
     return Source(name, (total, *shape[1:]), lambda tensor: tensor[start:stop])
 
 
 def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Source:
-    """Source of q, k or v (0, 1, 2) in a tensor that holds them head by head; `shape` begins with heads and head
-    width."""
+    """Return the source of q, k or v (0, 1, 2) in a tensor that holds them head by head; `shape` starts with heads and
+    head width."""
     heads, head_dim = shape[:2]
 
     def take(tensor: np.ndarray) -> np.ndarray:
@@ -130,11 +133,11 @@ def split_interleaved_qkv(name: str, shape: tuple[int, ...], which: int) -> Sour
 def windows(
     fields: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool] | None = None
 ) -> tuple[int | None, ...]:
-    """`ModelConfig.layer_windows` of a configuration.
+    """Return `ModelConfig.layer_windows` for a configuration.
 
     Args:
-        is_sliding: tells whether a layer has the ``sliding_window`` if the configuration has no ``layer_types``; None:
-            all layers have it, and ``layer_types`` may not say otherwise.
+        is_sliding: returns whether a layer has ``sliding_window`` if the configuration has no ``layer_types``; None:
+            all layers have it, and ``layer_types`` must agree.
 
     Raises:
         ModelLoadError: ``layer_types`` is malformed, or asks for a window without ``sliding_window``.
@@ -152,8 +155,8 @@ def windows(
         )
     if types is not None and is_sliding is None and any(s != (window is not None) for s in sliding):
         raise ModelLoadError(
-            f"config.json: layer_types={types!r:.80} with sliding_window={window} is not supported: all layers have the "
-            "window, or none"
+            f"config.json: layer_types={types!r:.80} with sliding_window={window} is not supported: all layers must have the "
+            "window, or none may"
         )
     if types is not None and window is None and any(sliding):
         raise ModelLoadError(f"config.json: layer_types={types!r:.80} needs a sliding_window")

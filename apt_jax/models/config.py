@@ -97,8 +97,8 @@ class ModelConfig:
     """Rows skipped at the start of the learned position table (OPT: 2)."""
     rope: RopeConfig | None = None
     local_rope: RopeConfig | None = None
-    """Rotary embedding of the layers in `local_layers`. These are listed, not derived from their windows, as windows
-    are dropped if no context is longer than them (Gemma-3)."""
+    """Rotary embedding of the layers in `local_layers`. The layers are listed rather than derived from their windows,
+    because a window that no context exceeds is dropped (Gemma-3)."""
     local_layers: tuple[int, ...] = ()
     """Indices of the layers with `local_rope`; the others have `rope`. Indices beyond the last layer are ignored."""
     alibi_slopes: tuple[float, ...] = ()
@@ -157,7 +157,7 @@ class ModelConfig:
         )
         _require(
             self.local_rope is None or (self.rope is not None and self.local_rope.rotary_dim == self.rope.rotary_dim),
-            "model local_rope: must turn as many lanes as rope",
+            "model local_rope: must rotate as many lanes as rope",
         )
         _require(
             bool(self.local_layers) == (self.local_rope is not None) and all(layer >= 0 for layer in self.local_layers),
@@ -178,7 +178,7 @@ class ModelConfig:
 
     @property
     def lane(self) -> int:
-        """E = K * H: elements of one token position in one block of one layer."""
+        """E = K * H: elements of a token's keys, or of its values, in one layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -188,11 +188,11 @@ class ModelConfig:
 
     @property
     def hidden_ratio(self) -> float:
-        """Elements of a token's layer input over the elements of its keys and values: D / 2E."""
+        """Size of a token's layer input relative to its keys and values: D / 2E."""
         return self.hidden_size / (2 * self.lane)
 
     def hidden_block_size(self, block_size: int) -> int:
-        """Number of layer inputs that fit in a block of `block_size` keys: floor(C E / D)."""
+        """Return the number of layer inputs that fit in a block of `block_size` keys: floor(C E / D)."""
         return block_size * self.lane // self.hidden_size
 
     @property
@@ -215,8 +215,8 @@ class ModelConfig:
 
     @property
     def offers_hybrid(self) -> bool:
-        """True if one engine offers both kinds: layer inputs take at most half the memory of K and V. A smaller gain
-        does not outweigh the cost of the choice in every step and, on CPUs, of second copies of weights."""
+        """True if one engine offers both kinds: layer inputs take at most half the memory of K and V. A smaller saving
+        does not outweigh the cost of handling both kinds in every step and, on CPUs, of second copies of weights."""
         return self.supports_hidden and self.hidden_size <= self.lane
 
     @property
@@ -224,18 +224,18 @@ class ModelConfig:
         """How attention over layer inputs is computed: which projections are absorbed."""
         if not self.supports_hidden:
             return "refused"
-        if self.qk_norm is not None:  # the norm stands between query and projection
+        if self.qk_norm is not None:  # the norm comes between query and projection
             return "v-absorb"
         if self.rope is None:
             return "absorb"
         return "partial" if self.rope.rotary_dim < self.head_dim else "v-absorb"
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """Rotary embedding of a layer."""
+        """Return the rotary embedding of a layer."""
         return self.local_rope if layer in self.local_layers else self.rope
 
     def window(self, layer: int) -> int | None:
-        """Positions that a layer attends to; None: all."""
+        """Return the number of positions that a layer attends to; None: all."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property

@@ -14,7 +14,8 @@ _MOST = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads"), 8192),
     "head_dim": 8192,
 }
-"""Upper limits of sizes for which the host creates one object each; published models are far below them."""
+"""Upper limits of sizes for which the host creates one object per layer, head or lane; published models are far below
+them."""
 
 
 class ConfigFields:
@@ -39,14 +40,14 @@ class ConfigFields:
         return default if value is None and default is not _REQUIRED else value
 
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
-        """An integer in [1, 2**31), or up to the lower limit that some fields have."""
+        """Return an integer in [1, 2**31), or at most the lower limit that some fields have (`_MOST`)."""
         value, most = self._value(name, default), _MOST.get(name, _MAX_SIZE)
         if type(value) is not int or not 0 < value <= most:
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be an integer in [1, {most}]")
         return value
 
     def named(self, *names: str) -> str:
-        """The first of several names of one field that is present; the first name if none is."""
+        """Return the name under which a field with several names is present; the first name if it is absent."""
         present = [name for name in names if self._fields.get(name) is not None]
         if any(self._fields[name] != self._fields[present[0]] for name in present):
             values = ", ".join(f"{name}={self._fields[name]!r:.40}" for name in present)
@@ -54,7 +55,7 @@ class ConfigFields:
         return present[0] if present else names[0]
 
     def number(self, name: str, default: Any = _REQUIRED, *, at_least: float | None = None) -> float:
-        """A finite number, integer or not."""
+        """Return a finite number, integer or not, as a float."""
         value = self._value(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) < 1e30 or (at_least is not None and value < at_least):
@@ -63,7 +64,7 @@ class ConfigFields:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """A positive number, or None if the field is absent or null."""
+        """Return a positive number, or None if the field is absent or null."""
         if self._fields.get(name) is None:
             return None
         value = self.number(name)
@@ -76,7 +77,7 @@ class ConfigFields:
         return None if self._fields.get(name) is None else self.positive(name)
 
     def choice(self, name: str, default: str, known: Mapping[str, _T]) -> _T:
-        """The value in `known` for the word that the field holds."""
+        """Return the entry of `known` for the field's string."""
         value = self.text(name, default)
         if value not in known:
             raise ModelLoadError(
@@ -85,22 +86,22 @@ class ConfigFields:
         return known[value]
 
     def flag(self, name: str, default: bool) -> bool:
-        """A JSON boolean."""
+        """Return a boolean."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self._value(name, default)
         if not isinstance(value, str):
             raise ModelLoadError(f"{self._where}{name}={value!r:.60} must be a string")
         return value
 
     def token_ids(self, name: str, default: int | None, vocab_size: int, file: str = "config.json") -> tuple[int, ...]:
-        """None, one id or a list of ids, as a tuple. Ids outside [0, vocab_size) are left out: no output contains
-        them."""
+        """Return a field that holds null, one id or a list of ids, as a tuple. Ids outside [0, vocab_size) are left
+        out: no output contains them."""
         if name not in self._fields:
             return (default,) if default is not None and default < vocab_size else ()
         value = self._fields[name]
@@ -114,14 +115,14 @@ class ConfigFields:
     def attention_sizes(
         self, width: str, heads: str, default_width: Any = _REQUIRED, default_heads: Any = _REQUIRED
     ) -> tuple[int, int, int]:
-        """Model width, number of heads and width of a head, from the first two fields."""
+        """Return model width, number of heads and head width, given the names of the fields for the first two."""
         size, count = self.positive(width, default_width), self.positive(heads, default_heads)
         if size % count:
             raise ModelLoadError(f"{self._where}{width}={size} must be a multiple of {heads}={count}")
         return size, count, size // count
 
     def special_ids(self, vocab_size: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
-        """Begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's
+        """Return the begin-of-sequence, end-of-sequence and padding id as arguments of `ModelConfig`, with the family's
         defaults."""
         return {
             "bos_token_id": self.label_id("bos_token_id", bos, vocab_size),
@@ -138,7 +139,7 @@ class ConfigFields:
         return value if value is not None and 0 <= value < vocab_size else None
 
     def token_id(self, name: str, default: int | None, vocab_size: int) -> int | None:
-        """The first of `token_ids`, or None."""
+        """Return the first of `token_ids`, or None."""
         ids = self.token_ids(name, default, vocab_size)
         return ids[0] if ids else None
 

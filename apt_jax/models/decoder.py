@@ -1,18 +1,18 @@
 """The decoder: one functional step over the block pool, driven by `ModelConfig`, for every family.
 
 A step works on T flat tokens: first `num_decode` rows of one token each, then the chunks of prefill rows, one after
-another. The life of a token in one layer:
+another. The path of a token through one layer:
 
 1. x = the layer's attention input (after the norm in pre-norm models), which the hidden kind caches.
 2. q from x for all tokens; k and v from x for prefill tokens, and for decode rows if any of them has the KV kind; q and
    k are normed and rotated if the model does so.
-3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool; two if x and k
-   differ in width.
+3. Cache write: (k, v) or x, whichever the token's request caches, in one scatter into the donated pool; two scatters if
+   x and k differ in width.
 4. Decode rows attend to the pool: KV, absorbed, or reprojected. Prefill chunks attend to themselves directly and to
    their cached prefix through the pool; a hidden request computes k and v on the fly and keeps only x.
-5. Output projection, residual, feed-forward, residual; norms as `ModelConfig.norm_placement` says.
+5. Output projection, residual, feed-forward, residual; norms are placed as in `ModelConfig.norm_placement`.
 
-Activations are in the parameters' dtype, every product accumulates in float32, the residual stream, norms and softmax
+Activations are in the parameters' dtype; every product accumulates in float32; the residual stream, norms and softmax
 are float32. Layers are unrolled with one pool array each: a scan over stacked pools would copy the pool.
 """
 
@@ -65,8 +65,8 @@ def _feed_forward(
     options: StepOptions,
     index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """The feed-forward layer, float32; between its two products values have the dtype of x. `index` is the adapter of
-    each row."""
+    """Compute the feed-forward layer in float32; between its two products, values have the dtype of x. `index` is the
+    adapter of each row."""
     dtype, ops, f = x.dtype, options.ops, config.ffn_size
     if p.adapters is not None:
         return _adapted_feed_forward(x, p, config, options, index)
@@ -90,7 +90,7 @@ def _adapted_feed_forward(
     options: StepOptions,
     index: Int32[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    """`_feed_forward` of rows with adapters, whose additions follow each product directly."""
+    """Compute `_feed_forward` with adapters, adding their part right after each product."""
     ops, f = options.ops, config.ffn_size
 
     def product(w: Any, b: Array | None, *fields: str) -> Array:
@@ -110,7 +110,7 @@ def _adapted_feed_forward(
 
 
 def _rows(w: Any, rows: Int32[Array, " T"], dtype: Any) -> Shaped[Array, "T I"]:
-    """Rows of a matrix, an array or one of `FLAT_MATRICES`, in `dtype`."""
+    """Return rows of a matrix (an array or one of `FLAT_MATRICES`) in `dtype`."""
     if isinstance(w, GroupedMatrix | IntegerTiles):
         return w.rows(rows).astype(dtype)
     if not isinstance(w, QuantizedMatrix | TiledMatrix):
@@ -129,7 +129,7 @@ def embed(
     product: Product = dense,
     tensor: TensorParallel | None = None,
 ) -> Float[Array, "T D"]:
-    """Token embeddings, the input of the first layer, float32."""
+    """Return the token embeddings, the input of the first layer, in float32."""
     if tensor is None:
         h = _rows(params.embed, token_ids, params.dtype)
     else:
@@ -149,7 +149,7 @@ def embed(
 
 
 def rotary_angles(rope: RopeConfig | None, positions: Array) -> Float[Array, "T HALF"] | None:
-    """Rotary angles of positions; None: no rotary embedding."""
+    """Return the rotary angles of positions; None: no rotary embedding."""
     if rope is None:
         return None
     return positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inv_freq, jnp.float32)[None]
@@ -158,11 +158,11 @@ def rotary_angles(rope: RopeConfig | None, positions: Array) -> Float[Array, "T 
 def _rotation(
     rope: RopeConfig | None, batch: DecoderBatch, options: StepOptions
 ) -> tuple[tuple[Array, Array] | None, Array | None]:
-    """`cos_sin` and `all_angles` of `AttentionInputs`, for layers with the rotary embedding `rope`."""
+    """Return `cos_sin` and `all_angles` of `AttentionInputs`, for layers with the rotary embedding `rope`."""
     angles = rotary_angles(rope, batch.positions)
     if angles is None:
         return None, None
-    # Computed once: fused into the heads of every layer, they would cost as much as the layer's products.
+    # Computed once: if the compiler fused them into every layer, they would cost as much as the layer's products.
     cos_sin = lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
     if not options.kinds[1]:
         return cos_sin, None
@@ -172,7 +172,7 @@ def _rotation(
 
 
 def _sampled(rows: Array, sample_rows: Int32[Array, " S"] | None) -> Array:
-    """Rows at the indices `sample_rows`, zeros for indices out of range; None: all rows."""
+    """Return the rows at the indices `sample_rows`, zeros for indices out of range; None: all rows."""
     if sample_rows is None:
         return rows
     return rows.at[sample_rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
@@ -186,7 +186,7 @@ def _added(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Array, Array]:
-    """The residual stream with `delta` added, float32, and its norm in `dtype`, as an input of products."""
+    """Return the residual stream with `delta` added, in float32, and its norm in `dtype`, as the input of products."""
     add_norm = options.ops.add_norm if dtype in (jnp.float32, jnp.bfloat16) else None
     if add_norm is not None and norm is not None:
         return add_norm(
@@ -201,7 +201,7 @@ def _normed(h: Array, norm: NormParams | None, config: ModelConfig) -> Array:
 
 
 class _PositionTerms(NamedTuple):
-    """How a layer's attention depends on positions; the fields of `AttentionInputs` of these names."""
+    """Position-dependent inputs of a layer's attention: the fields of `AttentionInputs` with the same names."""
 
     cos_sin: tuple[Array, Array] | None
     all_angles: Array | None
@@ -220,13 +220,13 @@ def _attention(
     config: ModelConfig,
     options: StepOptions,
 ) -> tuple[Float[Array, "T NH"], Array]:
-    """`attend` of a layer, with the arguments of `_layer`."""
+    """Call `attend` for a layer, with the arguments of `_layer`."""
     inputs = AttentionInputs(params=p, config=config, options=options, batch=batch, rope=rope, **terms._asdict())
     return attend(inputs, x, pool)
 
 
 _shared_attention = jax.jit(_attention, static_argnames=("rope", "config", "options"))
-"""`_attention` as a separate function of the program, so that all layers share it, the last one included."""
+"""`_attention` as a separate function of the program, which all layers share, including the last."""
 
 
 def _layer(
@@ -244,13 +244,14 @@ def _layer(
     options: StepOptions,
     rest: StepOptions,
 ) -> tuple[Float[Array, "S D"], Float[Array, "S D"], Array]:
-    """One layer of a step: the residual stream after it, the next layer's input, and the pool with its cache written.
+    """Compute one layer of a step; return the residual stream after it, the next layer's input, and the pool with its
+    cache written.
 
     Args:
         h: the residual stream, float32.
         x: norm of `h` in the parameters' dtype, the input of attention.
         next_norm: norm that follows the layer: the attention norm of the next layer, or the final norm.
-        sample_rows: indices of the tokens that are computed after attention; None: all.
+        sample_rows: indices of the tokens whose computation continues after attention; None: all.
         rest: options of the part after attention.
     """
     dtype, index = x.dtype, batch.adapters
@@ -299,8 +300,8 @@ def decoder_step(
             tokens of a prompt the last layer only writes the cache. None: all tokens.
 
     Returns:
-        The pools, and hidden states (S, D) in the parameters' dtype, after the final norm if the model has one, without
-        meaning for indices out of range; `logits` computes scores over the vocabulary from their rows.
+        The pools, and hidden states (S, D) in the parameters' dtype, after the final norm if the model has one. Rows
+        for indices out of range are meaningless. `logits` computes scores over the vocabulary from the rows.
     """
     num_tokens = batch.token_ids.shape[0]
     every = options.ops
@@ -374,7 +375,7 @@ def decoder_step(
 
     if not options.kinds[1]:
         return in_one_call_each(h, pools)
-    if jax.__version_info__ < (0, 11):  # whose compiler copies all pools on the way into a branch, and out of it
+    if jax.__version_info__ < (0, 11):  # its compiler copies all pools into and out of a branch
         return in_parts(h, pools)
     has_hidden = batch.num_decode_rows > batch.num_kv_rows
     return lax.cond(has_hidden, in_parts, in_one_call_each, h, pools)
@@ -400,7 +401,7 @@ def convert_inputs(
     ropes = [config.rope_of(i) for i in range(len(params.layers))]
     angles = {rope: rotary_angles(rope, batch.positions) for rope in dict.fromkeys(ropes)}
     slots = jnp.concatenate([batch.first_slots, batch.second_slots])
-    # Features of all devices, or this device's where its share of the projections takes those.
+    # Fetch the features of all devices, or only this device's if its projections are sharded by feature.
     inputs: dict[str, Any] = {}
     if options.tensor is not None and not options.cuts_by_feature:
         inputs["tensor"] = options.tensor
@@ -430,7 +431,7 @@ def logits(
     product: Product = dense,
     tensor: TensorParallel | None = None,
 ) -> Float[Array, "B V"]:
-    """Scores over the vocabulary, float32; every device gets all of them."""
+    """Return the scores over the vocabulary, in float32; every device gets all of them."""
     hidden, head = _before_head(params, hidden, product)
     scores = apply_dense(hidden, head, params.head_bias, product)
     if tensor is not None:
@@ -446,7 +447,7 @@ def greedy_tokens(
     ops: KernelBackend,
     tensor: TensorParallel | None = None,
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """`sampling.greedy` of `logits`; if the platform has `dense_argmax`, the logits are not written to memory."""
+    """Return `sampling.greedy` of `logits`. If `dense_argmax` can be used, the logits are not written to memory."""
     plain = params.head_bias is None and config.logits_softcap is None and tensor is None
     if ops.dense_argmax is None or not plain:
         return sampling.greedy(logits(params, hidden, config, ops.dense, tensor))
@@ -455,7 +456,7 @@ def greedy_tokens(
 
 
 def _before_head(params: ModelParams, hidden: Float[Array, "B D"], product: Product) -> tuple[Array, Any]:
-    """Input of the output head, and the head's matrix."""
+    """Return the input of the output head, and the head's matrix."""
     if params.project_out is not None:
         hidden = apply_dense(hidden, params.project_out, None, product).astype(hidden.dtype)
     return hidden, params.embed if params.head is None else params.head

@@ -1,8 +1,8 @@
 """Fields of a ``config.json`` that each family knows: a field that asks for an unsupported feature is refused, never
 ignored.
 
-Every field of transformers' configuration class of a family (and of the objects within it) is in one of three groups,
-which `tests/parity/test_known_fields.py` checks:
+Each field of a family's configuration class in transformers, and of its nested objects, is in one of three groups
+(`tests/parity/test_known_fields.py` checks this):
 
 * read: the family's `model_config` uses it;
 * off: refused, unless its value has no effect;
@@ -24,7 +24,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "embd_pdrop", "emb_pdrop", "hidden_dropout", "layerdrop", "resid_pdrop", "initializer_range", "init_std", "initializer_factor",
         "init_config", "init_device", "embedding_fraction", "pretraining_tp", "gradient_checkpointing", "use_bfloat16",
     ),
-    "what transformers returns and caches": (
+    "outputs and caches of transformers": (
         "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate", "torchscript",
         "num_logits_to_keep", "cache_implementation", "use_return_dict",
     ),
@@ -42,13 +42,13 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "summary_activation", "summary_first_dropout",
         "summary_proj_to_labels", "summary_type", "summary_use_proj", "is_decoder", "cross_attention_hidden_size", "tie_encoder_decoder",
     ),
-    "how it is computed, not what": (
+    "implementation choices that do not change the result": (
         "chunk_size_feed_forward", "reorder_and_upcast_attn", "slow_but_exact", "attention_softmax_in_fp32", "masked_softmax_fusion",
         "bias_dropout_fusion", "attn_implementation", "use_flash_attn", "verbose",
     ),
     "names and versions": ("transformers_version", "name_or_path", "auto_map", "trust_remote_code", "unsloth_version", "unsloth_fixed"),
 }  # fmt: skip
-"""Fields of any family that are not read, by the reason."""
+"""Fields of any family that are not read, by reason."""
 
 _IGNORED = frozenset(name for names in IGNORED.values() for name in names)
 
@@ -73,7 +73,7 @@ class FamilyFields:
     """Fields that one family knows."""
 
     read: frozenset[str]
-    """Fields that are used; a value that cannot have its effect is refused."""
+    """Fields that are used; unsupported values are refused."""
     off: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     """Values, besides null, with which a field has no effect; other values are refused."""
     ignored: frozenset[str] = frozenset()
@@ -82,12 +82,12 @@ class FamilyFields:
     """Known fields of nested objects, by the name of the object."""
 
     def known(self) -> frozenset[str]:
-        """Names of all fields that are read, refused or ignored."""
+        """Return the names of all fields that are read, refused or ignored."""
         own = (self.read, self.off, self.ignored, self.nested)
         return frozenset().union(*own, _EVERY_READ, _EVERY_OFF, _IGNORED)
 
     def but(self, *read: str, ignored: frozenset[str] = frozenset(), **off: tuple[Any, ...]) -> "FamilyFields":
-        """A copy with more fields. Fields given as `off` or ignored are no longer read."""
+        """Return a copy with more fields. Fields given as `off` or ignored are no longer read."""
         left = (self.read | frozenset(read)).difference(off, ignored)
         return dataclasses.replace(self, read=left, off={**self.off, **off}, ignored=self.ignored | ignored)
 
@@ -151,7 +151,7 @@ def _check(known: FamilyFields, fields: Mapping[str, Any], family: str, where: s
 
 
 def unknown_fields(known: FamilyFields, fields: Mapping[str, Any]) -> list[str]:
-    """Names of fields that have a value and are known neither here nor to the family's class in transformers."""
+    """Return the names of non-empty fields that neither this module nor the family's class in transformers knows."""
     return list(_unknown(known, fields, ""))
 
 
@@ -165,7 +165,7 @@ def _unknown(known: FamilyFields, fields: Mapping[str, Any], where: str) -> Iter
 
 
 def markdown(families: Mapping[str, FamilyFields]) -> str:
-    """The table of known fields by family, and the list of ignored fields."""
+    """Return the table of known fields by family and the list of ignored fields, in Markdown."""
 
     def names(found: Any) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found))

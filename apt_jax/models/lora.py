@@ -1,7 +1,7 @@
-"""LoRA adapters in the decoder (Hu et al., 2021): `W + scale B A` for the adapter of each row, for several at once.
+"""LoRA adapters in the decoder (Hu et al., 2021): `W + scale B A` with each row's own adapter.
 
-The adapters of a server are stacked layer by layer (`LayerAdapters`) and travel with the parameters; a step says for
-every token which adapter it has. Weights stay unchanged, quantized or not: the addition of an adapter is computed
+The adapters of a server are stacked layer by layer (`LayerAdapters`) and are part of the parameters; the inputs of a
+step give the adapter of each token. Weights stay unchanged, quantized or not: the addition of an adapter is computed
 separately from the product, in the dtype of activations.
 
 * Products of a step (`adapted`): `x W^T + (x A^T) B` for each row's own A and B.
@@ -63,7 +63,7 @@ class LayerAdapters:
 
 
 def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
-    """(outputs, inputs) of a matrix of `TARGETS`; None: the model has no such matrix."""
+    """Return (outputs, inputs) of a matrix of `TARGETS`; None: the model has no such matrix."""
     heads, lanes = config.num_heads * config.head_dim, config.lane
     d, f = config.hidden_size, config.ffn_size
     return {
@@ -78,7 +78,7 @@ def target_shape(field: str, config: ModelConfig) -> tuple[int, int] | None:
 
 
 def with_adapters(params: ModelParams, config: ModelConfig, adapters: Sequence[LoraAdapter]) -> ModelParams:
-    """The parameters with all adapters stacked in `LayerParams.adapters`, in the dtype of activations."""
+    """Return the parameters with all adapters stacked in `LayerParams.adapters`, in the dtype of activations."""
     if not adapters:
         return params
     dtype = np.dtype(params.dtype)

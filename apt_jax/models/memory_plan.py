@@ -1,4 +1,4 @@
-"""Plan of the memory that a model takes on each of several devices, from its configuration; nothing is allocated."""
+"""Memory that a model takes on each of several devices, computed from its configuration without allocating any."""
 
 import dataclasses
 import math
@@ -115,7 +115,7 @@ def memory_plan(
             and fits(device_bytes=int(device_bytes * MEMORY_FRACTION)),
         }  # fmt: skip
         helpful = [way for way, helps in ways.items() if helps]
-        raise ConfigError(f"{error}; what helps: {', '.join(['devices with more memory', *helpful])}") from None
+        raise ConfigError(f"{error}; possible remedies: {', '.join(['devices with more memory', *helpful])}") from None
 
 
 def _plan(
@@ -142,7 +142,7 @@ def _plan(
         loaded = sum(leaf.device_bytes for leaf in leaves)
         if loaded > device_bytes:
             raise _NoRoomError(
-                f"the weights take {loaded / 2**30:.2f} GiB on each device ({num_devices}) before they are rounded, and JAX takes "
+                f"the weights take {loaded / 2**30:.2f} GiB on each device ({num_devices}) before they are quantized, but JAX uses only "
                 f"{device_bytes / 2**30:.2f} GiB"
             )
         kept = ("wk", "wv") if hidden else ()
@@ -161,7 +161,7 @@ def _plan(
     if (num_blocks + 1) * block > free or num_blocks < least:
         raise _NoRoomError(
             f"the weights take {weights / 2**30:.2f} GiB on each device ({num_devices}) and a step {step / 2**30:.2f} GiB: "
-            f"the {device_bytes / 2**30:.2f} GiB that JAX takes leave no room for {max(least, num_blocks)} blocks of cache"
+            f"the {device_bytes / 2**30:.2f} GiB that JAX uses are too few for {max(least, num_blocks)} blocks of cache"
         )
 
     def tokens(blocks: int) -> dict[str, int]:
@@ -189,7 +189,7 @@ def _leaves(
     by_feature: bool,
     kept: tuple[str, ...] | None = None,
 ) -> list[Leaf]:
-    """The leaves of one layer, which stands for all layers, and the leaves outside layers.
+    """Return the leaves of one layer, which stands for all layers, and the leaves outside layers.
 
     Args:
         by_feature: see `sharding.leaf_spec`.

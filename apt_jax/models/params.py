@@ -1,9 +1,9 @@
 """Parameters of the decoder as a pytree, with a logical axis name for every dimension.
 
-The abstract tree (shapes), the axes tree (names) and the tree of arrays have one structure, so that shapes and layouts
-can be tested without allocating memory. Sharding maps logical names to mesh axes in a table of its own.
+The abstract tree (shapes), the axes tree (names) and the tree of arrays have the same structure, so that shapes and
+layouts can be tested without allocating memory. Sharding maps logical names to mesh axes in its own table.
 
-Weights are stored (out, in), like in checkpoints; CPU matrix products are fastest in this layout.
+Weights are stored (out, in), as in checkpoints; CPU matrix products are fastest in this layout.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class LayerParams:
     """(2F, D): w_gate and w_up as one matrix, in place of the two; None: not fused."""
     b_gate_up: Any = None
     adapters: Any = None
-    """`apt_jax.models.lora.LayerAdapters`: additions of adapters to the matrices; None: no adapters"""
+    """`apt_jax.models.lora.LayerAdapters`: low-rank additions to the matrices; None: no adapters"""
 
 
 @jax.tree_util.register_dataclass
@@ -102,8 +102,8 @@ class ModelParams:
 
 
 def output_head(params: ModelParams) -> ModelParams:
-    """The parameters that compute scores from hidden states, in a tree with None elsewhere. A call takes one to two
-    microseconds per array argument, so the other arrays are left out."""
+    """Return the parameters that compute scores from hidden states, in a tree with None elsewhere. A call takes one to
+    two microseconds per array argument, so the other arrays are left out."""
     return dataclasses.replace(params, layers=(), position=None, embed_norm=None, project_in=None, final_norm=None)
 
 
@@ -170,17 +170,17 @@ def _build(config: ModelConfig, leaf: Callable[[str, tuple[int, ...], tuple[str,
 
 
 def abstract_params(config: ModelConfig, dtype: Any) -> ModelParams:
-    """The tree of `jax.ShapeDtypeStruct` leaves; allocates nothing."""
+    """Return the tree of `jax.ShapeDtypeStruct` leaves, without allocating memory."""
     return _build(config, lambda _name, shape, _axes: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
 def param_axes(config: ModelConfig) -> ModelParams:
-    """The tree of logical axis names: a tuple of strings per leaf."""
+    """Return the tree of logical axis names: a tuple of strings per leaf."""
     return _build(config, lambda _name, _shape, axes: axes)
 
 
 def param_names(config: ModelConfig) -> ModelParams:
-    """The tree of names such as ``layers.3.wq``, for messages and checkpoints."""
+    """Return the tree of names such as ``layers.3.wq``, for messages and checkpoints."""
     return _build(config, lambda name, _shape, _axes: name)
 
 
@@ -194,11 +194,11 @@ def dummy_params(
     seed: int,
     sharding: Callable[[str], jax.sharding.Sharding | None] | None = None,
 ) -> ModelParams:
-    """Random weights of the right shapes: normal, std 0.02; norms near one; biases not zero.
+    """Return random weights of the model's shapes: normal, with std 0.02; norm scales near one; biases not zero.
 
-    They are generated leaf by leaf with NumPy on the host, so that the largest temporary is one leaf and values are
-    equal on all platforms. For large models they are generated on the device unless it is a CPU: OPT-13B would take a
-    core minutes.
+    They are generated leaf by leaf with NumPy on the host: the largest temporary is one leaf, and values are equal on
+    all platforms. Those of large models are generated on the device unless it is a CPU: for OPT-13B, one host core
+    would take minutes.
     """
     num_values = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config, dtype)))
     if num_values > _MOST_ON_HOST and jax.default_backend() != "cpu":
@@ -221,7 +221,7 @@ def dummy_params(
 def _dummy_on_device(
     config: ModelConfig, dtype: Any, seed: int, sharding: Callable[[str], jax.sharding.Sharding | None] | None
 ) -> ModelParams:
-    """`dummy_params` from JAX's random numbers, with one program per shape."""
+    """Generate `dummy_params` with JAX's random numbers and one program per shape."""
     key, count = jax.random.key(seed), iter(range(1 << 20))
 
     def leaf(name: str, shape: tuple[int, ...], _axes: tuple[str, ...]) -> Any:

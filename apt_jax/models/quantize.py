@@ -1,4 +1,5 @@
-"""Weights as int8 with a scale per output, and dequantization of integer matrices for uses that need numbers.
+"""Weights as int8 with a scale per output, and dequantization of integer matrices where floating-point values are
+needed.
 
 Every decode step reads all weights, and int8 takes half the bytes of bfloat16.
 Norms, biases, position tables and the cache are not quantized. Scales and rounding are qwix's (symmetric, the largest
@@ -29,17 +30,17 @@ def _quantize(w: Float[Array, "O I"]) -> QuantizedMatrix:
 
 
 def dequantize(w: QuantizedMatrix, dtype: Any) -> Float[Array, "O I"]:
-    """The weights that the integers represent, in `dtype`."""
+    """Return the weights that the integers represent, in `dtype`."""
     return (w.values.astype(jnp.float32) * w.scale[:, None]).astype(dtype)
 
 
 def quantize_params(params: ModelParams, *, keep: bool) -> ModelParams:
-    """Quantize all matrices that rows are multiplied with, and the token embeddings.
+    """Quantize all matrices that rows are multiplied by, and the token embeddings.
 
     Args:
         params: parameters as loaded, or as `fuse_products` returns them.
-        keep: do not store wk and wv as integers, as attention over layer inputs uses them separately; their values are
-            rounded to those that the integers represent, so that both kinds of cache use the same weights.
+        keep: do not store wk and wv as integers, because attention over layer inputs uses them separately. They are
+            rounded to the values that the integers represent, so that both kinds of cache use the same weights.
 
     Raises:
         ConfigError: qwix is not installed.
@@ -64,8 +65,8 @@ def delete_replaced(before: ModelParams, after: ModelParams) -> None:
 
 
 def widen_keys(params: ModelParams, dtype: Any) -> ModelParams:
-    """Parameters with wk and wv of type `GroupedMatrix` dequantized to `dtype`: attention over layer inputs uses each
-    of them separately."""
+    """Dequantize wk and wv of type `GroupedMatrix` to `dtype`: attention over layer inputs uses each of them
+    separately."""
 
     def widened(w: Any) -> Any:
         return w.dequantized(dtype).reshape(w.shape) if isinstance(w, GroupedMatrix) else w

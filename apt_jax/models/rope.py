@@ -34,14 +34,12 @@ _OLD_NAMES = {"su": "longrope"}
 def _parameters(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Return the RoPE parameters, from the old or the new form of the configuration."""
     found: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):  # the second takes the place of the first
+    for name in ("rope_parameters", "rope_scaling"):  # the second replaces the first
         value = fields.get(name)
         if not value:
             continue
         if not isinstance(value, Mapping) or any(isinstance(v, Mapping) for v in value.values()):
-            raise ModelLoadError(
-                f"config.json: {name}={value!r:.60} must be an object of plain values, one for all layers"
-            )
+            raise ModelLoadError(f"config.json: {name}={value!r:.60} must be one object of plain values for all layers")
         found = dict(value)
     if found.get("rope_theta") is None:
         found["rope_theta"] = theta if fields.get("rope_theta") is None else fields["rope_theta"]
@@ -129,14 +127,16 @@ def read_rope(
     can_be_partial: bool = False,
     max_len: int | None = None,
 ) -> tuple[RopeConfig, int]:
-    """The rotary embedding of a ``config.json``, and the longest context in tokens for which its frequencies hold.
+    """Return the rotary embedding of a ``config.json``, and the longest context in tokens for which its frequencies
+    hold.
 
     Args:
         fields: fields of the configuration, with ``max_position_embeddings``.
         head_dim: H.
         theta: default of the base.
         partial: default of ``partial_rotary_factor``, the fraction of a head's lanes that are rotated.
-        can_be_partial: accept a fraction below one; otherwise it is refused, as transformers would rotate all lanes.
+        can_be_partial: accept a fraction below one; otherwise it is refused, because transformers would rotate all
+            lanes.
         max_len: longest context to serve, in tokens; None: the longest of the configuration without stretching.
 
     Raises:
@@ -152,7 +152,7 @@ def read_rope(
     rotary_dim = int(head_dim * share)
     if not 0 < share <= 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ModelLoadError(
-            f"config.json: {rotary_dim} of {head_dim} lanes of a head would turn; it must be an even number of them"
+            f"config.json: {rotary_dim} of {head_dim} lanes of a head would be rotated; the number must be positive and even"
         )
     base = get.number("rope_theta", at_least=1.0)
     longest = ConfigFields(fields).positive("max_position_embeddings")

@@ -3,7 +3,7 @@
 Every device runs the decoder of `apt_jax.models.decoder` on its share of the heads, of the feed-forward layer and of
 the vocabulary, within one `jax.shard_map` per program. The collectives are methods of `TensorParallel`:
 
-* a sum after attention's output product and after the feed-forward layer, as both are sharded by input;
+* a sum after attention's output product and after the feed-forward layer, because both are sharded by input;
 * a sum of the token embeddings, of which every device has some rows, and a gather of the scores over the vocabulary;
 * for layer inputs X, whose cache is sharded by feature so that it too takes 1/t of the memory on each of t devices:
   absorbed attention gathers the new queries, sums the scores between its two products, and sums and scatters its result
@@ -63,25 +63,25 @@ class TensorParallel:
         return lax.axis_index(AXIS)
 
     def own(self, x: Array, axis: int) -> Array:
-        """This device's shard of a replicated array."""
+        """Return this device's shard of a replicated array."""
         width = x.shape[axis] // self.size
         return lax.dynamic_slice_in_dim(x, self.rank * width, width, axis)
 
     def sum(self, x: Array) -> Array:
-        """The sum over devices, on every device."""
+        """Return the sum over devices, on every device."""
         return lax.psum(x, AXIS)
 
     def scatter_sum(self, x: Array, axis: int) -> Array:
-        """This device's shard along an axis of the sum over devices."""
+        """Return this device's shard, along an axis, of the sum over devices."""
         return lax.psum_scatter(x, AXIS, scatter_dimension=axis, tiled=True)
 
     def gather(self, x: Array, axis: int) -> Array:
-        """The shards of all devices, concatenated."""
+        """Return the shards of all devices, concatenated."""
         return lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
 
 def sizes_that_fit(config: ModelConfig) -> list[int]:
-    """Numbers of devices that the model can be sharded over."""
+    """Return the numbers of devices that the model can be sharded over."""
     return [
         t
         for t in range(1, config.num_heads + 1)
@@ -102,7 +102,7 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 
 def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
-    """Mesh of the first `size` devices, with equally many from each host.
+    """Return a mesh of the first `size` devices, with equally many from each host.
 
     Raises:
         ConfigError: there are not enough devices.
@@ -127,13 +127,13 @@ def tensor_mesh(size: int, num_hosts: int = 1) -> Mesh:
 
 
 def hidden_refusal(config: ModelConfig, size: int) -> str | None:
-    """Reason why layer inputs cannot be cached on this number of devices; None: they can."""
+    """Return the reason why layer inputs cannot be cached on this number of devices; None: they can."""
     if size == 1:
         return None
     if config.hidden_size % size:
-        return f"its width of {config.hidden_size} cannot be cut for {size} devices"
+        return f"its width of {config.hidden_size} cannot be divided over {size} devices"
     if config.qk_norm == "lane":
-        return "its norm of keys goes over the heads of all devices"
+        return "its key norm spans the heads of all devices"
     return None
 
 
@@ -162,13 +162,13 @@ def cuts_by_feature(config: ModelConfig, cache: CacheConfig, num_devices: int) -
 
 
 def with_repeated_heads(config: ModelConfig, size: int) -> ModelConfig:
-    """The model with key heads repeated to one per device if it has fewer."""
+    """Return the configuration with key heads repeated to one per device if the model has fewer."""
     return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, size))
 
 
 def own_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Configuration of one device's share of a model `with_repeated_heads`. Its ALiBi slopes have the right number but
-    not the right values, which differ by device."""
+    """Return the configuration of one device's share of a model `with_repeated_heads`. Its ALiBi slopes have the right
+    number but not the right values, which differ by device."""
     if size == 1:
         return config
     heads = config.num_heads // size
@@ -183,7 +183,7 @@ def own_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def _spec(shape: tuple[int, ...], axes: tuple[str, ...], size: int) -> P:
-    """Partition of a leaf; an axis whose length is not divisible by `size` is not sharded."""
+    """Return the partition of a leaf; an axis whose length is not divisible by `size` is not sharded."""
     return P(*(AXIS if axis in _CUT and length % size == 0 else None for length, axis in zip(shape, axes, strict=True)))
 
 
@@ -204,7 +204,7 @@ def _specs_by_name(config: ModelConfig, size: int, by_feature: bool) -> dict[str
 
 
 def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = False) -> P:
-    """Partition of a leaf of `param_names` over the devices.
+    """Return the partition of a leaf of `param_names` over the devices.
 
     Args:
         by_feature: result of `cuts_by_feature`.
@@ -217,7 +217,7 @@ def leaf_spec(config: ModelConfig, size: int, name: str, *, by_feature: bool = F
 
 
 def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str, *, cache: CacheConfig | None = None) -> NamedSharding:
-    """Sharding in which a leaf of `param_names` is loaded; see `apt_jax.models.loading.loader.LeafSharding`.
+    """Return the sharding in which a leaf of `param_names` is loaded; see `apt_jax.models.loading.loader.LeafSharding`.
 
     Args:
         cache: cache settings that the model is served with; None: only keys and values are cached.
@@ -229,11 +229,11 @@ def leaf_sharding(mesh: Mesh, config: ModelConfig, name: str, *, cache: CacheCon
 def shard_params(
     params: ModelParams, config: ModelConfig, mesh: Mesh, *, by_feature: bool, keep: bool = False
 ) -> tuple[ModelParams, ModelParams]:
-    """A model sharded over a mesh, and the tree of its `PartitionSpec`s.
+    """Shard a model over a mesh; return it and the tree of its `PartitionSpec`s.
 
     Args:
-        params: parameters as loaded or as `quantize_params` returns them, on any device. Leaves that are not needed
-            unsharded are deleted, unless `keep`.
+        params: parameters as loaded or as `quantize_params` returns them, on any device. Leaves that are repeated or
+            padded before they are sharded are deleted, unless `keep`.
         config: configuration of the loaded model.
         by_feature: result of `cuts_by_feature`.
         keep: do not delete leaves of `params`, which the caller still uses.
@@ -254,7 +254,7 @@ def shard_params(
         return name in ("embed", "head", "head_bias") and config.vocab_size % size > 0
 
     def placed_integers(name: str, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """Values sharded like the matrix, and scales like its outputs."""
+        """Shard values like the matrix, and scales like its outputs."""
         values, scale = matrix.values, matrix.scale
         if is_repeated(name):
             heads = (config.num_kv_heads, config.head_dim)
@@ -294,7 +294,7 @@ def shard_params(
 def abstract_shards(
     config: ModelConfig, dtype: Any, mesh: Mesh, *, by_feature: bool
 ) -> tuple[ModelParams, ModelParams]:
-    """`shard_params` without arrays: shapes with their shardings, and the `PartitionSpec`s."""
+    """Return the result of `shard_params` without arrays: shapes with their shardings, and the `PartitionSpec`s."""
     size = mesh.size
     padded = -(-config.vocab_size // size) * size
     config = dataclasses.replace(with_repeated_heads(config, size), vocab_size=padded)

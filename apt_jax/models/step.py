@@ -36,7 +36,7 @@ class DecoderBatch:
     num_kv_rows: Int32[Array, ""]
     """Number of decode rows of the KV kind, which come first."""
     num_decode_rows: Int32[Array, ""]
-    """Number of decode rows of both kinds: rows [num_kv_rows, num_decode_rows) have the hidden kind."""
+    """Number of decode rows of both kinds: rows [num_kv_rows, num_decode_rows) are of the hidden kind."""
     prefill_tables: Int32[Array, "R 2 J"]
     prefill_offsets: Int32[Array, " R"]
     """Start of each chunk among the prefill tokens."""
@@ -56,7 +56,7 @@ class DecoderBatch:
 def slot_ranges(
     downwards: Bool[Array, "R J"], lens: Int32[Array, " R"], sizes: Int32[Array, " R"]
 ) -> Int32[Array, "R J 2"]:
-    """Range of slots that each row owns in each of its blocks, as defined in `apt_jax.ops.calls`.
+    """Return the range of slots that each row owns in each of its blocks, as defined in `apt_jax.ops.calls`.
 
     Args:
         downwards: whether the row fills the block from its right end (`apt_jax.cache.placement`).
@@ -73,8 +73,8 @@ def slot_ranges(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertBatch:
-    """Layer inputs to be converted to keys and values: G of their blocks with T = G * `hidden_block_size` slots, block
-    after block."""
+    """Layer inputs to convert to keys and values: G blocks with T = G * `hidden_block_size` slots, block after
+    block."""
 
     blocks: Int32[Array, " G"]
     """Blocks to read; padding entries are the reserved block."""
@@ -103,16 +103,18 @@ class StepOptions:
     kinds: tuple[bool, bool]
     """(KV rows can occur, hidden rows can occur)"""
     ops: KernelBackend
-    """Kernel backend; `ops.branches` says whether the device branches around parts that no row needs."""
+    """Kernel backend; `ops.branches`: the device branches around parts that no row needs."""
     tensor: TensorParallel | None = None
     """Collectives if the step runs one device's shard of the model within `jax.shard_map`, with `sharding.own_config`
     as its `ModelConfig`; None: the device has the whole model."""
     hidden_room: int | None = None
-    """Size of the sum of scores over devices, with `cuts_by_feature`: most positions of all hidden decode rows
-    together, each row's rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as block tables hold."""
+    """Size in positions of the scores that are summed over devices with `cuts_by_feature`: the most that all hidden
+    decode rows can have together, each row rounded up to a multiple of `xla_common.ROOM_STEP`. None: as many as block
+    tables hold."""
     prefix_room: int | None = None
-    """Most positions of the hidden prefixes of all prompts, as in `executor.compiling.buckets.PromptSize`; 0: no hidden
-    prefixes, and no kernel is launched for them; None: as many as block tables hold."""
+    """Largest total number of positions in the hidden prefixes of all prompts, as in
+    `executor.compiling.buckets.PromptSize`; 0: no hidden prefixes, and no kernel is launched for them; None: as many as
+    block tables hold."""
 
     @property
     def cuts_by_feature(self) -> bool:
@@ -132,7 +134,8 @@ def apply_dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`activate(x @ w.T + b)` in `dtype`, by the platform's product; w (O, I) is an array or one of `FLAT_MATRICES`."""
+    """Return `activate(x @ w.T + b)` in `dtype`, computed by `product`; w (O, I) is an array or one of
+    `FLAT_MATRICES`."""
     return product(x, *product_args(w), bias=b, activation=activation, dtype=dtype)
 
 
@@ -142,8 +145,8 @@ def apply_dense_summed(
     b: Float[Array, " O"] | None,
     options: StepOptions,
 ) -> Float[Array, "T O"]:
-    """`apply_dense`, summed over devices if each holds a shard of the inputs. The sum is in the dtype of x: half the
-    bytes of float32 in 16-bit models."""
+    """Apply `apply_dense` and sum over devices if each holds a shard of the inputs. The sum is in the dtype of x, which
+    halves the traffic in 16-bit models."""
     if options.tensor is None:
         return apply_dense(x, w, b, options.ops.dense)
     share = apply_dense(x, w, None, options.ops.dense).astype(x.dtype)
@@ -152,20 +155,20 @@ def apply_dense_summed(
 
 
 def product_args(w: Any) -> tuple[Any, ...]:
-    """Weight arguments of a product: a matrix, or integers and their scales, one per output."""
+    """Return the weight arguments of a product: a matrix, or integers and their scales, one per output."""
     return (w.values, w.scale) if isinstance(w, QuantizedMatrix) else (w,)
 
 
 def flatten_inputs(w: Any, inputs_from: int) -> Any:
-    """A matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled matrices are flat
-    already."""
+    """Return a matrix as (outputs, inputs); axes from `inputs_from` on are inputs. Quantized and tiled matrices are
+    already flat."""
     if isinstance(w, FLAT_MATRICES):
         return w
     return w.reshape(math.prod(w.shape[:inputs_from]), -1)
 
 
 def apply_norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Float[Array, "T D"]:
-    """The model's kind of norm, in float32."""
+    """Apply the model's kind of norm, in float32."""
     x = x.astype(jnp.float32)
     if config.norm == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -178,5 +181,5 @@ def apply_norm(x: Float[Array, "T D"], p: NormParams, config: ModelConfig) -> Fl
 
 
 def zero_non_finite(x: Array) -> Array:
-    """`x` with zeros for NaN and infinities."""
+    """Return `x` with zeros in place of NaN and infinities."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))

@@ -22,13 +22,11 @@ from apt_jax.ops.weights import (
 
 def fuse_products(params: ModelParams, *, keep: bool) -> ModelParams:
     """Join q, k and v of every layer into one matrix, and gate and up into another: CPUs compute one wide product in
-    less than half the time of three.
+    less than half the time of three. Integer matrices of different kinds are not joined.
 
     Args:
         keep: also keep wq, wk and wv: hidden rows need only q, and absorption needs wk and wv separately. The copies
             add a quarter to the layers' memory (less with grouped queries).
-
-    Integer matrices of different kinds are not joined.
     """
 
     def joins(*leaves: Any) -> bool:
@@ -83,12 +81,12 @@ def join_groups(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix:
 def map_matrices(
     params: ModelParams, change: Callable[[Any], Any], *, keep: Callable[[Any], Any] | None = None
 ) -> ModelParams:
-    """Apply `change` to every matrix that rows are multiplied with, and to the token embeddings, each flattened to
+    """Apply `change` to every matrix that rows are multiplied by, and to the token embeddings, each flattened to
     (outputs, inputs).
 
     Args:
         params: parameters as loaded, or as `fuse_products` returns them.
-        keep: function to apply to wk and wv instead, in their own shape, as attention over layer inputs uses them
+        keep: function to apply to wk and wv instead, in their own shape, because attention over layer inputs uses them
             separately.
     """
 
@@ -131,7 +129,7 @@ def map_matrices(
 
 
 def by_layers(params: ModelParams, change: Callable[[ModelParams], ModelParams]) -> ModelParams:
-    """`change(params)`, computed one layer at a time, so that temporaries take the memory of one layer, not of the model."""
+    """Return `change(params)`, computed one layer at a time so that temporaries take the memory of one layer only."""
     nothing = dataclasses.replace(
         params,
         **{field.name: None for field in dataclasses.fields(params) if field.name != "layers"},
@@ -158,7 +156,7 @@ def tile_params(params: ModelParams, *, keep: bool, integers: bool = False) -> M
 
 
 def tile_matrix(w: Array | QuantizedMatrix) -> TiledMatrix:
-    """The tiled layout of a matrix (outputs, inputs) for products of floating-point numbers; for integer products see
+    """Return the tiled layout of a matrix (outputs, inputs) for floating-point products; for integer products see
     `tile_integers`."""
     if isinstance(w, QuantizedMatrix):
         return TiledMatrix(values=_tiled(w.values), scale=w.scale, shape=(w.shape[0], w.shape[1]))
@@ -174,7 +172,7 @@ def _tiled(w: Array) -> Array:
 
 
 def pre_norm_layer(p: LayerParams, config: ModelConfig) -> PreNormLayer | None:
-    """The layer in the form of ops that compute a whole layer; None if the layer has more to compute, for example
+    """Return the layer as an argument of ops that compute a whole layer; None if the layer computes more, for example
     adapters, or its projections are not fused."""
     is_plain = (
         config.norm_placement == "pre" and not config.parallel and config.clip_qkv is None

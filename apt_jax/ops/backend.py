@@ -13,12 +13,12 @@ RULES: frozenset[str] = frozenset({"softcap", "alibi", "window"})
 """Features that each layer can need separately: the fields of `LogitModifiers`."""
 
 EXTRAS: frozenset[str] = RULES | {"key norm", "lane norm", "grouped absorption", "input width", "adapters"}
-"""Features that some models need in addition to plain attention: those of `RULES`, `KeyNorm` of each head ("key norm")
-or of all heads together ("lane norm"), `decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower
-or wider than the lane, and adapters of W_k or W_v when keys and values are computed from layer inputs."""
+"""Features that some models need in addition to plain attention: `RULES`, `KeyNorm` of each head ("key norm") or of all
+heads together ("lane norm"), `decode_v_absorbed` with fewer key heads than query heads, layer inputs narrower or wider
+than the lane, and adapters of W_k or W_v when keys and values are computed from layer inputs."""
 
 ATTENTION_OPS = ("decode_kv", "decode_absorbed", "decode_reprojected", "decode_v_absorbed", "prefill")
-"""Fields of `KernelBackend` that are attention ops. Features are stated per op, and for `prefill_hidden`: `prefill`
+"""Fields of `KernelBackend` that are attention ops. Features are listed by op; `prefill_hidden` stands for `prefill`
 with `hidden_prefixes`."""
 
 
@@ -40,10 +40,10 @@ class KernelBackend:
     add_low_rank: Callable[..., Array] = low_rank.add_low_rank
     """Low-rank additions of adapters to products, like `low_rank.add_low_rank`."""
     dense_argmax: Callable[..., tuple[Array, Array]] | None = None
-    """`sampling.greedy` of the products of `dense`, with the arguments of `dense`; None: not provided."""
+    """`dense` followed by `sampling.greedy`, with the arguments of `dense`; None: not provided."""
     gated: Callable[[Array, Any, str], Array] | None = None
-    """The first half of a gated feed-forward layer in one op: from rows (T, I), gate and up as one matrix (2 F, I), and
-    the name of the activation, to (T, F) in the dtype of the rows; None: not provided."""
+    """The first half of a gated feed-forward layer in one op. Arguments: rows (T, I), gate and up as one matrix (2 F,
+    I), and the name of the activation; returns (T, F) in the dtype of the rows. None: not provided."""
     add_norm: Callable[..., tuple[Array, Array]] | None = None
     """Sum of the residual stream and an addend, and its norm (`cpu.ops.add_norm`); None: not provided."""
     split_qkv: Callable[..., tuple[Array, Array, Array]] | None = None
@@ -56,8 +56,7 @@ class KernelBackend:
     """True if `dense` and the ops after it take `live`, the number of rows to compute; rows from `live` on are padding
     and give zeros."""
     tiles: bool = False
-    """True if products of float32 and bfloat16 take their weights as `models.weight_layout.tile_params` lays them
-    out."""
+    """True if float32 and bfloat16 products take weights in the layout of `models.weight_layout.tile_params`."""
     integer_products: bool = False
     """True if, with `tiles`, products with integer matrices round rows to 8 bits and multiply integers, which is faster
     than with dequantized weights."""
@@ -70,16 +69,16 @@ class KernelBackend:
     """Ops of `ATTENTION_OPS` that take `tensor` (`calls.Shards`): layer inputs sharded over devices by feature."""
     branches: bool
     """True if the decoder may branch around ops that have no rows. False: ops are called in every step and must cost
-    little without rows, as a branch on the device would break up a CUDA graph."""
+    little without rows, because a branch on the device would break up a CUDA graph."""
 
     def extras_of(self, op: str) -> frozenset[str]:
-        """Features of `EXTRAS` that an op supports; `op` is one of `ATTENTION_OPS`, or `prefill_hidden`."""
+        """Return the features of `EXTRAS` that an op supports; `op` is one of `ATTENTION_OPS`, or `prefill_hidden`."""
         if isinstance(self.extras, Mapping):
             return self.extras.get(op, frozenset())
         return self.extras
 
     def for_rows(self, live: Array) -> "KernelBackend":
-        """A copy of the backend for steps in which only the first `live` rows are used."""
+        """Return a copy of the backend for steps in which only the first `live` rows are used."""
         if not self.skips_rows:
             return self
         bound = {name: functools.partial(getattr(self, name), live=live) for name in _OF_ROWS}

@@ -1,7 +1,7 @@
-"""Records of the attention ops' arguments: the part of a layer's pool that a call reads, and the score rules.
+"""Records of the attention ops' arguments: the part of a layer's pool that a call reads, and the logit modifiers.
 
-Every op of `backend.KernelBackend` takes its queries and one record, so that a backend cannot overlook a feature and a
-new feature is one field. The record determines which tensors are keys and values:
+Every op of `backend.KernelBackend` takes its queries and one record, so a backend cannot overlook a feature, and a new
+feature needs only a new field. The record determines which tensors are keys and values:
 
 tables      projection   keys                      values
 (R, 2, J)   None         the first cached tensor   the second
@@ -11,17 +11,17 @@ tables      projection   keys                      values
 Query heads share key heads, whose number follows from the pool's width or the projection. Products take the dtype of
 the pool and accumulate in float32.
 
-All of them work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
+All ops work on one layer's pool, `(P, C, E)`: P blocks of C slots of E elements. A block holds, for C positions of
 one request, keys (K * H = E elements per slot) or values, or layer inputs (D elements per slot; if D is not E, the
 first `block_size` of them in the flat block, with the `block_size` of the ops that read them). Block tables map
 position t of a request to slot `t % C` of block `table[t // C]`; padding entries of a table are `0`, and their
 slots are never used.
 
-Two requests can share a block by growing towards each other (BROS §5). `slot_ranges[b, j] = (first, last)` then is the
-range of slots in row b's j-th block that the row owns: upwards `[first, last)` where first <= last, its positions in
-the order of the slots; downwards `[last, first)` where last < first, its first position in slot `first - 1`. Keys and
-values of a position lie in the same slot of their two blocks. Without `slot_ranges` every block is
-`(0, min(C, len - j * C))`. `lens` is still the number of positions: `C` per block except in the last one.
+Two requests can share a block by growing towards each other (BROS §5). Then `slot_ranges[b, j] = (first, last)` is the
+range of slots that row b owns in its j-th block. If first <= last, the slots are `[first, last)`, with positions in
+ascending order; if last < first, they are `[last, first)` in descending order, with the first position in slot
+`first - 1`. Keys and values of a position lie in the same slot of their two blocks. Without `slot_ranges` every block
+is `(0, min(C, len - j * C))`. `lens` is still the number of positions: `C` per block except in the last block.
 `rows = (a, b)` skips rows outside [a, b): they give zeros and read nothing.
 
 Rotary embedding rotates lanes i and i + R / 2 of the first R lanes of every head by `angle[position, i]` ("rotate
@@ -46,7 +46,7 @@ _STATIC = {"static": True}
 
 if TYPE_CHECKING:
     AnyArray = Array
-else:  # programs are compiled for abstract arrays, and references for NumPy's
+else:  # records hold abstract arrays when programs are compiled, and NumPy arrays in the references
     AnyArray = Any
 
 
@@ -60,15 +60,15 @@ class Shards(Protocol):
         ...
 
     def sum(self, x: Array) -> Array:
-        """Sum over the devices."""
+        """Return the sum of an array over the devices."""
         ...
 
     def scatter_sum(self, x: Array, axis: int) -> Array:
-        """This device's shard, along an axis, of the sum over the devices."""
+        """Return this device's shard, along an axis, of the sum over the devices."""
         ...
 
     def gather(self, x: Array, axis: int) -> Array:
-        """Shards of all devices, concatenated along an axis."""
+        """Return the shards of all devices, concatenated along an axis."""
         ...
 
 
@@ -82,7 +82,7 @@ class LogitModifiers:
     slopes: Float[AnyArray, " N"] | None = None
     """ALiBi: `slope * (j - i)` is added to the score of query i and key j (Press et al., 2022); None: no ALiBi."""
     window: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """Positions that a query attends to, its own included; None: all."""
+    """Number of positions that a query attends to, its own included; None: all positions."""
 
 
 @jax.tree_util.register_dataclass
@@ -103,10 +103,9 @@ class Projection:
     wk: Float[AnyArray, "K H D"]
     """Weights of the keys; in `decode_v_absorbed` only of the computed lanes: (K, R, D)."""
     bk: Float[AnyArray, "OWN H"] | None = None
-    """Bias of the keys, (K, H), or of this device's heads only if `wk` and `wv` have this device's features of all
-    heads."""
+    """Bias of the keys, (K, H); only this device's heads if `wk` and `wv` have this device's features of all heads."""
     wv: Float[AnyArray, "K H D"] | None = None
-    """Weights of the values; None: x itself is the value, in `decode_v_absorbed`."""
+    """Weights of the values; None: x itself is the value (`decode_v_absorbed`)."""
     bv: Float[AnyArray, "OWN H"] | None = None
     angles: Float[AnyArray, "S HALF"] | None = None
     """Rotary angles of every position; None: keys are not rotated. Queries are rotated by the caller."""
@@ -132,11 +131,11 @@ class DecodeCall:
     lens: Int32[AnyArray, " B"]
     """Number of positions of each row; rows of length 0 give zeros."""
     block_size: int = dataclasses.field(metadata=_STATIC)
-    """Positions per block, which lie at its start."""
+    """Number of positions per block, at the start of the block."""
     rows: tuple[AnyArray, AnyArray] | None = None
     """Half-open range of rows to compute; other rows give zeros. None: all rows."""
     slot_ranges: Int32[AnyArray, "R J 2"] | None = None
-    """Slots that the row owns in each block (module docstring); None: it owns every block from the first slot on."""
+    """Slots that the row owns in each block (see the module docstring); None: it fills every block from the start."""
     table_of_row: Int32[AnyArray, " B"] | None = None
     """Row of `tables` and `slot_ranges` that each query row reads; None: the row of the same index (R = B)."""
     rules: LogitModifiers | None = None
@@ -144,8 +143,8 @@ class DecodeCall:
     tensor: Shards | None = dataclasses.field(default=None, metadata=_STATIC)
     """Devices over which the features of x are sharded; None: this device has all features."""
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """With `tensor`: most positions of all rows together, each row's rounded up to a multiple of
-    `xla_common.ROOM_STEP`; rows beyond it give zeros. None: as many as tables hold."""
+    """With `tensor`: maximum number of positions of all rows together, each row rounded up to a multiple of
+    `xla_common.ROOM_STEP`; rows beyond the maximum give zeros. None: the capacity of the tables."""
 
     @property
     def projected(self) -> Projection:
@@ -155,11 +154,11 @@ class DecodeCall:
 
     @property
     def capacity(self) -> int:
-        """Most positions of one row of the tables."""
+        """Maximum number of positions of one row of the tables."""
         return self.tables.shape[-1] * self.block_size
 
     def by_row(self) -> "DecodeCall":
-        """The same call with a row of tables for every query row."""
+        """Return the same call with one row of tables for every query row."""
         if self.table_of_row is None:
             return self
         ranges = None if self.slot_ranges is None else self.slot_ranges[self.table_of_row]
@@ -167,29 +166,29 @@ class DecodeCall:
         return dataclasses.replace(self, tables=tables, slot_ranges=ranges, table_of_row=None)
 
     def row_range(self) -> tuple[Array, Array]:
-        """`rows`, or the range of all rows."""
+        """Return `rows`, or the range of all rows if it is None."""
         return self.rows or (jnp.int32(0), jnp.int32(self.lens.shape[0]))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenPrefixes:
-    """Prefixes of prompt chunks that are cached as layer inputs."""
+    """Settings of prompt chunks' prefixes that are cached as layer inputs."""
 
     projection: Projection
     block_size: int = dataclasses.field(metadata=_STATIC)
-    """Layer inputs per block."""
+    """Number of layer inputs per block."""
     tensor: Shards | None = dataclasses.field(default=None, metadata=_STATIC)
     """Devices, as in `DecodeCall`. `projection` has this device's heads, or this device's features of all heads."""
     room: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    """Most positions of all prefixes together, each rounded up to whole tiles of a kernel; None: as many as tables
-    hold."""
+    """Maximum number of positions of all prefixes together, each rounded up to whole tiles of a kernel; None: the
+    capacity of the tables."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillCall:
-    """Prompt chunks, one after another in T tokens; each attends to its cached prefix and itself.
+    """Prompt chunks, concatenated to T tokens; each chunk attends to its cached prefix and itself.
 
     Row r has tokens [offsets[r], offsets[r] + chunk_lens[r]) and positions [0, prefix_lens[r]) of the pool.
     """
@@ -207,5 +206,5 @@ class PrefillCall:
     slot_ranges: Int32[AnyArray, "B J 2"] | None = None
     rules: LogitModifiers | None = None
     hidden_prefixes: HiddenPrefixes | None = None
-    """Settings of prefixes of layer inputs; None: no row has such a prefix, whatever `hidden` says, and no kernel is
+    """Settings of prefixes of layer inputs; None: no row has such a prefix, `hidden` is ignored, and no kernel is
     launched for them."""

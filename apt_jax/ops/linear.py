@@ -18,7 +18,7 @@ def dot(
     batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     dtype: Any = None,
 ) -> Array:
-    """`lax.dot_general` over one axis of each operand, returned in `dtype`; None: float32."""
+    """Return `lax.dot_general` over one axis of each operand, in `dtype`; None: float32."""
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), batch), preferred_element_type=dtype or jnp.float32)
 
 
@@ -30,9 +30,9 @@ def head_products(
     rows: tuple[Array, Array] | None = None,
     dtype: Any = jnp.float32,
 ) -> Array:
-    """Product of every query head with the matrix of its key head: with `onto_inputs` from queries (B, N, H) to (B, N,
-    D), otherwise from sums of layer inputs (B, N, D) to (B, N, H). The result has dtype `dtype`. Rows outside the
-    half-open range `rows` are zeros or unspecified."""
+    """Multiply every query head by the matrix of its key head: with `onto_inputs` from queries (B, N, H) to (B, N, D),
+    otherwise from sums of layer inputs (B, N, D) to (B, N, H). The result has dtype `dtype`. Rows outside the half-open
+    range `rows` are zeros or unspecified."""
     batch, num_heads, width = x.shape
     num_kv_heads = w.shape[0]
     group = num_heads // num_kv_heads
@@ -51,9 +51,9 @@ def dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`activate(x @ w.T * scale + bias)` computed in float32 and returned in `dtype`; w (O, I) is int8 if there is a
-    `scale`. A single 16-bit row is padded to two, as CPUs have a fast matrix product but no fast matrix-vector product
-    in 16 bits."""
+    """Return `activate(x @ w.T * scale + bias)`, computed in float32, in `dtype`; w (O, I) is int8 if there is a
+    `scale`. A single 16-bit row is padded to two, because CPUs have a fast matrix product but no fast matrix-vector
+    product in 16 bits."""
     rows = x.shape[0]
     if isinstance(w, GroupedMatrix):
         w = w.dequantized(x.dtype)
@@ -85,8 +85,8 @@ def project_kv(
     norm: KeyNorm | None = None,
     more: Float[Array, "T E"] | None = None,
 ) -> Float[Array, "T E"]:
-    """Keys or values of layer inputs, in the dtype of `x`, lanes flattened. They are rounded once, after
-    `rotate`. `more` is added to the product."""
+    """Return the keys or values of layer inputs, in the dtype of `x`, lanes flattened. They are rounded only once,
+    after `rotate`. `more` is added to the product."""
     out = dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1))
     if more is not None:
         out = out + more
@@ -101,7 +101,7 @@ def project_kv(
 
 
 def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: float) -> Float[Array, "T K H"]:
-    """`KeyNorm` of float32 queries or keys."""
+    """Apply `KeyNorm` to float32 queries or keys."""
     shape = x.shape
     if scale.shape[0] != shape[2]:
         x = x.reshape(shape[0], 1, -1)
@@ -110,7 +110,7 @@ def rms_norm_heads(x: Float[Array, "T K H"], scale: Float[Array, " S"], eps: flo
 
 
 def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> Float[Array, "S N H"]:
-    """Turn the first `2 * HALF` lanes of every head by `angles`, in float32."""
+    """Rotate the first `2 * HALF` lanes of every head by `angles`, in float32; None: only convert to float32."""
     if angles is None:
         return x.astype(jnp.float32)
     return apply_rope(x, jnp.cos(angles), jnp.sin(angles))
@@ -119,7 +119,7 @@ def rotate(x: Float[Array, "S N H"], angles: Float[Array, "S HALF"] | None) -> F
 def apply_rope(
     x: Float[Array, "S N H"], cos: Float[Array, "S HALF"], sin: Float[Array, "S HALF"]
 ) -> Float[Array, "S N H"]:
-    """`rotate` with the cosine and sine of the angles."""
+    """Apply `rotate`, given the cosines and sines of the angles."""
     x, half = x.astype(jnp.float32), cos.shape[1]
     cos, sin = cos[:, None], sin[:, None]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

@@ -20,12 +20,15 @@ def add_low_rank(
     parts: Sequence[tuple[LowRank | None, int]],
     index: Int32[Array, " T"],
 ) -> Float[Array, "T O"]:
-    """`y` plus the products of each row's adapter, float32.
+    """Return `y` plus the products of each row's adapter, float32.
 
     Rows are multiplied with the matrices of all adapters and masked to their own adapter, which avoids a gather.
 
     Args:
+        y: products of `x` with the weights.
+        x: inputs of the products.
         parts: (addition or None, number of outputs) of consecutive ranges of outputs.
+        index: adapter of each row; 0: no adapter.
     """
     added = []
     for part, width in parts:
@@ -41,7 +44,7 @@ def add_low_rank(
 
 
 def _of_rows(w: LowRank, index: Int32[Array, " B"]) -> tuple[Array, Array]:
-    """A (B, R, I) and B (B, R, O) of each row's adapter; A is zero for rows without an adapter."""
+    """Return A (B, R, I) and B (B, R, O) of each row's adapter; A is zero for rows without an adapter."""
     at = jnp.maximum(index - 1, 0)
     a = jnp.where((index > 0)[:, None, None], w.a[at], jnp.zeros((), w.a.dtype))
     return a, w.b[at]
@@ -76,8 +79,8 @@ def absorbed_low_rank(
 ) -> Array:
     """Compute the addition to `linear.head_products` of each row, float32.
 
-    With `onto_inputs` it is `A^T (B_h q)` (B, N, I) for queries (B, N, H), otherwise `B_h (A x)` (B, N, H) for sums of
-    layer inputs (B, N, I).
+    With `onto_inputs` the addition is `A^T (B_h q)` (B, N, I) for queries (B, N, H), otherwise `B_h (A x)` (B, N, H)
+    for sums of layer inputs (B, N, I).
     """
     batch, heads, _ = x.shape
     a, b = _of_rows(w, index)

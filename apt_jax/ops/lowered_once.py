@@ -1,8 +1,8 @@
 """Functions that a process traces and lowers once for each set of shapes, even if several programs call them.
 
-`jax.jit` within a program keeps its trace for the next program, but lowers it again. Lowering a kernel takes longer
-than lowering the rest of a step, and many programs have the same kernels. So a kernel is exported to a module, which is
-included in each program that calls it.
+If `jax.jit` is used within a program, its trace is reused by the next program, but lowered again. Lowering a kernel
+takes longer than lowering the rest of a step, and many programs have the same kernels. So a kernel is exported to a
+module, which is included in each program that calls it.
 """
 
 import threading
@@ -44,5 +44,5 @@ def lowered_once(
         static = {name: kwargs.pop(name) for name in static_argnames if name in kwargs}
         return exported(args, kwargs, static).call(*args, **kwargs)
 
-    # One call of the module, not one a layer.
+    # Programs then include the module once, not once per layer.
     return jax.jit(call, static_argnames=static_argnames)

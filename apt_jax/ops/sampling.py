@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int32, UInt32
 NUM_LOGPROBS = 20
 """Maximum number of most likely tokens whose log probabilities a step can return."""
 NUM_BIASES = 336
-"""Entries of a row's bias list: 300 for the user's, the rest to forbid EOS and stop tokens before min_tokens."""
+"""Entries of a row's bias list: 300 for the user, the others to forbid EOS and stop tokens before `min_tokens`."""
 
 _FORBIDDEN = -jnp.inf
 
@@ -40,15 +40,15 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PenaltyRows:
-    """Per-row inputs of penalties and bias; only steps that need them carry them."""
+    """Per-row inputs of penalties and bias; only steps that need them have them."""
 
     in_prompt: Bool[Array, "B V"]
     """True for tokens that occur in the prompt."""
     outputs: Int32[Array, "B V"]
     """Number of times that each token occurs in the outputs that the host has seen."""
     last_slot: Int32[Array, " B"]
-    """Slot of the row's last token, if the host has not seen it yet, so that `outputs` lacks it; out of range: no such
-    token."""
+    """Slot of the row if the host has not seen its last token yet, which is then missing in `outputs`; otherwise out of
+    range."""
     repetition: Float[Array, " B"]
     presence: Float[Array, " B"]
     frequency: Float[Array, " B"]
@@ -59,23 +59,22 @@ class PenaltyRows:
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
-    """Unsigned integers in the same order as the floats, which must not be NaN; both zeros give the same integer."""
+    """Map floats, which must not be NaN, to unsigned integers in the same order; both zeros give the same integer."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.float32(0), x), jnp.uint32)
     negative = bits >= jnp.uint32(0x80000000)
     return jnp.where(negative, ~bits, bits | jnp.uint32(0x80000000))
 
 
 def _split(x: Array) -> Array:
-    """Rows (B, V) as (B, parts, V / parts), as a GPU would reduce each whole row on one multiprocessor."""
+    """Reshape rows (B, V) to (B, parts, V / parts), because a GPU would reduce a whole row on one multiprocessor."""
     parts = math.gcd(x.shape[1], 32)
     return x.reshape(x.shape[0], parts, -1)
 
 
 def _row_sums(terms: tuple[UInt32[Array, "B parts _"], ...]) -> tuple[UInt32[Array, " B"], ...]:
-    """The sums of several arrays over all axes except rows, in one reduction, so that their common inputs are read
-    once.
+    """Sum several arrays over all axes except rows, in one reduction, which reads their common inputs once.
 
-    The arrays are integers, so that the sums do not depend on the order of addition, the device or the other rows.
+    The arrays are integers, so the sums do not depend on the order of addition, the device or the other rows.
     """
 
     def add(x: tuple[Array, ...], y: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -91,12 +90,15 @@ def _largest_threshold(
     wanted: UInt32[Array, " B"],
     unroll: bool,
 ) -> UInt32[Array, "B 1"]:
-    """The largest threshold of each row at or above which the weights sum to `wanted` or more; 0 if there is none.
+    """Return the largest threshold of each row such that the weights at or above it sum to at least `wanted`; 0: none.
 
     Four bits are found per pass, which reads a row once and sums the weights above 15 thresholds.
 
     Args:
+        bits: ordered bits of the scores.
         weigh: function from the bits to the weights, uint32; a row's weights sum to less than 2³².
+        wanted: minimum sum of each row.
+        unroll: True: unroll the loop over the passes.
     """
     parts = _split(bits)
 
@@ -112,8 +114,8 @@ def _largest_threshold(
 
 
 def _normalise(relative: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Probabilities from their ratios to the largest one. The ratios are split into three digits of 13 bits, which are
-    summed as integers over fewer than 2¹⁹ tokens."""
+    """Return probabilities, given their ratios to the largest probability. The ratios are split into three digits of 13
+    bits, which are summed as integers; there must be fewer than 2¹⁹ tokens."""
     scale, rest = 2.0**13, _split(relative)
     digits = []
     for _ in range(3):
@@ -137,14 +139,16 @@ def restrict(
     min_p: Float[Array, " B"],
     branches: bool = True,
 ) -> Float[Array, "B V"]:
-    """Scores with -inf for every token outside top-k, then outside top-p of the rest, then outside min-p. Ties at a
+    """Set scores to -inf for every token outside top-k, then outside top-p of the others, then outside min-p. Ties at a
     limit are kept.
 
     The most likely token is always kept. Top-p sums probabilities as multiples of 2⁻³¹.
 
     Args:
-        branches: branch on the device around steps that no row needs. If False there are no branches or loops, so that
-            the code can be part of one CUDA graph.
+        scores: scores after temperature.
+        top_k, top_p, min_p: see `SamplingRows`.
+        branches: True: branch on the device around work that no row needs. False: no branches or loops, so the code can
+            be part of one CUDA graph.
     """
     vocab = scores.shape[1]
     k = jnp.where((top_k <= 0) | (top_k > vocab), vocab, top_k)
@@ -169,8 +173,8 @@ def restrict(
             return jnp.round(lax.bitcast_convert_type(bits, jnp.float32) * _CERTAIN).astype(jnp.uint32)
 
         wanted = jnp.ceil(jnp.minimum(top_p, 1.0 - 1e-6) * _CERTAIN).astype(jnp.uint32)
-        wanted = jnp.maximum(wanted, 1)  # a top_p that is 0 in float32
-        bits = lax.bitcast_convert_type(_normalise(relative), jnp.uint32)  # none is negative: in their order
+        wanted = jnp.maximum(wanted, 1)  # top_p may be 0 in float32
+        bits = lax.bitcast_convert_type(_normalise(relative), jnp.uint32)  # nonnegative, so in the order of the floats
         return (bits >= _largest_threshold(bits, weigh, wanted, unroll)) | (top_p >= 1.0)[:, None]
 
     kept = where_needed(top_p < 1.0, by_mass, relative)
@@ -182,7 +186,7 @@ def penalise(
     scores: Float[Array, "B V"], rows: PenaltyRows, last_tokens: Int32[Array, " slots"]
 ) -> Float[Array, "B V"]:
     """Apply the repetition penalty to tokens of prompt and output, presence and frequency penalties to tokens of the
-    output, then the bias (rules of vLLM and OpenAI)."""
+    output, then the bias (as in vLLM and OpenAI's API)."""
     batch, vocab = scores.shape
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
     last = last_tokens.at[rows.last_slot].get(mode="fill", fill_value=vocab)[:, None]
@@ -195,13 +199,13 @@ def penalise(
 
 
 def allow(scores: Float[Array, "B V"], masks: Int32[Array, "B W"]) -> Float[Array, "B V"]:
-    """Scores with -inf for every token i whose bit (i % 32 of word i // 32) is not set; W = ceil(V / 32)."""
+    """Set scores to -inf for every token i whose bit (i % 32 of word i // 32) is not set; W = ceil(V / 32)."""
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
     return jnp.where(bits.reshape(masks.shape[0], -1)[:, : scores.shape[1]] > 0, scores, _FORBIDDEN)
 
 
 def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) -> Float[Array, "B V"]:
-    """Gumbel noise that depends only on a row's seed and position, so that a draw never depends on other rows."""
+    """Return Gumbel noise that depends only on a row's seed and position, so a draw never depends on other rows."""
 
     def row(seed: Array, position: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (vocab,), jnp.float32)
@@ -210,21 +214,21 @@ def gumbel(seed: UInt32[Array, " B"], position: Int32[Array, " B"], vocab: int) 
 
 
 def _first(found: Bool[Array, "B V"]) -> Int32[Array, " B"]:
-    """The lowest marked index of each row, 0 if no index is marked. CPUs compute this several times faster than argmax,
-    which reduces pairs."""
+    """Return the lowest marked index of each row, or 0 if no index is marked. CPUs compute this several times faster
+    than argmax, which reduces pairs."""
     index = jnp.arange(found.shape[1], dtype=jnp.int32)[None, :]
     lowest = jnp.min(jnp.where(found, index, found.shape[1]), axis=1)
     return jnp.where(lowest < found.shape[1], lowest, 0).astype(jnp.int32)
 
 
 def is_finite_row(scores: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """True for rows that can be sampled from. In rows with NaN or +inf, or with every token forbidden, argmax and the
-    draw would silently return an arbitrary index."""
+    """Return True for rows that can be sampled from. In rows with NaN or +inf, or with every token forbidden, argmax
+    and the draw would silently return an arbitrary index."""
     return jnp.isfinite(jnp.max(scores, axis=1)) & ~jnp.any(jnp.isnan(scores), axis=1)
 
 
 def greedy(scores: Float[Array, "B V"]) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """The most likely token of each row (the lowest id among equals), and whether the row is valid
+    """Return the most likely token of each row (the lowest id among equals), and whether the row is valid
     (`is_finite_row`)."""
     top = jnp.max(scores, axis=1)
     finite = jnp.isfinite(top) & ~jnp.any(jnp.isnan(scores), axis=1)
@@ -248,7 +252,7 @@ def sample(
 def log_probabilities(
     scores: Float[Array, "B V"], chosen: Int32[Array, " B"]
 ) -> tuple[Float[Array, " B"], Int32[Array, "B 20"], Float[Array, "B 20"]]:
-    """Log probabilities of the chosen token and of the `NUM_LOGPROBS` most likely tokens in the model's own
+    """Return the log probabilities of the chosen token and of the `NUM_LOGPROBS` most likely tokens in the model's own
     distribution, before penalties and temperature."""
     log_p = jax.nn.log_softmax(scores, axis=-1)
     values, ids = lax.top_k(log_p, min(NUM_LOGPROBS, scores.shape[1]))

@@ -32,7 +32,7 @@ class LowRank:
     """(S, R, O), with the adapter's scale included"""
 
     def lanes(self, heads: int, start: int, stop: int | None = None) -> "LowRank":
-        """A copy for lanes [start, stop) of every head, if the outputs are `heads` heads."""
+        """Return a copy with only lanes [start, stop) of every head; the outputs must be `heads` heads."""
         s, r, width = self.b.shape
         of_heads = self.b.reshape(s, r, heads, width // heads)[:, :, :, start:stop]
         return LowRank(a=self.a, b=of_heads.reshape(s, r, -1))
@@ -86,8 +86,8 @@ GROUP = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatrix:
-    """A matrix of integers with a scale for every 32 inputs of an output, as in GGUF files. A weight is `values *
-    scale`, with eight subtracted from four-bit values, or `minimum` added to the product."""
+    """A matrix of integers with a scale for every 32 inputs of an output, as in GGUF files. A weight is `values * scale
+    + minimum` if there are minima, otherwise `values * scale`, for four-bit values `(values - 8) * scale`."""
 
     values: Any
     """(O, I / 32, 32) int8, or (O, I / 32, 16) uint8 with two four-bit values per byte: inputs 0 to 15 of a group in
@@ -101,20 +101,20 @@ class GroupedMatrix:
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """Bits of a value, and whether there are minima; matrices of the same kind can be joined."""
+        """Number of bits of a value, and True if there are minima; matrices of the same kind can be joined."""
         return 8 if self.values.shape[-1] == GROUP else 4, self.minimum is not None
 
     def dequantized(self, dtype: Any) -> Float[Array, "O I"]:
-        """The weights that the integers represent, in `dtype`."""
+        """Return the weights that the integers represent, in `dtype`."""
         return _grouped_rows(self.values, self.scale, self.minimum).astype(dtype)
 
     def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """Rows of the dequantized matrix, float32."""
+        """Return rows of the dequantized matrix, float32."""
         return _grouped_rows(self.values[rows], self.scale[rows], None if self.minimum is None else self.minimum[rows])
 
 
 def _grouped_rows(values: Array, scale: Array, minimum: Array | None) -> Array:
-    """Groups (T, I / 32, 16 or 32) as rows (T, I) of float32."""
+    """Dequantize groups (T, I / 32, 16 or 32) to rows (T, I) of float32."""
     if values.shape[-1] != GROUP:
         values = jnp.concatenate([values & 15, values >> 4], axis=-1)
     numbers = values.astype(jnp.float32)
@@ -133,23 +133,23 @@ class IntegerTiles:
 
     values: Any
     """(O / 16, I / 32, B) uint8: tiles of 16 outputs and 32 inputs in `B` bytes. In grouped matrices a tile begins with
-    the scales of its outputs, and then their minima if there are any, in float16. Then 64-byte words follow, each with
-    four inputs of all 16 outputs as unsigned values. For 4-bit values, the low nibbles of word i hold inputs 4 i to
-    4 i + 3 and the high nibbles hold inputs 4 i + 16 to 4 i + 19. int8 values are stored with 128 added."""
+    the scales of its outputs, followed by their minima if there are any, in float16. Then 64-byte words follow, each
+    with four inputs of all 16 outputs as unsigned values. For 4-bit values, the low nibbles of word i hold inputs 4 i
+    to 4 i + 3 and the high nibbles hold inputs 4 i + 16 to 4 i + 19. int8 values are stored with 128 added."""
     scale: Any
     """(O,) float32 scale of a `QuantizedMatrix`, otherwise None"""
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
     """(O, I)"""
 
     def rows(self, rows: Int32[Array, " T"]) -> Float[Array, "T I"]:
-        """Rows of the matrix, float32."""
+        """Return rows of the matrix, float32."""
         count = rows.shape[0]
         _, steps, size = self.values.shape
         head = 64 if size == _BYTES_WITH_MINIMA else size % 64
         words = (size - head) // 64
 
         def bytes_at(places: Array) -> Array:
-            """Bytes (T, steps, n) at offsets `places` (T, n) in the tiles of every row."""
+            """Return the bytes (T, steps, n) at offsets `places` (T, n) in the tiles of every row."""
             return self.values[(rows // 16)[:, None, None], jnp.arange(steps)[None, :, None], places[:, None, :]]
 
         def halves(start: int) -> Array:
@@ -171,7 +171,7 @@ _BYTES_WITH_MINIMA = 64 + 256
 
 
 def tile_integers(w: GroupedMatrix | QuantizedMatrix) -> IntegerTiles:
-    """The tiled layout of an integer matrix."""
+    """Return an integer matrix in the tiled layout."""
     if isinstance(w, QuantizedMatrix):
         groups = jnp.pad(w.values, ((0, 0), (0, -w.values.shape[1] % GROUP)))
         tiles = _tiles(groups.reshape(groups.shape[0], -1, GROUP), None, None)
@@ -203,8 +203,8 @@ def _tiles(values: Array, scale: Array | None, minimum: Array | None) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreNormLayer:
-    """A decoder layer with norms before attention and before its feed-forward layer, and nothing else around their
-    products except biases, rotation and an activation. Matrices may be `QuantizedMatrix`, `TiledMatrix` or
+    """A decoder layer with norms only before attention and before its feed-forward layer, and no other operations than
+    biases, rotation and an activation around the products. Matrices may be `QuantizedMatrix`, `TiledMatrix` or
     `IntegerTiles`."""
 
     attn_norm: NormParams
@@ -234,10 +234,10 @@ class PreNormLayer:
 
 
 FLAT_MATRICES = (QuantizedMatrix, GroupedMatrix, TiledMatrix, IntegerTiles)
-"""Types of matrices that are not arrays. They are (outputs, inputs), even if the outputs had several axes."""
+"""Types of matrices that are not arrays. Their shape is (outputs, inputs), even if the outputs had several axes."""
 
 
 def rows_of(w: TiledMatrix, rows: Int32[Array, " T"]) -> Shaped[Array, "T I"]:
-    """Rows of a tiled matrix, without its scale."""
+    """Return rows of a tiled matrix, without its scale."""
     values = w.values[rows // 16, :, :, rows % 16]
     return values.reshape(rows.shape[0], -1)[:, : w.shape[1]]

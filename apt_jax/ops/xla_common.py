@@ -1,4 +1,4 @@
-"""Helpers of decode and prefill attention in plain XLA: reading blocks of the pool, masks and score rules."""
+"""Helpers of decode and prefill attention in plain XLA: reading blocks of the pool, masks and logit modifiers."""
 
 import functools
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from apt_jax.ops.calls import LogitModifiers, Shards
 from apt_jax.ops.linear import dot
 
 MASKED = -1e30
-"""Score of a masked position; finite, so that a fully masked tile does not produce NaN."""
+"""Score of a masked position; finite, so a fully masked tile does not produce NaN."""
 
 ROOM_STEP = 128
-"""Step in positions to which the host rounds up each row when it chooses the memory of a step."""
+"""The host rounds the length of each row up to a multiple of this number of positions to choose a step's memory."""
 
 Fetch = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 """Function that reads the slots of G table entries per row. Arguments: table entries (R, A, G); whether the row owns
@@ -29,8 +29,8 @@ def own_slots(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, " S"], Int32[Array, " S"]]:
-    """Mask of the slots that a row owns, and their positions, for every slot of its blocks in the order of the
-    table."""
+    """Return a mask of the slots that a row owns, and the slots' positions, for every slot of its blocks in the order
+    of the table."""
     slot = jnp.arange(block_size, dtype=jnp.int32)[None, :]
     entry = jnp.arange(num_entries, dtype=jnp.int32)[:, None]
     if slot_ranges is None:
@@ -54,10 +54,10 @@ def project_shards(
     bv: Float[Array, "OWN H"] | None,
     tensor: Shards,
 ) -> tuple[Float[Array, "T E"], Float[Array, "T E"]]:
-    """Keys and values of this device's heads, in float32, from this device's D features of layer inputs, W_k and W_v.
-    The products are summed over devices in the dtype of `x`, and scattered over heads."""
+    """Return keys and values of this device's heads, in float32, from this device's D features of layer inputs, W_k and
+    W_v. The products are summed over devices in the dtype of `x`, and scattered over heads."""
     parts = [dot(x.astype(w.dtype), w.reshape(-1, w.shape[2]), (1, 1)).astype(x.dtype) for w in (wk, wv)]
-    # Heads first: what a device gets lies together.
+    # Heads first, so that each device's part is contiguous.
     by_head = jnp.stack([part.reshape(x.shape[0], *wk.shape[:2]) for part in parts]).transpose(2, 0, 1, 3)
     own = tensor.scatter_sum(by_head, 0).astype(jnp.float32)
     k, v = (own[:, i].transpose(1, 0, 2).reshape(x.shape[0], -1) for i in range(2))
@@ -74,9 +74,11 @@ def apply_rules(
     rules: LogitModifiers,
     slopes_shape: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """Apply the rules to scores, given the distance of key position minus query position; also return a mask of the
-    keys inside causal order and window. See `reference.modified_scores`. Distances, and slopes in `slopes_shape`,
-    broadcast against the scores."""
+    """Apply the modifiers to scores, and return them with a mask of the keys within causal order and window.
+
+    `distance` is key position minus query position; distances, and slopes in `slopes_shape`, broadcast against the
+    scores. See `reference.modified_scores`.
+    """
     if rules.softcap is not None:
         s = rules.softcap * jnp.tanh(s / rules.softcap)
     if rules.slopes is not None:
@@ -94,7 +96,7 @@ def own_slots_of(
     num_entries: int,
     block_size: int,
 ) -> tuple[Bool[Array, "R T"], Int32[Array, "R T"]]:
-    """`own_slots` of R rows from `first_row` on, for `num_entries` table entries from `first_entry` on."""
+    """Return `own_slots` of R rows from `first_row` on, for `num_entries` table entries from `first_entry` on."""
     start = first_entry * block_size
     if slot_ranges is None:
         position = start + jnp.arange(num_entries * block_size, dtype=jnp.int32)[None, :]
@@ -113,11 +115,11 @@ def fetch_blocks(
     width: int | None = None,
     tensor: Shards | None = None,
 ) -> Float[Array, "R T E"]:
-    """The slots of G blocks per row. With `own`, slots that the row does not own are zeros.
+    """Read the slots of G blocks per row. With `own`, slots that the row does not own are zeros.
 
     Args:
         width: width of a slot, if `block_size` slots may not fill a block.
-        tensor: the devices over which the features of a slot are sharded; `width` counts the features of all devices.
+        tensor: devices over which the features of a slot are sharded; `width` then counts the features of all devices.
     """
     if tensor is not None:
         assert width is not None

@@ -1,8 +1,8 @@
 """Decode attention over the block pool as plain XLA code, laid out for CPUs (contracts: `lab/reference.py`).
 
 Reasons for its speed, as measured on a 2-core machine with AMX:
-  * Rows are taken R at a time and contexts T positions at a time, with a dynamic trip count: no padding to the longest
-    context, no program per length. Callers sort rows by length, so that a tile has little padding.
+  * Rows are processed R at a time and contexts T positions at a time, with a dynamic trip count: no padding to the
+    longest context, no program per length. Callers sort rows by length, so a tile has little padding.
   * A block's slots are token-major, so fetching T positions is a copy of whole blocks, and both products are batched
     matrix products of at least 64 positions: these run at memory speed, unlike per-head products of one query. For keys
     and values every head's query is spread over the E lanes with zeros elsewhere ("block-diagonal"): this takes N times
@@ -32,7 +32,7 @@ ROWS_PER_TILE = 32
 
 
 def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int, scale: float | None = None) -> Float[Array, "B N E"]:
-    """Head n's query in the lanes of its key/value head n // G and zeros elsewhere, times `scale`; None: 1 /
+    """Place head n's query in the lanes of its key/value head n // G, with zeros elsewhere, times `scale`; None: 1 /
     sqrt(H)."""
     batch, num_heads, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
@@ -44,8 +44,7 @@ def _spread_heads(q: Float[Array, "B N H"], num_kv_heads: int, scale: float | No
 
 
 def _own_lanes(out: Float[Array, "R N E"], num_kv_heads: int) -> Float[Array, "R N H"]:
-    """The inverse of `_spread_heads` for outputs: from the E lanes of every head keep the lanes of its key/value
-    head."""
+    """Keep, of the E lanes of every head, the lanes of its key/value head: the inverse of `_spread_heads`."""
     rows, num_heads, lanes = out.shape
     group = num_heads // num_kv_heads
     own = jnp.arange(num_heads, dtype=jnp.int32)[:, None] // group == jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :]
@@ -67,7 +66,7 @@ def _decode(
     Only tiles with rows in the call's range are computed; other rows give zeros.
 
     Args:
-        partly: `q` and `fetch` have one device's features only, so its products are partial sums of the scores.
+        partly: True: `q` and `fetch` have only one device's features, so their products are partial sums of the scores.
     """
     batch, num_heads, _ = q.shape
     r = min(batch, ROWS_PER_TILE)
@@ -123,8 +122,8 @@ def _decode(
             jnp.zeros((r, num_heads, out_width), jnp.float32),
         )
         _, _, l, acc = lax.while_loop(lambda c: c[0] < steps, body, init)
-        # A masked tile of a row adds exp(0) = 1 to its l when nothing was seen before: rows of length 0, or a window
-        # that begins in a later tile, whose first score then scales it away.
+        # A fully masked tile adds exp(0) = 1 per position to l if no key was seen before: in rows of length 0, or
+        # before the start of a window, where the first visible score then rescales it to 0.
         result = jnp.where(len_tile[:, None, None] > 0, acc / jnp.maximum(l, 1e-30)[:, :, None], 0.0)
         return lax.dynamic_update_slice_in_dim(out, result, start, axis=0)
 
@@ -179,7 +178,7 @@ def decode_reprojected(q: Float[Array, "B N H"], call: DecodeCall) -> Float[Arra
 def decode_v_absorbed(
     q_rotary: Float[Array, "B N R"], q_absorbed: Float[Array, "B N D"] | None, call: DecodeCall
 ) -> Float[Array, "B N D"]:
-    """See `reference.decode_v_absorbed`: one product with the keys [k_r | x] gives both parts of the scores."""
+    """See `reference.decode_v_absorbed`; one product with the keys [k_r | x] gives both parts of the scores."""
     p = call.projected
     num_kv_heads, _, width = p.wk.shape
     q = _spread_heads(q_rotary, num_kv_heads, scale=1.0).astype(call.pool.dtype)

@@ -1,7 +1,8 @@
 """Prefill attention over the block pool as plain XLA code; see `reference.prefill`.
 
-Chunks are taken row by row. A row's queries attend to its cached prefix first, a tile of keys at a time, then to the
-tokens of their own chunk, a tile of queries at a time. The flash state of all queries of a row is kept between the two.
+Chunks are processed row by row. A row's queries attend to its cached prefix first, one tile of keys at a time, then to
+the tokens of their own chunk, one tile of queries at a time. The flash state of all queries of a row is kept in
+between.
 """
 
 import dataclasses
@@ -25,8 +26,8 @@ _FlashState = tuple[Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunks:
-    """The tokens of all chunks with heads as the first axis, so that tiles are slices along one axis and their products
-    need no transposition."""
+    """The tokens of all chunks with heads as the first axis, so tiles are slices along one axis and their products need
+    no transposition."""
 
     q: Array
     """(K, T, G * H), with the scale applied; q, k and v are padded by a tile"""
@@ -44,7 +45,7 @@ class _Chunks:
         return self.q.shape[2] // self.k.shape[2]
 
     def queries(self, start: Array) -> Array:
-        """A tile of queries (K, query_tile * G, H)."""
+        """Return a tile of queries (K, query_tile * G, H)."""
         tile = lax.dynamic_slice_in_dim(self.q, start, self.query_tile, axis=1)
         return tile.reshape(self.k.shape[0], self.query_tile * self.group, self.k.shape[2])
 
@@ -65,7 +66,7 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PrefixReader:
-    """Reader of cached prefixes that reads a few table entries at a time."""
+    """Reads cached prefixes, a few table entries at a time."""
 
     tables: Array
     slot_ranges: Array | None
@@ -79,9 +80,9 @@ class _PrefixReader:
 def prefill(
     q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], call: PrefillCall
 ) -> Float[Array, "T N H"]:
-    """See `reference.prefill`. A hidden prefix is projected first: from about H query tokens on this costs less than
-    absorbing (crossover at H * N / (N - 1)). With `tensor`, W_k and W_v have this device's heads, or this device's
-    features of all heads (`xla_common.project_shards`). `room` has no effect: all prefixes are computed."""
+    """See `reference.prefill`. Hidden prefixes are projected, which costs less than absorption from about H query
+    tokens on (exactly H * N / (N - 1)). With `tensor`, W_k and W_v have this device's heads, or this device's features
+    of all heads (`xla_common.project_shards`). `room` has no effect: all prefixes are computed."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -185,7 +186,7 @@ def _attend_prefix(chunks: _Chunks, row: _Row, reader: _PrefixReader, state: _Fl
 
 
 def _attend_chunk(chunks: _Chunks, row: _Row, state: _FlashState, out: Array) -> Array:
-    """Add one row's outputs to `out`: its tokens attend to each other, after the prefix folded into `state`.
+    """Write one row's outputs into `out`: fold the row's own tokens into `state`, which already includes the prefix.
 
     Tokens of the next row in the last tile get zeros here; the next row's call overwrites them.
     """
@@ -249,8 +250,8 @@ def _fold(
     rescale = jnp.exp(m - m_new)
     p_tile = p.reshape(heads, chunks.query_tile * chunks.group, -1).astype(values.dtype)
     pv = dot(p_tile, values, (2, 1), ((0,), (0,))).reshape(acc.shape)
-    # A query that has seen no key yet keeps the running maximum of none: what it adds to l here, the first key that it
-    # sees scales away. Its acc must not even see 0 * NaN: the tile may hold tokens of another row.
+    # A query that has seen no key yet keeps the initial maximum, and the first key that it sees rescales what is added
+    # to its l here to 0. Its acc must not get 0 * NaN either, because the tile may hold tokens of another row.
     sees = jnp.any(mask, axis=1)[None, :, None, None]
     return (
         m_new,

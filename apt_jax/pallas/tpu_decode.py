@@ -18,8 +18,9 @@ values outside a head's own lanes are dropped at the end. The multiplications by
 but this does not matter: they take 2 N multiplications per byte of cache, and a TPU can do over 200. In absorbed
 attention the queries are E wide already, and the cached inputs, which are both keys and values, are read once.
 
-Pools may be float32 or bfloat16, as the matrix unit does not support float16. A TPU lays an array out in tiles over its
-last two axes, so a pool has three axes: (P, C * E) would be another layout, and every call would copy the whole pool.
+Pools may be float32 or bfloat16, because the matrix unit does not support float16. A TPU lays an array out in tiles
+over its last two axes, so a pool has three axes: (P, C * E) would be another layout, and every call would copy the
+whole pool.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ MAX_SCALARS = 1 << 17
 """Maximum number of integers in tables and list: half of a TPU's scalar memory."""
 
 _MASKED = -1e30
-"""Score of a token outside the row; finite, so that a fully masked tile cannot give NaN."""
+"""Score of a token outside the row; finite, so a fully masked tile cannot give NaN."""
 
 
 def blocks_per_item(pool: Any, num_arrays: int, num_entries: int) -> int:
@@ -67,7 +68,7 @@ def takes(pool: Any, tables: Any, width: int, *, interpret: bool = False) -> boo
         pool: (P, C, E) pool.
         tables: (B, [A,] J) block tables.
         width: number of lanes that all heads read together; it must be E.
-        interpret: whether the kernels run in the interpreter.
+        interpret: True: the kernels run in the interpreter.
     """
     _, block_size, lanes = pool.shape
     num_arrays = tables.shape[1] if tables.ndim == 3 else 1
@@ -89,7 +90,7 @@ def _dot(a: Array, b: Array, axes: tuple[int, int]) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """Static sizes and rules of a call."""
+    """Static sizes and logit modifiers of a call."""
 
     num_arrays: int
     """Number of arrays (A): 2 for keys and values, 1 for layer inputs, which are both."""
@@ -125,7 +126,7 @@ def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, 
 
     Returns:
         The row and the tile of each item, both (cores * num_items,), and the number of items of each core, (cores,).
-        After the last item of a core its list repeats this item, so that no further blocks are fetched.
+        After the last item of a core, its list repeats this item, so no further blocks are fetched.
     """
     batch = lens.shape[0]
     tiles = jnp.maximum(lax.div(lens + (sizes.tile - 1), jnp.int32(sizes.tile)) - sizes.first_tile(lens), 1)
@@ -133,7 +134,7 @@ def work_list(lens: Int32[Array, " B"], sizes: Any, cores: int) -> tuple[Array, 
     first_rows = [jnp.int32(0)]
     for core in range(1, cores):
         before = jnp.sum(ends * cores <= ends[-1] * core, dtype=jnp.int32)
-        first_rows.append(jnp.clip(before, core, batch - cores + core))  # each has a row
+        first_rows.append(jnp.clip(before, core, batch - cores + core))  # each core has a row
     first_row = jnp.stack(first_rows)
     starts = jnp.where(first_row > 0, ends[first_row - 1], 0)
     counts = jnp.append(starts[1:], ends[-1]) - starts
@@ -271,7 +272,7 @@ def _decode(
     slot_ranges, rules = call.slot_ranges, call.rules or LogitModifiers()
     if pool.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"a TPU's matrix unit takes no {pool.dtype.name}: use a bfloat16 or float32 pool (--dtype bfloat16)"
+            f"a TPU's matrix unit does not support {pool.dtype.name}: use a bfloat16 or float32 pool (--dtype bfloat16)"
         )
     batch, num_heads, width = q.shape
     num_entries = call.tables.shape[-1]
@@ -348,7 +349,7 @@ def decode_kv(
 
     Args:
         q: queries.
-        call: pool (float32 or bfloat16), tables, lengths and score rules.
+        call: pool (float32 or bfloat16), tables, lengths and logit modifiers.
         cores: number of cores of the chip, which share the rows.
         interpret: run without a TPU: True, or `pltpu.InterpretParams` to simulate its memories.
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Float
 
 MASKED = -1e30
-"""Score of a masked position; finite, so that a fully masked tile cannot give NaN."""
+"""Score of a masked position; finite, so a fully masked tile cannot give NaN."""
 
 SWIZZLE_HEADS = 8
 """Maximum number of heads whose programs are neighbours in the kernels that reproject."""
@@ -52,7 +52,7 @@ def launch(
         warps: number of warps per program.
         stages: depth of the compiler's pipelines.
         name: name of the kernel in profiles.
-        interpret: whether to run in Pallas' interpreter.
+        interpret: run in Pallas' interpreter.
         in_place: indices of operands whose memory is reused for an output, with the index of the output.
 
     Raises:

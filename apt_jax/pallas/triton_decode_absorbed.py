@@ -46,9 +46,9 @@ from apt_jax.pallas.triton_work_list import (
 )
 
 SCORES_PER_PROCESSOR = 8
-"""Number of programs of `absorbed_scores` per processor: twice the number that it runs at once."""
+"""Number of programs of `absorbed_scores` per processor: twice as many as it runs at once."""
 OUTPUTS_PER_PROCESSOR = 4
-"""Number of programs of `absorbed_output` per processor: two to four times the number that it runs at once."""
+"""Number of programs of `absorbed_output` per processor: two to four times as many as it runs at once."""
 
 _SCORE_BYTES = 128 << 20
 """Maximum memory of P in bytes, unless a single row needs more."""
@@ -68,7 +68,7 @@ class Wave(NamedTuple):
     active: Bool[Array, " B"] | None
     """Mask of the rows in this wave; None: all rows."""
     num_tiles: int
-    """Number of tiles for which there is memory."""
+    """Number of tiles that fit in memory."""
     most_tiles: int
     """Maximum number of tiles per row."""
 
@@ -244,8 +244,8 @@ def score_sums(
 ) -> Float[Array, "TILES N T"]:
     """Return q~ x^T over the D features of this device in float32, tile after tile like P of `Scores`.
 
-    Values are undefined beyond the tiles of the wave's rows, and 0 for slots outside the row. Of the score rules only
-    the window is applied. For the other arguments see `absorbed_attention`.
+    Values are undefined beyond the tiles of the wave's rows, and 0 for slots outside the row. The window is the only
+    logit modifier that is applied. For the other arguments see `absorbed_attention`.
     """
     (sums,) = _absorbed_scores(q_absorbed, call, wave, interpret=interpret, chip=chip, sums_only=True)
     return sums
@@ -261,7 +261,7 @@ def _output_kernel(
     width: int,
 ) -> None:
     items, tables, slot_ranges, p_ref, m_ref, l_ref, pool = refs[:7]
-    results, partial = refs[-6:-3], refs[-3:]  # between are the results of the waves before, which are the same memory
+    results, partial = refs[-6:-3], refs[-3:]  # between: results of earlier waves, in the same memory
     part, index = pl.program_id(0), num_items - 1 - pl.program_id(1)
     item = read_item(items, index)
     lane, lane_ok = lanes_of_step(part, tile.lanes, width)
@@ -303,7 +303,7 @@ def _output_kernel(
                 before, factor = jnp.exp(m - m_new), jnp.exp(m_tile - m_new)
                 return m_new, l * before + l_tile * factor, z * before[:, None] + dot(p, x, (1, 0)) * factor[:, None]
 
-            # Nothing copies these ahead, as products do not take them: those of the next step are read now.
+            # The compiler prefetches only operands of products, so the next step's values are loaded now.
             following = state_of(i + 1), place_of(i + 1)
             states = [onto(*both, *tile_) for *both, tile_ in zip(states, parts, of_tile, strict=True)]
             return states, *following
@@ -330,7 +330,7 @@ def absorbed_output(
 ) -> Output:
     """Return (z, m, l) of the rows of a wave, which is the second half of absorbed attention.
 
-    The score rules of the call have already been applied. For the other arguments see `absorbed_attention`.
+    The logit modifiers of the call have already been applied. For the other arguments see `absorbed_attention`.
 
     Args:
         scores: results of `absorbed_scores`.
@@ -394,11 +394,11 @@ def absorbed_attention(
 
     Two parts of one attention are joined as (l_1 e^(m_1 - m) z_1 + l_2 e^(m_2 - m) z_2) / (l_1 e^(m_1 - m) +
     l_2 e^(m_2 - m)) with m = max(m_1, m_2). A row of length 0 gives z = 0, m = -1e30, l = 0. m and l are float32. The
-    score rules of the call apply to queries at the last position of their rows.
+    logit modifiers of the call apply to queries at the last position of their rows.
 
     Args:
         q_absorbed: queries q~.
-        call: pool, tables, lengths and score rules.
+        call: pool, tables, lengths and logit modifiers.
         most_positions: maximum number of positions per row; None: the capacity of a row of `tables`.
         out_dtype: dtype of z, which is N times as wide as a layer input; 16-bit dtypes save memory traffic.
         interpret: run in Pallas' interpreter, on any platform.

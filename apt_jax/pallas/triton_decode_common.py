@@ -1,4 +1,4 @@
-"""Helpers inside the decode kernels: slots of positions, score rules, a step of the softmax, norms of keys."""
+"""Helpers inside the decode kernels: slots of positions, logit modifiers, a step of the softmax, norms of keys."""
 
 import dataclasses
 from typing import Any
@@ -111,7 +111,7 @@ def check_key_norm(norm: KeyNorm | None, head_dim: int) -> None:
         ValueError: the norm is over all heads together, and no program has the keys of all heads.
     """
     if norm is not None and norm.scale.shape[0] != head_dim:
-        raise ValueError(f"norms over all heads together ({norm.scale.shape=}) are not the kernels'")
+        raise ValueError(f"norms over all heads together ({norm.scale.shape=}) are not supported by the kernels")
 
 
 def scale_of(norm: KeyNorm | None) -> Array | None:

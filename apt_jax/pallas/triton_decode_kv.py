@@ -29,7 +29,7 @@ from apt_jax.pallas.triton_work_list import (
 )
 
 PROGRAMS_PER_PROCESSOR = 8
-"""Number of programs per processor: twice the number that it runs at once."""
+"""Number of programs per processor: twice as many as it runs at once."""
 
 
 class _Operands(NamedTuple):
@@ -106,7 +106,7 @@ def decode_kv(
 
     Args:
         q: queries.
-        call: pool, tables, lengths and score rules.
+        call: pool, tables, lengths and logit modifiers.
         interpret: run in Pallas' interpreter, on any platform.
         chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
 

@@ -98,7 +98,8 @@ def _reprojected_kernel(
     value_ok = below(value_lane, head_dim, value_lane.size)
     passes = 2 if half else tile.passes
 
-    # A key's lanes, where rotary: both sides of the turn apart, as a tile in registers cannot be cut; then the rest.
+    # Lanes of a key: the two halves of the rotary lanes separately, because a tile in registers cannot be split, then
+    # the other lanes.
     cuts = (0, half, 2 * half, head_dim) if half else (0, head_dim)
     key_lanes = []
     for start, end in itertools.pairwise(cuts):
@@ -109,8 +110,8 @@ def _reprojected_kernel(
     def bias(b: Any, lane: Any, ok: Any) -> Any:
         return load(b, (kv_head, lane), lane.shape, ok).astype(jnp.float32)
 
-    # A bias of the keys moves all scores of a query alike, which the softmax does not see, unless they are turned or
-    # anything else stands between keys and scores.
+    # A bias of the keys changes all scores of a query equally, which does not affect the softmax, unless the keys are
+    # rotated or normed, or the scores are capped.
     biased = 0 if bk is None else len(key_lanes) if scale is not None or rules.softcap is not None else 2 * bool(half)
 
     @pl.when(item.row >= 0)
@@ -182,7 +183,7 @@ def _reprojected_kernel(
             jnp.zeros((group_padded, value_lane.size), jnp.float32),
         )
         m, l, acc = lax.fori_loop(item.first, item.last, step, init)
-        if bv is not None:  # added to every value, and weights sum to l
+        if bv is not None:  # it is added to every value, and the weights sum to l
             acc = acc + l[:, None] * bias(bv, value_lane, value_ok)[None, :]
         store_piece((m, l, acc), (out,), partial, (items, index), heads, value_lane, (head_ok, value_ok))
 
@@ -198,7 +199,7 @@ def decode_reprojected(
 
     Args:
         q: queries.
-        call: pool, tables, lengths, projections and score rules.
+        call: pool, tables, lengths, projections and logit modifiers.
         interpret: see `triton_decode_kv.decode_kv`.
         chip: see `triton_decode_kv.decode_kv`.
 

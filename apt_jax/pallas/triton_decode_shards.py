@@ -4,9 +4,9 @@
 Each device has some features of x and of q~, so its products are partial sums of the scores of all heads:
 
 1. `triton_decode_absorbed.score_sums` writes the partial sums of all visible tiles of all rows, packed.
-2. An all-reduce adds them over the devices. Its size is fixed, as required by a CUDA graph: it has room for the maximum
-   lengths of the rows, or for fewer positions if the host knows that the rows are shorter (`room`).
-3. `softmax_tiles` applies the score rules and computes P, m and l, in the form of `absorbed_scores`.
+2. An all-reduce adds them over the devices. Its size is fixed, as required by a CUDA graph: it covers the maximum
+   lengths of the rows, or fewer positions if the host knows that the rows are shorter (`room`).
+3. `softmax_tiles` applies the logit modifiers and computes P, m and l, in the form of `absorbed_scores`.
 4. `triton_decode_absorbed.absorbed_output` computes the sum of P x for this device's features.
 
 Partial sums are added in float32. In bfloat16 a score of 20 would have an error of up to 0.06, and its weight of 6 %;

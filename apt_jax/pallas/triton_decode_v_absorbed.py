@@ -91,7 +91,8 @@ def _rotary_scores_kernel(
     columns = jnp.arange(together * half_padded)
     kv_head, lane = program * together + columns // half_padded, columns % half_padded
     column_ok = (lane < half) & (kv_head < num_kv_heads)
-    # Lanes of a head in two halves, so that lanes that turn together are side by side; then those that do not turn.
+    # The lanes of a head as two arrays, in which lanes that are rotated together have the same index; lanes that are
+    # not rotated come last.
     halves = (lane, half + lane)
     if turned < half:
         halves = (jnp.where(lane < turned, lane, turned + lane), jnp.where(lane < turned, turned, half) + lane)
@@ -131,7 +132,8 @@ def _rotary_scores_kernel(
         if bk is not None:
             biases = (load(bk, (kv_head, lanes), columns.shape, column_ok) for lanes in halves)
             a, b = (key + bias.astype(jnp.float32)[:, None] for key, bias in zip((a, b), biases, strict=True))
-        # Every head's query in the columns of its key head, zeros elsewhere: one product sums each head's columns apart.
+        # Every head's query in the columns of its key head, zeros elsewhere: one product sums each head's columns
+        # separately.
         mask = head_ok[:, None] & column_ok[None, :] & ((heads // group)[:, None] == kv_head[None, :])
         factor = None
         if scale is not None:
@@ -244,7 +246,7 @@ def decode_v_absorbed(
     Args:
         q_rotary: queries q_r for the rotary lanes.
         q_absorbed: absorbed queries q~ for the other lanes; None: all lanes are rotary.
-        call: pool, tables, lengths, projections and score rules.
+        call: pool, tables, lengths, projections and logit modifiers.
         out_dtype: see `triton_decode_absorbed.absorbed_attention`.
         interpret: see `triton_decode_absorbed.absorbed_attention`.
         chip: see `triton_decode_absorbed.absorbed_attention`.

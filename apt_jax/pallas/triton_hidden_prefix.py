@@ -12,7 +12,7 @@ pieces:
 The host, which knows the prefixes, sets the number of launched pieces (`room`): 0, 1 or a few. All launches are in one
 CUDA graph, and an unneeded launch is cheap compared with the products of a piece, which take some milliseconds per
 layer. If there may be more pieces than `_MOST_LAUNCHED`, the device counts them, and a loop runs only the existing
-ones; the host drives the loop, with two graphs per layer. In both cases the memory is that of one piece, for any number
+pieces; the host drives the loop, with two graphs per layer. In both cases only one piece is in memory, for any number
 and length of prefixes. A single launch for all pieces would need a barrier over the whole chip between the projection
 of a piece and its use, which cannot be tested without a chip.
 
@@ -85,7 +85,7 @@ def plan_prefixes(
 
     Args:
         hidden_lens: length of each prefix.
-        scores: score rules, whose window hides the start of a prefix.
+        scores: logit modifiers, whose window hides the start of a prefix.
         capacity: maximum length of a prefix.
         positions: number of positions per tile.
         piece_positions: number of positions per piece, rounded up to whole tiles.
@@ -148,11 +148,12 @@ def _project_kernel(
     eps: float,
 ) -> None:
     piece, tiles, count, tables, ranges, pool, wk, bk, wv, bv, norm, cos, sin, after = refs
-    del after  # what must be done before the piece before this one is overwritten
+    del after  # a dependency only: the previous piece must have been read before it is overwritten
     first_tile = plt.load(piece.at[jnp.int32(0)]) * per_piece
     active = jnp.clip(plt.load(count.at[jnp.int32(0)]) - first_tile, 0, per_piece)
     whole = (0, head_dim)
-    # A key's lanes, where rotary: both sides of the turn apart, as a tile in registers cannot be cut; then the rest.
+    # Lanes of a key: the two halves of the rotary lanes separately, because a tile in registers cannot be split, then
+    # the other lanes.
     cuts = (0, half, 2 * half, head_dim) if half else whole
 
     def project(index: Any, kv_head: Any, *, of_keys: bool) -> None:
@@ -255,7 +256,7 @@ def _attend_kernel(
     def one_tile(index: Any) -> None:
         row, offset, first, length, _, hidden_len = read_tile(query_tiles, index)
         begin, start = plt.load(begins.at[row]), plt.load(starts.at[row])
-        # Positions less their places in the piece, and those of the row's that the piece holds.
+        # Difference between a position and its place in the piece, and the range of the row's positions in the piece.
         place = plt.load(piece.at[jnp.int32(0)]) * piece_positions
         less = begin - start + place
         low = jnp.maximum(begin, less)
@@ -268,7 +269,7 @@ def _attend_kernel(
             slope = None if slopes is None else plt.load(slopes.at[queries.head], mask=queries.ok, other=0)
             if m_in is None:
                 state = no_state(tile.queries, lane.size)
-            else:  # a row's first piece has none
+            else:  # a row's first piece has no earlier state
                 state = read_state((m_in, l_in, acc_in), queries, lane, lane_ok, start < place)
 
             def fetch(position: Any, is_open: bool) -> Any:
@@ -334,7 +335,7 @@ def attend_to_piece(
         slopes: ALiBi slopes, or None.
         state: m, l and acc of all query tokens; (None, None, None): the queries have seen no key.
         tile: tile of the prefill kernels.
-        scores: score rules.
+        scores: logit modifiers.
         interpret: run in Pallas' interpreter.
     """
     num_heads, (_, positions, num_kv_heads, head_dim) = q.shape[1], kv.shape
@@ -387,15 +388,16 @@ def projected_prefix(
     chip: str | None,
     piece_positions: int = _PIECE_POSITIONS,
 ) -> FlashState:
-    """Return m, l (T, N) and acc (T, N, H) of the hidden prefixes; undefined for tokens of rows without a prefix.
+    """Return the online-softmax state m, l (T, N) and acc (T, N, H) of attention over the hidden prefixes; undefined
+    for tokens of rows without a prefix.
 
     Args:
         q: queries.
-        call: pool, tables, hidden prefixes and score rules.
+        call: pool, tables, hidden prefixes and logit modifiers.
         hidden_lens: (B,) length of each hidden prefix; 0: no prefix.
         query_tiles: tiles of the query tokens.
         tile: tile of the prefill kernels.
-        scores: score rules.
+        scores: logit modifiers.
         interpret: run in Pallas' interpreter.
         chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
         piece_positions: number of positions per piece; smaller in tests.
@@ -436,7 +438,7 @@ def projected_prefix(
     inputs = (call.tables, call.slot_ranges, pool.reshape(pool.shape[0], -1), *weights_of(call))
     scale, slopes = None if p.key_norm is None else p.key_norm.scale, slopes_of(call)
 
-    # Lowered once for all pieces but the first, where that finds no state.
+    # Lowered once for all pieces, except a first piece without an earlier state.
     @jax.jit
     def attend_to(piece: Array, state: FlashState) -> FlashState:
         kv = project_piece(_Projected._make((piece, plan.tiles, plan.count, *inputs, scale, *turns, state[0])))
@@ -482,7 +484,7 @@ def absorbed_prefix(
         interpret=interpret,
         chip=chip,
     )
-    if p.bk is not None:  # the same for the whole prefix, but not for the chunk, which it is joined with
+    if p.bk is not None:  # it shifts all scores of the prefix, but not those of the chunk, with which this is joined
         m = m + jnp.sum(grouped.astype(jnp.float32) * p.bk.astype(jnp.float32)[None, :, None, :], axis=3).reshape(
             m.shape
         )

@@ -69,7 +69,7 @@ def _chunk_kernel(
     head_dim: int,
 ) -> None:
     tiles, count, tables, ranges, q_ref, k_ref, v_ref, pool, slopes, end, m_ref, l_ref, acc_ref = refs
-    # The heads of a tile side by side: tiles with the most keys start first.
+    # Heads are the inner axis, so the tiles with the most keys start first, for all heads.
     kv_head, place = pl.program_id(0), pl.program_id(1)
     per_tile = tile.queries >> (group - 1).bit_length()
     lane = jnp.arange(padded(head_dim))
@@ -120,7 +120,7 @@ def _chunk_kernel(
         out = acc * (1 / jnp.maximum(l, 1e-30))[:, None]
         queries.store(out_ref, lane, lane_ok, out.astype(out_ref.dtype))
 
-    # Tokens of no chunk are the last ones: every program writes zeros for those of its share.
+    # Tokens that belong to no chunk come last: every program writes zeros for its share of them.
     first_free, num_tokens = plt.load(end.at[jnp.int32(0)]), q_ref.shape[0]
 
     @pl.when(((place + 1) * per_tile > first_free) & (place * per_tile < num_tokens))
@@ -146,14 +146,14 @@ def prefill(
 
     The contract is `reference.prefill`. Keys and values of a hidden prefix are accumulated in float32, normed per head
     and rotated if the call says so, and rounded to the pool's dtype. Batches of at most H tokens absorb the projections
-    instead, if keys are neither normed nor rotated and there are no score rules. Kernels for hidden prefixes are
+    instead, if keys are neither normed nor rotated and there are no logit modifiers. Kernels for hidden prefixes are
     launched for the `room` of the call; on several devices a loop takes only the existing positions (`sharded_prefix`).
 
     Args:
         q: queries.
         k: keys of the chunks.
         v: values of the chunks.
-        call: pool, tables, chunks, hidden prefixes and score rules.
+        call: pool, tables, chunks, hidden prefixes and logit modifiers.
         interpret: run in Pallas' interpreter, on any platform.
         chip: class of chips to choose tiles for (`triton_tiles.CHIPS`); None: as for sm_80.
         more: further arguments of `projected_prefix` or `sharded_prefix`.
@@ -196,7 +196,7 @@ def prefill(
         state = attend_prefix(q, call, hidden_lens, tiles, tile=tile, scores=scores, interpret=interpret, **more)
     if (
         state[0] is not None or call.slot_ranges is not None
-    ):  # either takes registers, of which the largest tile leaves few
+    ):  # either needs registers, of which the largest tile leaves few
         tile = dataclasses.replace(tile, keys=min(tile.keys, _FEWER_KEYS))
     kernel = functools.partial(
         _chunk_kernel,
@@ -237,7 +237,7 @@ def _check_prefixes(of_inputs: HiddenPrefixes, pool: Array, num_kv_heads: int, h
 def _absorbs(call: PrefillCall, lane_width: int) -> bool:
     """Return True if projections of the hidden prefixes can be absorbed.
 
-    There must be no score rules, the keys neither normed nor rotated, and the layer inputs as wide as the keys.
+    There must be no logit modifiers, the keys neither normed nor rotated, and the layer inputs as wide as the keys.
     """
     of_inputs = call.hidden_prefixes
     if of_inputs is None or of_inputs.tensor is not None or call.rules is not None:

@@ -30,7 +30,7 @@ _TILE_POSITIONS = 128
 def _read_positions(
     plan: PrefixPlan, piece: Array, tables: Array, slot_ranges: Array | None, block_size: int
 ) -> tuple[Int32[Array, " S"], Bool[Array, " S"], Int32[Array, " S"], Int32[Array, " S"]]:
-    """Return the positions of a piece within their rows, the mask of existing ones, and their blocks and slots."""
+    """Return the positions of a piece within their rows, the mask of existing positions, and their blocks and slots."""
     index = piece * plan.per_piece + jnp.arange(plan.per_piece, dtype=jnp.int32)
     fields = plan.tiles.at[index].get(mode="fill", fill_value=0)
     row, first, length = (jnp.repeat(fields[:, i], _TILE_POSITIONS) for i in range(3))
@@ -56,18 +56,19 @@ def sharded_prefix(
     interpret: bool,
     piece_positions: int = _PIECE_POSITIONS,
 ) -> FlashState:
-    """Return m, l (T, N) and acc (T, N, H) of the hidden prefixes; undefined for tokens of rows without a prefix.
+    """Return the online-softmax state m, l (T, N) and acc (T, N, H) of attention over the hidden prefixes; undefined
+    for tokens of rows without a prefix.
 
     W_k and W_v of the call have this device's heads and all features, or all heads and this device's features.
 
     Args:
         q: queries.
-        call: pool, tables, hidden prefixes and score rules.
+        call: pool, tables, hidden prefixes and logit modifiers.
         hidden_lens: (B,) length of each hidden prefix; 0: no prefix.
         query_tiles: tiles of the query tokens.
         num_kv_heads: number of key/value heads of this device.
         tile: tile of the prefill kernels.
-        scores: score rules.
+        scores: logit modifiers.
         interpret: run in Pallas' interpreter.
         piece_positions: number of positions per piece; smaller in tests.
     """

@@ -23,14 +23,14 @@ from apt_jax.ops.calls import LogitModifiers
 from apt_jax.pallas.triton_common import MASKED, dot, load
 
 LOG2_E = math.log2(math.e)
-"""Factor that converts scores to base 2, as the chip has an exponential of base 2."""
+"""Factor that converts scores to base 2, because the chip has an exponential of base 2."""
 
 TILE_FIELDS = 6
 """Number of fields of a query tile: row of the tables, first token of its chunk, first query of the tile within the
 chunk, length of the chunk, number of cached keys and values, number of cached layer inputs."""
 
 _MORE_TILES = 8
-"""Number of additional programs, for tiles that are not full, such as the last one of each chunk."""
+"""Number of additional programs, for tiles that are not full, such as the last tile of each chunk."""
 
 FlashState = tuple[Any, Any, Any]
 """m and l (queries,) and acc (queries, lanes)."""
@@ -73,8 +73,8 @@ def query_tiles(
 
 
 def each_tile(count: Any, programs: int, do: Callable[[Any], None], *, axis: int = 0) -> None:
-    """Call `do` with the index of each tile of this program, the last tile first, as later tiles of a chunk see more
-    keys.
+    """Call `do` with the index of each tile of this program, the last tile first, because later tiles of a chunk see
+    more keys.
 
     Args:
         count: ref of the number of tiles.
@@ -165,7 +165,7 @@ class Scores:
     softcap: float | None
     window: int | None
     on_chip: bool = False
-    """Exponentials use the chip's own instruction, which the interpreter does not support."""
+    """True: exponentials use the chip's own instruction, which the interpreter does not support."""
 
     @classmethod
     def of(cls, rules: LogitModifiers | None, head_dim: int, *, on_chip: bool = False) -> "Scores":
@@ -192,7 +192,7 @@ class Scores:
             slope: (queries,) ALiBi slope of each query's head, or None.
         """
         if self.softcap is not None:
-            # tanh x = 1 - 2 / (1 + exp 2x): exact at both ends, as exp2 goes to 0 or infinity.
+            # tanh x = 1 - 2 / (1 + exp 2x): exact at both ends, where exp2 goes to 0 or infinity.
             exponential = self.exp2(s, 2 * LOG2_E * self.scale / self.softcap)
             s = (self.softcap * LOG2_E) * (1 - 2 / (1 + exponential))
         elif slope is None:
@@ -255,7 +255,7 @@ def attend(
         fetch: function of positions (keys,) and a flag that returns their keys (keys, lanes), a function that returns
             their values, and a mask that broadcasts to (queries, keys). If the flag is True, all queries see all
             positions, and the mask is None; else positions may be beyond `last`.
-        scores: score rules.
+        scores: logit modifiers.
         query_position: (queries,) positions of the queries, counted like those of the keys.
         slope: (queries,) ALiBi slopes, or None.
         keys: number of positions per tile.

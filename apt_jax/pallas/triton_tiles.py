@@ -1,4 +1,4 @@
-"""Tiles of the Triton kernels: the problem size that one program takes, by kernel, chip and shape.
+"""Tiles of the Triton kernels: the problem size that one program processes, by kernel, chip and shape.
 
 They are chosen so that no kernel spills registers or needs more shared memory than a block may have. The register
 counts come from cubins that were compiled without a GPU; other tiles have not been measured on one. These facts
@@ -35,8 +35,8 @@ _SHARED_BYTES_OF = {
     80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10,
     110: 227 << 10, 120: 99 << 10, 121: 99 << 10,
 }  # fmt: skip
-"""Maximum shared memory per block in bytes, by compute capability (80 for 8.0), from the CUDA programming guide, as JAX
-does not report it."""
+"""Maximum shared memory per block in bytes, by compute capability (80 for 8.0), from the CUDA programming guide,
+because JAX does not report it."""
 
 MIN_SIDE = 16
 """Smallest side of a matrix product on the tensor cores."""
@@ -164,7 +164,7 @@ def chip_for(capability: float) -> str:
     """
     if capability < 8.0:
         raise ValueError(f"compute capability {capability:.1f} is too old for the kernels, which need 8.0 or newer")
-    # One that is not listed yet gets the tiles that run wherever there are 99 KiB.
+    # A GPU that is not listed yet gets the tiles that need at most 99 KiB.
     shared = _SHARED_BYTES_OF.get(round(10 * capability), 0)
     return "sm_90" if shared >= SHARED_BYTES["sm_90"] else "sm_80" if shared >= SHARED_BYTES["sm_80"] else "sm_89"
 
@@ -181,7 +181,7 @@ def check_chip(chip: str | None, head_dim: int) -> str:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"heads of {head_dim} lanes are wider than the {MAX_HEAD_DIM} whose tiles fit {SHARED_BYTES[chip] >> 10} KiB"
-            f" of shared memory a block ({chip})"
+            f" of shared memory per block ({chip})"
         )
     return chip
 

@@ -150,7 +150,7 @@ def work_list(rows: Rows, pieces: int, most_tiles: int, active: Bool[Array, " B"
     there, row = row < batch, jnp.minimum(row, batch - 1)
     before = (index - (ends - counts)[row]) * piece
     first = rows.first[row] + before
-    # A row of several pieces has more tiles than one of them: there are fewer such rows than pieces.
+    # A row with several pieces has more tiles than a piece, so there are fewer such rows than pieces.
     is_cut = counts > 1
     places = jnp.where(is_cut, counts, 0)
     first_place = _running_sum(places) - places

@@ -68,8 +68,8 @@ POLICIES: dict[str, PolicyMaker] = {
     "apt-plus": PolicyMaker(
         AptPlusPolicy,
         source="ours",
-        summary="mixed batches, cost-based cache kind; requests pause for others only where that costs no attainment, "
-        "best-effort ones first",
+        summary="mixed batches, cost-based cache kind; requests pause for others only if that costs no attainment, "
+        "best-effort requests first",
     ),
     "apt-s": PolicyMaker(
         AptSPolicy,
@@ -79,7 +79,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "bros": PolicyMaker(
         BrosPolicy,
         source="BROS §4 and §5",
-        summary="real-time requests by the time left to their deadline, best-effort ones in what is left; with "
+        summary="real-time requests by the time left to their deadline, best-effort requests in the rest; with "
         "`--swap-space` both may share blocks",
     ),
     "fcfs": PolicyMaker(
@@ -94,12 +94,12 @@ POLICIES: dict[str, PolicyMaker] = {
         UnifiedPolicy,
         {"name": "sarathi"},
         source="Sarathi-Serve, InferMax Table 1",
-        summary="decodes first, then chunks, 512 tokens per step in all; evict the latest",
+        summary="decodes first, then chunks, 512 tokens per step in total; evict the latest",
     ),
     "edf": PolicyMaker(
         EdfPolicy,
         source="earliest deadline first",
-        summary="one order by when the next token is due, mixed steps of 2048 tokens; preempt the one that is due last",
+        summary="one order by when the next token is due, mixed steps of 2048 tokens; preempt the request that is due last",
     ),
 }
 """Serving policies by the name that `--scheduling-policy` accepts; `all_policies` adds the policies for comparison."""

@@ -20,14 +20,15 @@ from apt_jax.sched.step_packer import Rows, held_blocks_for, start_options
 from apt_jax.sched.view import Plan, SchedulerView
 
 FEW_OUTPUTS = 20
-"""Minimum number of ended requests with longer outputs from which the remaining steps of a request are estimated."""
+"""Minimum number of finished requests with longer outputs that is needed to estimate the remaining steps of a
+request."""
 
 
 def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np.float64]:
     """Return the extra seconds that hidden requests take in a decode step compared with KV requests; may be negative.
 
-    The costs are the measured `StepCosts`, independent of the cost that policies assume (``--rho-us``), or those of
-    `CacheKindSpec` if nothing was measured.
+    Uses the measured `StepCosts`, not the cost that policies assume (``--rho-us``). If the costs of hidden cache were
+    not measured, uses those of `CacheKindSpec`.
 
     Args:
         view: the scheduler's view.
@@ -44,10 +45,10 @@ def hidden_extra_s(view: SchedulerView, tokens: NDArray[np.int32]) -> NDArray[np
 
 
 def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
-    """Return the (n,) number of decode steps, at least 1, that `rows` are expected to need, the next one included.
+    """Return the (n,) number of decode steps, at least 1, that `rows` are expected to need, including the next step.
 
-    The estimate is the mean number of further outputs of ended requests that had more outputs than the row has now,
-    but at most the tokens left to `max_tokens`; if too few such requests have ended, it is the tokens left to
+    The estimate is the mean number of further outputs of finished requests that had more outputs than the row has now,
+    but at most the tokens left to `max_tokens`; if there are too few such requests, it is the tokens left to
     `max_tokens`.
     """
     table = view.table
@@ -65,7 +66,7 @@ def steps_left(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
-    """Return how much of `free_blocks` remains if the next step starts waiting requests, at least 0.
+    """Return how many of `free_blocks` remain if the next step starts waiting requests, at least 0.
 
     It starts the first `waiting` requests for which it has slots and tokens, but at least one if there is a slot. Each
     takes the offered kind that needs the fewest blocks.
@@ -83,13 +84,13 @@ def spare_blocks(view: SchedulerView, free_blocks: int, waiting: Rows) -> int:
 
 
 def rows_to_convert(view: SchedulerView, rows: NDArray[np.int32], room: int) -> NDArray[np.int32]:
-    """Return the rows worth converting in this step, by falling extra time per decode step.
+    """Return the rows worth converting in this step, in decreasing order of extra time per decode step.
 
     Args:
         view: the scheduler's view.
         rows: decoding rows of this step, of any kind.
         room: number of blocks that conversions may take, beyond the blocks that the rows of the step need
-            (`spare_blocks` also leaves blocks to the next admissions). A converted row takes KV blocks for all its
+            (`spare_blocks` also leaves blocks for the next admissions). A converted row takes KV blocks for all its
             positions; its hidden blocks become free only after the step.
 
     Returns:

@@ -8,7 +8,7 @@ from apt_jax.sched.step_packer import Rows, allowed_kinds
 from apt_jax.sched.view import SchedulerView
 
 TYPICAL_TOKENS = 256
-"""Minimum number of tokens that a request counts with when its memory is valued, as requests grow."""
+"""Minimum number of tokens assumed for a request when its memory is valued, because requests grow."""
 
 
 def kinds_by_cost(view: SchedulerView, rows: Rows) -> NDArray[np.int8]:
@@ -38,11 +38,11 @@ def kinds_by_cost(view: SchedulerView, rows: Rows) -> NDArray[np.int8]:
     saved = view.blocks_for(tokens, KV) - view.blocks_for(tokens, HIDDEN)
     share = saved / view.total_blocks
     extra_s = hidden.extra_base_s + hidden.extra_per_token_s * tokens
-    # T less the newcomers' part of it is what does not grow with the number of requests.
+    # T minus the additional requests' part is the time that does not grow with the number of requests.
     kind[both & (share * view.costs.decode_base_s > extra_s)] = HIDDEN
     hits = view.table.cached_prefix_tokens[rows]
     if hits.any():
-        # Half of the prompt is worth more than what either kind costs in reads or memory.
+        # Half of the prompt being cached is worth more than either kind costs in reads or memory.
         gain = hits[np.arange(rows.size), 1 - kind] - hits[np.arange(rows.size), kind]
         other = both & (gain > view.table.num_tokens[rows] // 2)
         kind[other] = 1 - kind[other]

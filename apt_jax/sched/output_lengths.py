@@ -1,20 +1,20 @@
-"""Online estimate of output lengths from histograms over all requests and over requests with equal prompt beginnings.
+"""Online estimate of output lengths from histograms over all requests and over requests with the same prompt prefix.
 
 InferMax (§6) maintains "an online histogram to estimate the output lengths of requests"; it says neither which
 statistic of it is used nor how old requests are forgotten. Here:
 
-* A request that ends by itself shows its length. A request that is cut off (by `max_tokens` or by its client) shows
-  only that its length is greater. The Kaplan-Meier estimate uses both: S(l) = product over lengths i <= l of
+* A request that ends on its own reveals its length. A request that is cut off (by `max_tokens` or by its client)
+  reveals only that its length is greater. The Kaplan-Meier estimate uses both: S(l) = product over lengths i <= l of
   1 - ended_i / at_risk_i, where at_risk_i counts the requests seen with i tokens or more.
 * The estimate for a request is a quantile of its length L, given that it has o tokens already: the smallest l with
   P(L <= l | L > o) >= q. If too many requests were cut off to determine it, only `max_tokens` bounds the length.
 * A request's weight in a histogram halves with every `half_life` later requests in it.
-* Two prompts have equal beginnings if their first 32, 128 or 512 tokens are equal and they belong to one tenant and one
-  adapter: usually requests of one application with one system prompt. The longest beginning whose histogram holds
-  enough requests beyond o tokens is used, or the histogram of all requests if there is no such beginning.
+* Two requests have the same prompt prefix if their first 32, 128 or 512 tokens are equal and they have the same tenant
+  and adapter: usually requests of one application with one system prompt. The longest prefix whose histogram holds
+  enough requests beyond o tokens is used, or the histogram of all requests if there is no such prefix.
 
 Memory is bounded: lengths above 64 share buckets of a sixteenth of an octave (an estimate is the upper end of a
-bucket), and the histogram of the beginning that has not been seen for longest is replaced first.
+bucket), and the histogram of the least recently seen prefix is replaced first.
 """
 
 import collections
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 BEGINNINGS = (32, 128, 512)
-"""Lengths in tokens of the prompt beginnings that have their own histograms."""
+"""Lengths in tokens of the prompt prefixes that have their own histograms."""
 
 FEW_OUTPUTS = 20
 """Minimum weight of longer requests in a histogram for it to estimate the length of a request."""
@@ -42,7 +42,7 @@ ENDS = np.concatenate(
 """(buckets,) greatest length of each bucket; longer outputs count in the last bucket."""
 
 UNBOUNDED = np.iinfo(np.int32).max
-"""Value of `OutputLengths.quantile` if the ended requests do not bound the length."""
+"""Value of `OutputLengths.quantile` if the recorded requests do not bound the length."""
 
 _REBASE_AT = 1e100
 _TOLERANCE = 1e-9  # of probabilities, for rounding
@@ -74,19 +74,20 @@ class OutputLengths:
         self._unused = list(range(num_histograms - 1, 0, -1))
         self._seen_once: collections.OrderedDict[bytes, None] = collections.OrderedDict()
 
-    # --- beginnings of prompts -------------------------------------------------------------------------------------
+    # --- prompt prefixes -------------------------------------------------------------------------------------------
 
     def begin(self, root: bytes, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return the histograms of a new request's prompt beginnings; they are not replaced until `end`.
+        """Return the histograms for a new request's prompt prefixes, and keep them from being replaced until `end` is
+        called.
 
-        A beginning gets a histogram when it occurs for the second time, as most occur only once.
+        A prefix gets a histogram the second time it is seen, if one is free, because most prefixes are seen only once.
 
         Args:
             root: key of the tenant and adapter; only prompts with equal roots share histograms.
             prompt: (n,) token ids.
 
         Returns:
-            (`BEGINNINGS`,) histogram numbers, from the shortest beginning to the longest; 0: no histogram.
+            (len(BEGINNINGS),) histogram numbers, shortest prefix first; 0: no histogram.
         """
         numbers = [0] * len(BEGINNINGS)
         tokens = prompt[: BEGINNINGS[-1]].tobytes()
@@ -128,12 +129,12 @@ class OutputLengths:
     # --- learning --------------------------------------------------------------------------------------------------
 
     def record(self, numbers: NDArray[np.int32] | Sequence[int], length: int, *, cut_off: bool) -> None:
-        """Count a request that has ended.
+        """Count a request that has ended, naturally or not.
 
         Args:
-            numbers: histograms of its prompt beginnings; the histogram of all requests is always updated.
+            numbers: histograms of its prompt prefixes; the histogram of all requests is always updated.
             length: number of output tokens, at least 1.
-            cut_off: True if the request did not end by itself, so that its natural length is greater.
+            cut_off: True if the request did not end on its own; its natural length is then greater.
         """
         bucket = min(int(np.searchsorted(ENDS, length)), ENDS.size - 1)
         for number in {0, *map(int, numbers)}:
@@ -156,7 +157,7 @@ class OutputLengths:
         self._survival[numbers, 1:] = np.cumprod(1.0 - np.minimum(died, 1.0), axis=1)
         self._stale[numbers] = False
 
-    # --- asking ----------------------------------------------------------------------------------------------------
+    # --- estimating ------------------------------------------------------------------------------------------------
 
     def quantile(
         self, numbers: NDArray[np.int32], num_outputs: NDArray[np.int32], quantile: float
@@ -164,12 +165,13 @@ class OutputLengths:
         """Return quantiles of the output lengths of requests, given the tokens that they already have.
 
         Args:
-            numbers: (n, `BEGINNINGS`) histograms of each request, as returned by `begin`.
-            num_outputs: (n,) number of output tokens that each request has; it continues after them.
+            numbers: (n, len(BEGINNINGS)) histograms of each request, as returned by `begin`.
+            num_outputs: (n,) number of output tokens that each request has; it has not ended.
             quantile: probability that the length is not exceeded, above 0 and below 1.
 
         Returns:
-            (n,) output tokens; 0: too few requests are known; `UNBOUNDED`: the known requests do not bound the length.
+            (n,) output tokens; 0: too few requests are recorded; `UNBOUNDED`: the recorded requests do not bound the
+            length.
         """
         if not numbers.shape[0]:
             return np.zeros(0, np.int32)

@@ -1,4 +1,5 @@
-"""Checks that a plan keeps the promises of `Plan`, for tests and, in each iteration, for policies from outside.
+"""Checks that a plan keeps the contract of `Plan`, for tests and, in each iteration, for policies from outside this
+package.
 
 Speed: rows are looked up in arrays over the table, and messages are built only for errors. Checking a plan of 256 rows
 with 1,600 waiting requests takes about 0.1 ms.
@@ -22,14 +23,14 @@ _WAITING, _RUNNING = 1, 2
 
 
 class PlanError(AssertionError):
-    """A plan breaks a promise in the docstring of `Plan`; the message names the promise and the rows."""
+    """A plan violates the contract in the docstring of `Plan`; the message names the violation and the rows."""
 
 
 def checked_schedule(policy: Policy, view: SchedulerView) -> Plan:
     """Run a policy from outside this package on a read-only table, check its plan and return it.
 
     Raises:
-        PlanError: the plan breaks a promise of `Plan`.
+        PlanError: the plan violates the contract of `Plan`.
         Exception: any exception that the policy raises.
     """
     view = dataclasses.replace(view, table=view.table.read_only())
@@ -42,7 +43,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     """Check `plan` against the `view` from which the policy made it.
 
     Raises:
-        PlanError: the plan breaks a promise of `Plan`.
+        PlanError: the plan violates the contract of `Plan`.
     """
     _check_types(plan)
     table, rows, num_tokens, preempt = view.table, plan.rows, plan.num_tokens, plan.preempt
@@ -74,7 +75,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     used = np.zeros(table.capacity, np.int8)
     used[rows] = 1
     if np.count_nonzero(used) != n:
-        raise PlanError(f"a row is there twice: {rows.tolist()}")
+        raise PlanError(f"a row occurs twice: {rows.tolist()}")
     if preempt.size and used[preempt].any():
         raise PlanError(f"rows {preempt[used[preempt] == 1].tolist()} are both run and preempted")
 
@@ -95,7 +96,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
     kept = view.running.size - preempt.size
     slots = kept + n - int(np.count_nonzero(holds))
     if slots > max(view.max_num_seqs, kept):
-        raise PlanError(f"{slots} requests would hold cache, {view.max_num_seqs} may")
+        raise PlanError(f"{slots} requests would hold cache; at most {view.max_num_seqs} may")
 
     bad = holds & (kind != table.kind[rows])
     if bad.any():
@@ -105,7 +106,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
         raise PlanError(f"rows {rows[bad].tolist()} take a kind that is not offered")
 
     held = table.num_blocks[rows] + table.num_shared[rows] + table.shared_prefix_blocks[rows, kind]
-    if plan.convert.size:  # what they hold is free for the next step
+    if plan.convert.size:  # their hidden blocks become free only after the step
         converted = np.isin(rows, plan.convert)
         kind, held = np.where(converted, KV, kind), np.where(converted, 0, held)
     new = view.blocks_for(cached + found + num_tokens, kind) - held
@@ -122,7 +123,7 @@ def check_plan(view: SchedulerView, plan: Plan) -> None:
                 takeable = takeable[~np.isin(takeable, rows[: plan.num_first])]
             have += min(wanted, takeable.size * halves)
     if need > have:
-        raise PlanError(f"{need} blocks needed, {have} at hand")
+        raise PlanError(f"{need} blocks needed, {have} available")
 
 
 def _check_types(plan: Plan) -> None:
@@ -150,15 +151,15 @@ def _check_types(plan: Plan) -> None:
 def _check_conversions(view: SchedulerView, plan: Plan) -> None:
     convert, table = plan.convert, view.table
     if not view.can_convert:
-        raise PlanError(f"rows {convert.tolist()} are converted where nothing can be")
+        raise PlanError(f"rows {convert.tolist()} are converted, but view.can_convert is False")
     if np.unique(convert).size != convert.size:
         raise PlanError(f"a row is converted twice: {convert.tolist()}")
     missing = ~np.isin(convert, plan.rows)
     if missing.any():
-        raise PlanError(f"rows {convert[missing].tolist()} are converted and do not run")
+        raise PlanError(f"rows {convert[missing].tolist()} are converted but do not run")
     bad = table.kind[convert] != HIDDEN
     if bad.any():
-        raise PlanError(f"rows {convert[bad].tolist()} are converted and hold no layer inputs")
+        raise PlanError(f"rows {convert[bad].tolist()} are converted but hold no layer inputs")
     bad = view.blocks_for(table.max_tokens_total[convert], KV) > view.total_blocks
     if bad.any():
-        raise PlanError(f"rows {convert[bad].tolist()} are converted and could never end with KV")
+        raise PlanError(f"rows {convert[bad].tolist()} are converted but could outgrow the pool with KV")

@@ -105,10 +105,10 @@ def make(text: str, bundled: Mapping[str, PolicyMaker], seed: int) -> Policy:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"policy={text!r:.200} cannot be made: {_told(error)} {_FLAG}") from error
+        raise ConfigError(f"policy={text!r:.200} cannot be built: {_told(error)} {_FLAG}") from error
     name = getattr(policy, "name", None)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"policy={text!r:.200} has no `name`, a string for logs {_HOW}")
+        raise ConfigError(f"policy={text!r:.200} has no `name` (a string for logs) {_HOW}")
     return policy
 
 
@@ -159,14 +159,14 @@ def _load_class(path: str, name: str) -> type:
     module_name, _, attribute = path.partition(":")
     if not all(map(str.isidentifier, module_name.split("."))) or not attribute:
         raise ConfigError(
-            f"{what} is not package.module:Class; the module is looked for where Python looks and in the current directory {_FLAG}"
+            f"{what} is not package.module:Class; the module is searched for on Python's path and in the current directory {_FLAG}"
         )
     try:
         module = _import(module_name)
     except (Exception, SystemExit) as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name in _prefixes(module_name):
-            hint = f"; it is looked for where Python looks and in {Path.cwd()}"
+            hint = f"; it is searched for on Python's path and in {Path.cwd()}"
             if module_name.endswith(".py"):
                 hint = f"; did you mean {module_name.removesuffix('.py')}:{attribute}?"
         raise ConfigError(f"{what} cannot be imported: {_told(error)}{hint} {_FLAG}") from error
@@ -176,7 +176,7 @@ def _load_class(path: str, name: str) -> type:
         classes = [n for n, v in vars(module).items() if isinstance(v, type)]
         hint = nearest(attribute, classes)
         if module_name == "__main__":
-            hint = ": other processes do not see classes of a notebook, put it in a file"
+            hint = ": other processes do not see classes of a notebook; put the class in a file"
         raise ConfigError(f"{what}: {module_name} has no {attribute!r:.60}{hint} {_FLAG}") from None
     if not isinstance(cls, type):
         raise ConfigError(f"{what} is not a class but {type(cls).__name__} {_HOW}")
@@ -187,7 +187,7 @@ def _load_class(path: str, name: str) -> type:
     version = getattr(cls, "interface_version", None)
     if version is None:
         raise ConfigError(
-            f"{what} does not say which interface it is written for: `interface_version = {INTERFACE_VERSION}` is this apt-jax's {_HOW}"
+            f"{what} does not declare `interface_version`; this apt-jax has `interface_version = {INTERFACE_VERSION}` {_HOW}"
         )
     if version != INTERFACE_VERSION:
         raise ConfigError(
@@ -200,7 +200,7 @@ def _import(name: str) -> types.ModuleType:
     """Import a module, or reload it if its file has changed since the import (as happens in notebooks)."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last: nothing that is installed is hidden by a file that lies about
+        sys.path.append(here)  # last, so that a stray file does not hide an installed module
     importlib.invalidate_caches()
     was_there = name in sys.modules
     module = importlib.import_module(name)
@@ -251,7 +251,7 @@ def _options(text: str, maker: PolicyMaker, query: str) -> dict[str, Any]:
     accepted = maker.options()
     try:
         hints = typing.get_type_hints(maker.cls.__init__)
-    except Exception:  # names that are known to a type checker only
+    except Exception:  # names that only a type checker knows
         hints = {}
     values: dict[str, Any] = {}
     for part in query.split("&"):

@@ -64,16 +64,16 @@ class RequestTable(ColumnTable):
     """
 
     arrival_s = column(np.float64)  # time of arrival
-    last_token_s = column(np.float64)  # time of the last delivered token; the arrival before the first one
+    last_token_s = column(np.float64)  # time of the last delivered token; before the first, the arrival
     rank = column(np.int64)  # arrival order; kept over preemptions
     prompt_len = column(np.int32)
-    num_tokens = column(np.int32)  # prompt and output tokens, tokens in flight counted
+    num_tokens = column(np.int32)  # prompt and output tokens, including tokens in flight
     max_tokens_total = column(np.int32)  # prompt_len + the request's max_tokens
-    num_cached = column(np.int32)  # positions whose cache is on the device, steps in flight counted
+    num_cached = column(np.int32)  # positions whose cache is on the device, including steps in flight
     kind = column(np.int8, fill=NO_KIND)  # cache kind held, NO_KIND when none
     num_blocks = column(np.int32)  # blocks held exclusively
     num_shared = column(np.int32)  # blocks shared with other requests: not attributed to any of them
-    num_outputs = column(np.int32)  # output tokens, tokens in flight counted
+    num_outputs = column(np.int32)  # output tokens, including tokens in flight
     slo_ttft_s = column(np.float64)
     slo_tbt_s = column(np.float64)
     num_delivered = column(np.int32)  # output tokens counted by `record_tokens`
@@ -82,13 +82,13 @@ class RequestTable(ColumnTable):
     num_preemptions = column(np.int32)
     num_kind_switches = column(np.int32)
     tokens_since_preemption = column(np.int32)
-    checkpointed_blocks = column(np.int32)  # blocks of which something was saved for another's sake (BROS, M^cpu)
-    best_effort = column(np.bool_)  # class "be", without objectives of its own (BROS §2)
+    checkpointed_blocks = column(np.int32)  # blocks with contents saved because other requests took slots (BROS, M^cpu)
+    best_effort = column(np.bool_)  # class "be", without objectives (BROS §2)
     tenant = column(np.int32)  # number of the tenant; 0: none
     live = column(np.bool_)
-    known_length = column(np.bool_)  # nothing but max_tokens ends it
+    known_length = column(np.bool_)  # only max_tokens ends it
     histograms = column(np.int32, width=len(BEGINNINGS))  # of output lengths, see `lengths`; 0: none
-    # By kind, what a waiting request would find cached; 0 for all others.
+    # Cached prefix that a waiting request would find, by kind; 0 for other requests.
     cached_prefix_tokens = column(np.int32, width=NUM_KINDS)  # positions that need not be computed
     host_prefix_tokens = column(np.int32, width=NUM_KINDS)  # those of them that are copied from host memory
     shared_prefix_blocks = column(np.int32, width=NUM_KINDS)  # blocks held by running requests: they cost nothing
@@ -97,11 +97,11 @@ class RequestTable(ColumnTable):
         super().__init__(capacity)
         self._free = list(range(capacity - 1, -1, -1))
         self.output_lengths = np.zeros(256, np.int64)
-        """Number of requests that ended with each number of output tokens; grows with the longest output."""
+        """Number of requests that ended on their own, by number of output tokens; grows with the longest output."""
         self.num_output_lengths = 0
-        """Sum of `output_lengths`: the number of requests that have ended."""
+        """Sum of `output_lengths`: the number of requests counted by `record_output_length`."""
         self.lengths = OutputLengths()
-        """Estimate of output lengths by prompt beginnings (`histograms`)."""
+        """Estimate of output lengths by prompt prefixes (`histograms`)."""
 
     def add(
         self,
@@ -149,7 +149,7 @@ class RequestTable(ColumnTable):
         self.last_token_s[rows] = now_s
 
     def record_output_length(self, num_outputs: int) -> None:
-        """Count a request that ended by itself after `num_outputs` tokens (not by an abort or an error)."""
+        """Count a request that ended on its own after `num_outputs` tokens (not by an abort or an error)."""
         size = self.output_lengths.size
         if num_outputs >= size:
             grown = np.zeros(max(num_outputs + 1, 2 * size), np.int64)
@@ -159,7 +159,7 @@ class RequestTable(ColumnTable):
         self.num_output_lengths += 1
 
     def remove(self, row: int) -> None:
-        """Free the row of an ended request."""
+        """Free the row of a finished request."""
         assert self.live[row], f"row {row} is not live"
         self.live[row] = False
         self.kind[row] = NO_KIND

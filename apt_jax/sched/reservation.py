@@ -3,7 +3,7 @@
 InferMax's eviction-free schedulers reserve the maximum length of each request, I + O - 1 positions (§4.1), and its own
 scheduler reserves an estimate (§6); both compare the sum of all reservations with the pool. But requests end at
 different times. Only the largest sum over future time must fit the pool, as in the Past-Future scheduler (Gong et al.,
-ASPLOS'25): later requests grow into the memory that earlier ones have freed. The sum has its maximum right before a
+ASPLOS'25): later requests grow into the memory that earlier requests have freed. The sum has its maximum right before a
 request ends, so it is computed at these times only.
 
 With known lengths, or with `quantile` = 1, no request is ever preempted for memory: see `Reservation`.
@@ -50,9 +50,9 @@ class Reservation:
     * All decoding requests take one token in the same steps. So they end in the expected order and after the expected
       number of steps, or earlier. If a step has fewer tokens than slots, some requests could fall behind; in this case
       the final lengths of all requests are added up.
-    * A prompt holds all its blocks from its start. As the time of its first token is uncertain, its length is computed
-      from the earliest possible time, and its end from the latest, after all started prompts are done.
-    * Blocks that a waiting request would share with other requests count as its own, as the other requests may end
+    * A prompt holds all its blocks from its start. Because the time of its first token is uncertain, its length is
+      computed from the earliest possible time, and its end from the latest, after all started prompts are done.
+    * Blocks that a waiting request would share with other requests count as its own, because the other requests may end
       first.
 
     Args:
@@ -71,7 +71,7 @@ class Reservation:
 
         Args:
             view: the scheduler's view.
-            waiting: (n,) waiting rows by falling priority; there are blocks for their prompts.
+            waiting: (n,) waiting rows in decreasing order of priority; there are blocks for their prompts.
             kind: (n,) cache kinds that they take.
             prompt_budget: minimum number of prompt tokens per step while prompts are left, in addition to one token
                 per decoding request; None: decodes wait until all started prompts are done.
@@ -81,7 +81,8 @@ class Reservation:
         future = _Future(view, waiting, kind, self.quantile)
         if view.max_num_seqs > view.max_num_batched_tokens:
             prompt_budget = 0
-        # Every request more makes the sum greater: of most steps the first decides, of others all can begin.
+        # The sum grows with every request, so the number is found by bisection; one and all are tried first, which
+        # usually suffices.
         least = 0 if view.running.size else 1
         if least == 0 and not future.fits(1, prompt_budget):
             return 0
@@ -126,8 +127,8 @@ class _Future:
         if prompt_budget is not None and prompt_budget < 1:
             return False
         if prompt_budget is None:
-            # A first token comes before the decodes of the others go on; or with the next of them, where the last chunk
-            # of a prompt is one token, which looks like a decode.
+            # A first token comes before the other decodes continue, or together with the next of them if the last chunk
+            # of the prompt is one token, which looks like a decode.
             begin, ends = tokens - 1 + is_prompt, steps
         else:
             wait = -(-int(self._left[:n][is_prompt].sum()) // prompt_budget)
@@ -135,7 +136,7 @@ class _Future:
         least = np.where(is_prompt, tokens, 0)
         times = np.unique(ends)[:, None]
         held = np.minimum(np.maximum(begin + times, least), last)
-        # As `SchedulerView.blocks_for`, with one gather for all times; one number divides faster.
+        # Like `SchedulerView.blocks_for`, with one gather for all times; dividing by a scalar is faster.
         sizes = self._view.block_sizes
         groups = -(-held // (sizes[0] if (sizes == sizes[0]).all() else sizes[kind]))
         blocks = groups * self._view.blocks_per_group[kind] - shared

@@ -18,8 +18,8 @@ def held_blocks_for(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) 
     """Return the (n,) number of blocks that `tokens` positions of running `rows` take, without shared blocks.
 
     Each row counts with the kind that it holds. Shared prefix blocks are full, so the number is at least 1 if a token
-    is still to be computed. If two requests share a partly filled group, the running one may need a new group for its
-    next token; this group is not counted, and the request waits for the next step if no group is free.
+    is still to be computed. If two requests share a partly filled group, the running request may need a new group for
+    its next token; this group is not counted, and the request waits for the next step if no group is free.
     """
     table = view.table
     return view.blocks_for(tokens, table.kind.take(rows)) - table.num_shared.take(rows)
@@ -48,8 +48,8 @@ def start_options(view: SchedulerView, rows: Rows, tokens: NDArray[np.int32]) ->
 def allowed_kinds(view: SchedulerView, rows: Rows) -> NDArray[np.bool_]:
     """Return the (n, num_kinds) mask of offered kinds with which the request at its maximum length fits the whole pool.
 
-    With any other kind the request would grow until the pool is full and could never end. If no offered kind fits, the
-    one that takes the fewest blocks is allowed.
+    With any other kind the request would grow until the pool is full and could never finish. If no offered kind fits,
+    the offered kind that takes the fewest blocks is allowed.
     """
     offered = view.offered
     tokens = view.table.max_tokens_total.take(rows)
@@ -90,7 +90,7 @@ def blocks_after(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 def growth(view: SchedulerView, rows: Rows) -> int:
     """Return the number of additional blocks that running `rows` need for all their tokens.
 
-    A decoding row needs room for its next token, a partly computed prompt for its rest and one more token.
+    A decoding row needs blocks for its next token, a partly computed prompt for its rest and one more token.
     """
     if not rows.size:
         return 0
@@ -104,11 +104,11 @@ def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
     """Return how many of the first `rows` can keep their cache and get the blocks for `num_tokens` more positions.
 
     The other rows must be preempted. A loop that takes the rows one by one, and preempts the last row while the next
-    one does not fit, keeps the same rows.
+    row does not fit, keeps the same rows.
 
     Args:
         view: the scheduler's view.
-        rows: (n,) all running rows; the last one is preempted first.
+        rows: (n,) all running rows; the last is preempted first.
         num_tokens: (n,) tokens to compute of each row.
     """
     need = blocks_after(view, rows, num_tokens)
@@ -119,7 +119,7 @@ def num_that_fit(view: SchedulerView, rows: Rows, num_tokens: NDArray[np.int32])
 def admissible(
     view: SchedulerView, waiting: Rows, free_blocks: int
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
-    """Return the longest prefix of `waiting` for whose whole prompts there are blocks and slots.
+    """Return the longest prefix of `waiting` for which there are slots, and blocks for the whole prompts.
 
     Returns:
         The rows, the number of tokens left to compute of each, and the kind that each takes.
@@ -267,7 +267,7 @@ class StepPacker:
         lengths = table.num_tokens.take(rows) - found
         shared = table.shared_prefix_blocks[rows, kind]
         whole = view.blocks_for(lengths + found, kind) - shared
-        # As many as go one after another, at once.
+        # All at once, as many as fit one after another.
         num = int(np.searchsorted(np.cumsum(lengths), self.tokens_left, side="right"))
         num = max(min(num, self.slots_left), 0)
         self._rows += rows[:num].tolist()
@@ -278,7 +278,7 @@ class StepPacker:
         self.slots_left -= num
         if in_order or split:
             rest = np.arange(num, rows.size)
-        else:  # those that can go at all
+        else:  # only those that can start at all
             left = lengths[num:]
             goes = (left <= self.tokens_left) | (left > view.max_num_batched_tokens)
             rest = num + np.flatnonzero(goes)
@@ -339,11 +339,11 @@ def decode_plan(view: SchedulerView, rows: Rows, preempt: Rows) -> Plan:
 
 
 def resolve_prefill_deadlock(view: SchedulerView, partial: Rows) -> Plan:
-    """Return a plan that preempts the youngest of the `partial` prompts until the oldest one can continue.
+    """Return a plan that preempts the youngest of the `partial` prompts until the oldest can continue.
 
-    It is for the case that only partly computed prompts hold cache and no prompt can continue. Policies reserve the
-    blocks of a prompt before they start it, so this happens only after an event outside their plans (a failed
-    allocation, another policy).
+    Used if only partly computed prompts hold cache and none of them can continue. Policies reserve the blocks of a
+    prompt before they start it, so this happens only after an event outside their plans (a failed allocation, another
+    policy).
     """
     for num_kept in range(partial.size - 1, 0, -1):
         packer = StepPacker(view, partial[num_kept:])

@@ -10,7 +10,7 @@ from apt_jax.sched.view import SchedulerView
 
 NEAR_ZERO = 1e-9
 """Value of a request that has violated its objective, seconds (the near-zero constant of §4.2). It is smaller per block
-than any other value, but not zero, so that the request still runs if there is room."""
+than any other value, but not zero, so that the request still runs if blocks are left."""
 
 SHORTEST_PENDING_S = 1e-6
 """Minimum pending time, seconds, so that a request that arrives right now has a positive value."""
@@ -67,8 +67,8 @@ def option_values(
     The value of a kind that is not offered to a row is -inf. `t_i^c = c0 + c1 * tokens` is the extra time of kind c:
     Eq. 6 with the affine cost that calibration measures; in the paper c0 = 0 and c1 = rho. A request that has only one
     kind to choose gets no penalty for it, because the penalty could only keep it from running. With `violation_decay=0`
-    the value of a violated request is `NEAR_ZERO`, without a penalty to tell the kinds apart, so it is offered a single
-    kind: KV if allowed.
+    the value of a violated request is `NEAR_ZERO`, without a penalty that distinguishes the kinds, so it is offered a
+    single kind: KV if allowed.
 
     Args:
         view: the scheduler's view.

@@ -20,17 +20,17 @@ from apt_jax.sched.request_table import RequestTable
 
 INTERFACE_VERSION = 1
 """Version of the interface for policies from outside this package: `SchedulerView` and everything in it, `Plan` and its
-promises, `Policy`, and the names of `apt_jax.sched.step_packer` that docs/writing_a_policy.md lists. A policy declares
+contract, `Policy`, and the names of `apt_jax.sched.step_packer` that docs/writing_a_policy.md lists. A policy declares
 the version that it was written for (`interface_version`).
 
 The version rises with a change that could make a correct policy misread a view or have its plan rejected: a name is
-removed, renamed or changes its meaning, a promise of `Plan` is added or made stricter, or `Plan` gets a field without a
+removed, renamed or changes its meaning, the contract of `Plan` becomes stricter, or `Plan` gets a field without a
 default. It does not rise when columns, functions or fields with a default are added.
 """
 
 
 class TakeableGroups:
-    """Groups that real-time requests may take from best-effort ones (BROS §5).
+    """Groups that real-time requests may take from best-effort requests (BROS §5).
 
     Args:
         rows_of: function that returns `rows` for a kind; called at most once per kind, when first needed.
@@ -42,10 +42,10 @@ class TakeableGroups:
     def rows(self, kind: int) -> NDArray[np.int32]:
         """Return the (g,) best-effort rows whose groups of blocks real-time requests of a kind may take.
 
-        There is one entry per group, in the order in which groups are taken (`FindPreemptBlock`) after the free ones.
+        There is one entry per group, in the order in which groups are taken (`FindPreemptBlock`) after the free groups.
         Contents that are overwritten are saved first; their request gets them back, in new blocks, when it runs next
-        (`RequestTable.checkpointed_blocks`). Real-time requests of a step get their blocks before best-effort ones, in
-        any order of `Plan.rows`. If a request starts with a part of a cached group, its first new group is a copy of
+        (`RequestTable.checkpointed_blocks`). Real-time requests of a step get their blocks before best-effort requests,
+        in any order of `Plan.rows`. If a request starts with a part of a cached group, its first new group is a copy of
         that group and cannot be one of the taken groups.
         """
         return self._rows_of(kind)
@@ -53,7 +53,7 @@ class TakeableGroups:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerView:
-    """Everything one scheduling decision may depend on."""
+    """Everything that a scheduling decision may depend on."""
 
     now_s: float
     table: RequestTable
@@ -120,7 +120,7 @@ class SchedulerView:
             kind: cache kinds in the shape of `tokens`, or one kind for all.
         """
         same = self.hidden_block_size in (None, self.block_size)
-        size = self.block_size if same else self.block_sizes[kind]  # one number divides faster
+        size = self.block_size if same else self.block_sizes[kind]  # dividing by a scalar is faster
         return -(-tokens // size) * self.blocks_per_group[kind]
 
     def block_options(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -136,15 +136,15 @@ class SchedulerView:
 class Plan:
     """One iteration: the rows that run, their numbers of tokens and cache kinds, and the rows preempted before it.
 
-    Promises, which `check_plan` checks for policies from outside this package:
+    Contract, which `check_plan` checks for policies from outside this package:
       * `rows` are live and unique, and no row is in `preempt`;
       * `1 <= num_tokens <= remaining`, where `remaining` leaves out prefixes cached with the row's kind; the sum of
         `num_tokens` is at most `max_num_batched_tokens`;
-      * the rows that run and all other rows that keep cache are at most `max_num_seqs`;
+      * at most `max_num_seqs` rows run or keep cache;
       * a row that holds cache keeps its kind (to change it, use `convert`, or preempt the row now and run it in a later
         iteration);
-      * rows in `convert` are unique, are in `rows`, hold the hidden kind (and `kind` says so), and fit the whole pool
-        as keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
+      * rows in `convert` are unique, are in `rows`, hold the hidden kind (also in `kind`), and fit the whole pool as
+        keys and values at their maximum length; `convert` is empty unless `SchedulerView.can_convert`;
       * the needed blocks fit `free_blocks` plus `num_blocks` of the rows in `preempt` plus, if `SchedulerView.takeable`
         is set, the groups in it that real-time rows take. A row in `convert` needs the KV blocks of all its positions,
         including the new one, in addition to its hidden blocks, which become free for the next step.
@@ -198,7 +198,7 @@ class Policy(Protocol):
 
 
 def has_classes(policy: Policy) -> bool:
-    """Return True if a policy tells real-time requests from best-effort ones (`RequestTable.best_effort`)."""
+    """Return True if a policy distinguishes real-time from best-effort requests (`RequestTable.best_effort`)."""
     return bool(getattr(policy, "has_classes", False))
 
 

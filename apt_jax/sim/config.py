@@ -22,7 +22,7 @@ class SimulationConfig:
     trace: str = option("sharegpt", metavar="NAME|FILE")
     """Name from `apt_jax.sim.trace.known_traces`, or a CSV file."""
     rate: float | None = option(None, metavar="R", positive=True, high=1e9, rule="be positive requests/s")
-    """Requests per second; recorded arrivals are stretched to it; required for a trace without arrivals, unless --rates
+    """Requests per second; recorded arrivals are rescaled to it; required for a trace without arrivals, unless --rates
     or --find-rate is given."""
     cv: float | None = option(None, metavar="CV", positive=True, low=0.05, high=100)
     """Coefficient of variation of the gaps between arrivals (Gamma; 1: Poisson; default: recorded arrivals, else 1)."""
@@ -50,12 +50,12 @@ class SimulationConfig:
     output_scale: float = option(1.0, metavar="FACTOR", positive=True, high=1000, rule="be positive")
     """Factor on output lengths."""
     max_tokens: int | None = option(None, metavar="N", positive=True, low=1)
-    """max_tokens of each request, lowered to the room in the model's positions and the pool; a request ends at its
-    output length in the trace, which no policy knows, or is cut off at max_tokens (default: max_tokens is the output
-    length in the trace, so policies that read max_tokens know it)."""
+    """max_tokens of each request, limited to the positions left in the model and the pool; a request ends at its output
+    length in the trace, which no policy knows, or is cut off at max_tokens (default: max_tokens is the output length in
+    the trace, so policies that read max_tokens know it)."""
     drop_too_long: bool = option(False)
-    """Leave out requests that can never fit instead of rejecting the trace, as is always done with bundled traces; the
-    result counts them."""
+    """Drop requests that can never fit instead of rejecting the trace (bundled traces always do); the result counts
+    them."""
     max_num_seqs: int | None = option(None, metavar="N", positive=True, low=1)
     """Maximum number of requests that hold cache (default: the maximum that a calibrated description was measured
     with, else 256, as in vLLM)."""
@@ -110,11 +110,11 @@ class SimulationConfig:
         )
 
     def cache_config(self, block_size: int, *, prefix_caching: bool) -> CacheConfig:
-        """Return the cache's part of the configuration, for an engine.
+        """Return the cache configuration of an engine.
 
         Args:
             block_size: keys, or values, that a block of the hardware's pool holds.
-            prefix_caching: whether prompts are such that the engine may look for common beginnings.
+            prefix_caching: whether the engine may look for common prompt prefixes.
         """
         return CacheConfig(
             block_size=block_size,

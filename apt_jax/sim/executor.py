@@ -1,4 +1,4 @@
-"""An executor that simulates step durations without computing, below the unchanged engine, scheduler and block
+"""An executor that simulates step durations without computing, under the unchanged engine, scheduler and block
 accounting."""
 
 import dataclasses
@@ -27,12 +27,12 @@ class _Handle:
 
 
 class SimulatedExecutor:
-    """An `Executor` whose steps take as long as a cost model says and always sample token 0.
+    """An `Executor` whose steps take the time that a cost model predicts and always sample token 0.
 
-    It keeps time as a device does: `execute` spends the host time and dispatches the step; the step begins when it is
-    dispatched and the step before it has ended; `result` moves the clock to the end of the step. With
+    It keeps time as a device does: `execute` spends the host time and dispatches the step; the step begins once it is
+    dispatched and the previous step has ended; `result` moves the clock to the end of the step. With
     `SchedulerConfig.overlap` the host therefore prepares a step while the device runs the previous one, and each step
-    is scheduled before the previous one has ended.
+    is scheduled before the previous step has ended.
 
     Args:
         clock: the engine's clock.

@@ -43,7 +43,7 @@ def save_hardware(hardware: Hardware, path: Path | str) -> None:
     if hardware.hidden_block_size is None:
         del data["hidden_block_size"]
     for costs in data["costs"].values():
-        del costs["one_program"]  # `programs` says it
+        del costs["one_program"]  # given by `programs`
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -66,7 +66,7 @@ def load_hardware(model: str, hardware: str, num_devices: int | None = None) -> 
         num_devices: number of devices that share every layer; None: the smallest number that has a description.
 
     Raises:
-        ConfigError: no description has these names (the message lists the known ones), the file cannot be read or has
+        ConfigError: no description has these names (the message lists the known names), the file cannot be read or has
             an invalid field (the message names it), or it describes another model or number of devices.
     """
     if hardware.endswith(".json"):

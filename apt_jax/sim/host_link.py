@@ -25,7 +25,7 @@ def block_bytes(hardware: Hardware, dtype_bytes: int = 2) -> int:
 
     fields = PRESETS.get(hardware.model)
     if fields is None:
-        raise ConfigError(f"nothing is known of the size of blocks of {hardware.model!r}; leave out --swap-space")
+        raise ConfigError(f"the block size in bytes of {hardware.model!r} is unknown; leave out --swap-space")
     config = read_model_config(fields)[1]
     return config.num_layers * hardware.block_size * config.lane * dtype_bytes
 
@@ -52,7 +52,7 @@ def with_transfers(costs: StepCosts, hardware: Hardware) -> StepCosts:
     card = hardware.name.split("-")[0]
     if card not in _PCIE_BYTES_PER_S:
         raise ConfigError(
-            f"nothing is known of copies between host and {hardware.name}; calibrate with --swap-space, or leave it out"
+            f"the bandwidth between host and {hardware.name} is unknown; calibrate with --swap-space, or leave it out"
         )
     per_block_s = block_bytes(hardware) / hardware.num_devices / (_EFFICIENCY * _PCIE_BYTES_PER_S[card])
     return dataclasses.replace(costs, load_per_block_s=per_block_s, save_per_block_s=per_block_s)

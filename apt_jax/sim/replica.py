@@ -18,7 +18,8 @@ from apt_jax.sim.routing import ReplicaState
 from apt_jax.utils.clock import VirtualClock
 
 IDLE_S = 0.01
-"""Seconds until the next iteration if a policy keeps all requests waiting and no request runs; an arrival ends it."""
+"""Seconds until the next iteration if a policy keeps all requests waiting and no request runs; an arrival ends the
+wait."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Replica:
         self._pending = PendingArrivals()
         step_s = self.engine.costs.step_s(batch.num_tokens, batch.start, batch.kind)
         begin_s = self._clock.now_s()
-        if self._overlap and self._in_step is not None:  # the step before still runs
+        if self._overlap and self._in_step is not None:  # the previous step still runs
             begin_s = max(begin_s, self._in_step.busy_s)
         self._in_step = self._look(begin_s + step_s)
 
@@ -86,7 +87,7 @@ class Replica:
 
     def state(self, now_s: float) -> ReplicaState:
         """Return the state of the replica at `now_s`, a time in seconds between the starts of two iterations."""
-        if self._in_step is not None and self._clock.now_s() > now_s:  # it ends after this
+        if self._in_step is not None and self._clock.now_s() > now_s:  # the running step ends later
             left_s = max(self._in_step.busy_s - now_s, 0.0)
             return dataclasses.replace(self._in_step, busy_s=left_s, pending=self._pending)
         self._clock.advance_to(now_s)

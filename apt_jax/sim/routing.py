@@ -2,8 +2,8 @@
 
 A router knows only facts about a replica that a server could report at that moment: its state when the running step was
 built (`apt_jax.engine.admission.QueueSnapshot`), the expected end of that step by the cost model, and the requests sent
-to the replica since then. It never knows output lengths. Among equally good replicas it takes the lowest index, so that
-a run depends only on its seed.
+to the replica since then. It never knows output lengths. Among equally good replicas it takes the lowest index, so a
+run depends only on its seed.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from apt_jax.request import EngineRequest
 # Of smg 1.13: --least-load-default-throughput, --least-load-mean-prefill-tokens, --least-load-kv-pressure-weight.
 _TOKENS_PER_S, _RUNNING_TOKENS, _PRESSURE_WEIGHT_S = 2000.0, 1024, 0.15
 _AS_GOOD = 0.05
-"""Slacks that differ by less than this share of the SLO count as equal: the cost model is no more precise."""
+"""Slacks that differ by less than this share of the SLO count as equal: the cost model is not more precise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ReplicaState:
 
 
 Router = Callable[[EngineRequest, Sequence[ReplicaState]], int]
-"""Function that returns the index of the replica for a request; it may keep state, so each run needs a new one."""
+"""Function that returns the index of the replica for a request; it may keep state, so each run needs a new router."""
 
 
 def round_robin() -> Router:
@@ -55,7 +55,7 @@ def round_robin() -> Router:
 
 
 def least_load() -> Router:
-    """Return a router to the replica with the shortest drain time, as estimated by the policy `least_load` of the
+    """Return a router to the replica with the shortest drain time, estimated like the policy `least_load` of the
     gateway smg 1.13 but from loads that are always current."""
 
     def score_s(state: ReplicaState) -> float:
@@ -90,15 +90,15 @@ def expected_ttft_s(request: EngineRequest, state: ReplicaState) -> float:
 def expected_slack() -> Router:
     """Return a router to the replica with the largest slack between the expected first token and the TTFT SLO.
 
-    Slacks that are smaller than the largest one by up to a twentieth of the SLO count as equal; among these replicas
-    the router takes the one with the smallest claimed share of its pool. A request without an SLO goes to the replica
-    with the earliest expected first token.
+    Slacks that are smaller than the largest by up to a twentieth of the SLO count as equal; of these, the router takes
+    the replica with the smallest claimed share of its pool. A request without an SLO goes to the replica with the
+    earliest expected first token.
     """
 
     def choose(request: EngineRequest, states: Sequence[ReplicaState]) -> int:
         objective_s = request.slo.ttft_s
         expected_s = [expected_ttft_s(request, state) for state in states]
-        # The objective is the same everywhere: the largest slack is the earliest first token.
+        # The objective is the same for all replicas: the largest slack is the earliest first token.
         good_s = min(expected_s) + (_AS_GOOD * objective_s if math.isfinite(objective_s) else 0.0)
         return min(
             (i for i in range(len(states)) if expected_s[i] <= good_s),

@@ -93,7 +93,7 @@ class Store:
             if text and not text.endswith("\n"):
                 with path.open("a") as file:
                     file.write("\n")
-        except (OSError, ValueError) as error:  # ValueError: no path of a file
+        except (OSError, ValueError) as error:  # ValueError: not a path
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"{path}: cannot be used to keep runs ({reason}) (--store)") from None
 
@@ -193,7 +193,7 @@ def sweep(
 
     Args:
         configs: configurations to run.
-        store: finished runs; runs that it holds are not repeated, and new ones are added to it.
+        store: finished runs; runs that it holds are not repeated, and new runs are added to it.
         workers: number of processes; None: one per CPU core. With 1, the runs use this process.
         progress: called with (number of finished runs, number of runs).
 

@@ -5,7 +5,7 @@ A trace file is CSV (or gzipped CSV) with the columns `prompt_tokens`, `output_t
 traces that the papers use, by name.
 
 `hash_ids` are integers, separated by spaces, one per block of `block_tokens` prompt tokens (`prompts_of`). Requests
-that begin with the same integers begin with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
+that start with the same integers start with the same tokens, as in the traces that Mooncake publishes (blocks of 512).
 """
 
 import csv
@@ -44,7 +44,7 @@ class Trace:
     best_effort: NDArray[np.bool_] | None = None
     """True for requests of class "be"; None: all are real-time."""
     hash_ids: Sequence[NDArray[np.int64]] | None = None
-    """Identifiers of the blocks of each prompt, from its beginning; None: the contents are not known."""
+    """Identifiers of the blocks of each prompt, from its start; None: the contents are unknown."""
     lines: NDArray[np.int32] | None = None
     """Line of the file that holds each request, for messages."""
 
@@ -112,7 +112,7 @@ def _synthetic(name: str) -> Trace:
         prompt, output = (skewed(*side) for side in _TABLE_7[name])
     elif name in _BROS_TABLE_2:
         prompt, output = (rng.lognormal(mu, s, _NUM_SYNTHETIC) for mu, s in _BROS_TABLE_2[name])
-        prompt, output = np.minimum(prompt, 1024), np.minimum(output, 1024)  # OPT's 2,048 in all
+        prompt, output = np.minimum(prompt, 1024), np.minimum(output, 1024)  # OPT's limit of 2,048 in total
     else:
         prompt, output = (
             rng.integers(low, high, _NUM_SYNTHETIC, endpoint=True).astype(np.float64) for low, high in _BROS_BEST_EFFORT
@@ -180,7 +180,7 @@ def _known_trace(name: str) -> Trace | None:
 
 
 def _parse(text: str, name: str) -> Trace:
-    # Columns that are ignored may be long; the limit is one of the process.
+    # Ignored columns may be long; the limit applies to the whole process.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text), strict=True)
     rows = _rows(reader, name)
@@ -192,7 +192,7 @@ def _parse(text: str, name: str) -> Trace:
         )
     for column in _COLUMNS:
         if header.count(column) > 1:
-            raise ConfigError(f"{name}: column {column!r} comes twice; leave one (--trace)")
+            raise ConfigError(f"{name}: column {column!r} occurs twice; keep one (--trace)")
     at = {column: i for i, column in enumerate(header)}
     arrivals: list[float] = []
     lengths: dict[str, list[int]] = {"prompt_tokens": [], "output_tokens": []}
@@ -211,7 +211,7 @@ def _parse(text: str, name: str) -> Trace:
             arrival_s = _number(row[at["arrival_s"]], name, line)
             if arrivals and arrival_s < arrivals[-1]:
                 raise ConfigError(
-                    f"{name} line {line}: arrival_s={arrival_s:g} is before {arrivals[-1]:g} of the request above; sort the file (--trace)"
+                    f"{name} line {line}: arrival_s={arrival_s:g} is before the previous request's {arrivals[-1]:g}; sort the file (--trace)"
                 )
             arrivals.append(arrival_s)
         if "class" in at:

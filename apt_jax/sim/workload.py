@@ -104,7 +104,7 @@ def sample_workload(trace: Trace, config: SimulationConfig) -> Workload:
         arrival_s = scale_arrivals(picked.arrival_s, config.rate)
     else:
         if config.rate is None:
-            raise ConfigError(f"trace {trace.name} has no arrivals: say how many requests per second (--rate)")
+            raise ConfigError(f"trace {trace.name} has no arrivals; give the number of requests per second (--rate)")
         # Without replacement while there are enough.
         index = rng.permutation(trace.num_requests)[:n]
         if n > index.size:

@@ -21,7 +21,7 @@ class TrialLostError(Exception):
 
     Args:
         message: text for users.
-        keep: True if the grammar is the cause, so that the result is cached for a while.
+        keep: True if the grammar is the cause; then the result is cached for a while.
     """
 
     def __init__(self, message: str, *, keep: bool = True) -> None:
@@ -37,7 +37,7 @@ class TrialWorker:
         try:
             answer = self._child.ask(setup, _START_LIMIT_S)
         except (ChildTimeoutError, ChildDiedError):
-            raise RuntimeError("the grammar compiler process does not start") from None
+            raise RuntimeError("the grammar compiler process did not start") from None
         if answer["error"] is not None:
             self.kill()
             raise RuntimeError(f"grammar compiler process: {answer['error']}")
@@ -47,7 +47,7 @@ class TrialWorker:
         return self._child.is_alive
 
     def attempt(self, grammar: str, limit_s: float) -> tuple[str | None, int]:
-        """Return the error of a grammar, if any, and about how many bytes it takes."""
+        """Return the error of a grammar, if any, and its approximate size in memory, bytes."""
         try:
             answer = self._child.ask({"grammar": grammar}, limit_s)
         except ChildTimeoutError:
@@ -55,7 +55,7 @@ class TrialWorker:
                 f"compiling it takes more than {limit_s:g} s; make it smaller, with fewer alternatives and smaller counts"
             ) from None
         except ChildGoneError:
-            raise TrialLostError("it could not be tried; send it again", keep=False) from None
+            raise TrialLostError("it could not be tested; send it again", keep=False) from None
         except ChildDiedError:
             raise TrialLostError("compiling it takes too much memory or nests too deeply; make it smaller") from None
         return answer["error"], answer["bytes"]
@@ -65,7 +65,7 @@ class TrialWorker:
 
 
 class StandbyWorker:
-    """A child that starts in a thread."""
+    """A child that is started in a background thread."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self._made: list[TrialWorker] = []
@@ -73,11 +73,11 @@ class StandbyWorker:
         self._thread.start()
 
     def _start(self, setup: Mapping[str, Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # whoever needs one tries again, and says why
+        with contextlib.suppress(RuntimeError):  # the caller that needs a child starts one and reports the error
             self._made.append(TrialWorker(setup))
 
     def take(self) -> TrialWorker | None:
-        """Wait for the child and return it; None: it has not started, or has ended."""
+        """Wait for the child and return it; None: it did not start, or has exited."""
         self._thread.join()
         worker = self._made.pop() if self._made else None
         if worker is not None and not worker.is_alive:

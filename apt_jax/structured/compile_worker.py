@@ -1,12 +1,12 @@
-"""Child process that tests grammars: it compiles each one and takes the first steps of an output.
+"""Child process that tests grammars: it compiles each grammar and generates the first tokens of a few outputs.
 
-A grammar can take minutes and gigabytes to compile, and a long chain of references overflows the stack of the compiler,
-which ends the process. So each grammar is tested here first; the worst case costs one child. `apt_jax.structured.compiler`
-starts the child, waits up to a time limit, and kills it.
+A grammar can take minutes and gigabytes to compile, and a long chain of references can overflow the compiler's stack,
+which crashes the process. Testing in a child means that at worst the child is lost. `apt_jax.structured.compiler`
+starts the child, reuses it, and kills it if a test exceeds the time limit or the child dies.
 
-Protocol: one line of JSON in each direction. First {"tokens", "special", "eos", "limits", "memory_bytes", "alarm_s"}, the tokens in
-hexadecimal digits, answered by {"error": null or text}; then any number of {"grammar"}, answered by {"error": null or
-text, "bytes"}. Run as a file, so that nothing but llguidance is imported.
+Protocol: one line of JSON in each direction. First {"tokens", "special", "eos", "limits", "memory_bytes", "alarm_s"},
+the tokens in hexadecimal digits, answered by {"error": null or text}; then any number of {"grammar"}, answered by
+{"error": null or text, "bytes"}. It is run as a file, so that nothing but llguidance is imported.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from typing import Any
 STACK_BYTES = 4 << 20
 """Stack size of the compiling thread in this process; the engine's process uses a larger one."""
 TRIAL_TOKENS = 24
-"""Number of steps of a trial output; too ambiguous grammars fail within a few steps."""
+"""Number of tokens of a trial output; grammars that are too ambiguous fail within a few tokens."""
 NUM_TRIALS = 2
 _BYTES_OF_TEXT = [bytes([byte]) for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 """Every byte that occurs in UTF-8."""
 _MAX_FORCED_CHARS = 256
-"""Length of the part of a required text that is split into tokens at each step."""
+"""Maximum number of characters of a required text that are split into tokens at each step."""
 
 
 class TokenTable:
     """The vocabulary for `llguidance.LLTokenizer`, instead of its ``TokenizerWrapper``.
 
-    llguidance assumes that tokens can produce every text. For a vocabulary that cannot, such as one of words, ids for
-    single bytes are appended; they are never sampled.
+    llguidance assumes that tokens can produce every text. If a vocabulary cannot, such as a vocabulary of words, ids
+    for single bytes are appended; they are never sampled.
 
     Args:
         tokens: bytes that each token adds to a text; empty: the token is never allowed.
-        special: ids that only grammars can name, never text; their bytes are their names.
+        special: ids that grammars can name but text never becomes; their bytes are their names.
         eos: ids that end an output.
         encoder: function that returns the usual tokens of a text; None: long tokens are preferred.
 
@@ -75,12 +75,12 @@ class TokenTable:
             self.tokens += [bytes([byte]) for byte in range(256)]
 
     def __call__(self, text: str) -> list[int]:
-        """Return tokens of a required text, or of its beginning.
+        """Return tokens of a required text, or of a prefix of it.
 
         llguidance calls this at each step, and uses the first token.
         """
         if not isinstance(text, str):
-            return []  # a trial of the type
+            return []  # llguidance tests which types are accepted
         text = text[:_MAX_FORCED_CHARS]
         data = text.encode()
         if self._encoder is not None:
@@ -112,19 +112,19 @@ class TokenTable:
                 return [*ids, *(self.unsampled[byte] for byte in data[ends[-1] :])]
             dead.add(ends.pop())
             tried.pop()
-            if not ids:  # then nothing that can be sampled leads on
+            if not ids:  # no token that can be sampled fits
                 return [self.unsampled[byte] for byte in data] if self.unsampled else []
             ids.pop()
         return ids
 
     def _candidates(self, data: bytes, at: int) -> Iterator[int]:
-        """Yield the lengths of tokens that match at a position, the longest first."""
+        """Yield the lengths of tokens that match at a position, longest first."""
         lengths = self._lengths.get(data[at], ()) if at < len(data) else ()
         return (length for length in lengths if data[at : at + length] in self._ids)
 
 
 def first_allowed(mask: bytes, rng: random.Random, without: set[int]) -> int | None:
-    """Return an allowed token that is not in `without`."""
+    """Return an allowed token that is not in `without`, searching from a random position; None: no token is left."""
     bits = int.from_bytes(mask, "little")
     for token in without:
         bits &= ~(1 << token)
@@ -138,25 +138,25 @@ def first_allowed(mask: bytes, rng: random.Random, without: set[int]) -> int | N
 
 
 def attempt(tokenizer: Any, unsampled: Collection[int], grammar: str, limits: Any) -> tuple[str | None, int]:
-    """Compile a grammar and begin outputs. Returns the error, if any, and the growth of this process in bytes."""
+    """Compile a grammar and begin a few outputs. Returns the error, if any, and the growth of this process in bytes."""
     from llguidance import LLMatcher
 
     give_back_memory()
     before = resident_bytes()
     root = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     error = begin_outputs(root, {*tokenizer.eos_tokens, *unsampled})
-    return error, max(0, resident_bytes() - before)  # while the root is there
+    return error, max(0, resident_bytes() - before)  # while the root is still in memory
 
 
 def begin_outputs(root: Any, without: set[int]) -> str | None:
-    """Take the first steps of a few outputs without the given tokens. Returns the error, if any."""
+    """Generate the first tokens of a few outputs, excluding the tokens `without`. Returns the error, if any."""
     if root.is_error():
         return root.get_error()
     mask = root.compute_bitmask()
     if root.is_error():
         return root.get_error()
     if root.is_stopped() or first_allowed(mask, random.Random(0), without) is None:
-        return "unsatisfiable: it allows no text, or the empty one alone"
+        return "unsatisfiable: it allows no text, or only the empty text"
     for seed in range(NUM_TRIALS):
         matcher, rng = root.deep_copy(), random.Random(seed)
         for _ in range(TRIAL_TOKENS):
@@ -174,15 +174,15 @@ def begin_outputs(root: Any, without: set[int]) -> str | None:
 
 
 def give_back_memory() -> None:
-    """Return memory freed by earlier trials to the system: the next one is measured by the growth of the process."""
-    # Not glibc: a grammar counts as what it takes beyond the largest one before it.
+    """Return memory freed by earlier trials to the system: the next trial is measured by the growth of the process."""
+    # Without glibc, only the memory of a grammar beyond that of the largest earlier grammar is counted.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, without file pages, which the system may drop; 0 if it cannot be
-    read."""
+    """Return the resident memory of this process in bytes, without file pages, which the system may drop; 0 if it
+    cannot be read."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             _, resident, of_files, *_ = map(int, file.read().split())
@@ -192,7 +192,7 @@ def resident_bytes() -> int:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limit the growth of this process; an allocation beyond it ends it."""
+    """Limit the memory growth of this process; an allocation beyond the limit kills it."""
     try:
         import resource
 
@@ -201,7 +201,7 @@ def limit_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, now + more_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, OSError, ValueError):
-        return  # not Linux: time alone is bounded
+        return  # not Linux: only the time is limited
 
 
 def serve() -> None:
@@ -222,7 +222,7 @@ def serve() -> None:
     limit_memory(setup["memory_bytes"])
     answer(error=None)
     while line := sys.stdin.readline():
-        # Should the parent be gone, nobody kills this process: the default action of the signal does.
+        # If the parent is gone and cannot kill this process, the default action of the signal does.
         signal.alarm(setup["alarm_s"])
         try:
             error, num_bytes = attempt(tokenizer, table.unsampled, json.loads(line)["grammar"], limits)

@@ -1,13 +1,13 @@
-"""Structured output: turns schemas, regular expressions and grammars of users into masks over the vocabulary.
+"""Structured output: turns users' schemas, regular expressions and grammars into masks over the vocabulary.
 
-llguidance provides a lexer and an Earley parser, which tell for each state of an output which tokens are allowed. The
-path of a grammar:
+llguidance provides a lexer and an Earley parser, which determine the allowed tokens in each state of an output. A
+grammar is processed in these steps:
 
 1. `apt_jax.structured.forms.grammar_text` converts it to llguidance's notation.
 2. `GrammarCompiler` looks it up in its cache. If it is new, a child process (`apt_jax.structured.compile_worker`)
-   compiles it first, limited to two seconds and a bound on memory, and begins a few outputs: only a process can be
-   stopped at any time, and some grammars crash the compiler. Errors become one line for the user. A grammar that takes
-   too much time or memory is remembered for a minute.
+   compiles it first and begins a few outputs, within two seconds and a memory limit: only a process can be stopped at
+   any time, and some grammars crash the compiler. Errors become one line for the user. A grammar that takes too much
+   time or memory is rejected for a minute.
 3. Then this process compiles it under the same limits, in a thread with a larger stack than the child's.
 4. Each request starts with a copy (microseconds). The engine feeds every token to the copy and gets a mask from it
    before the next token is sampled (`apt_jax.structured.constraint`).
@@ -46,11 +46,11 @@ from apt_jax.utils.memory import spare_memory_bytes
 logger = logging.getLogger(__name__)
 
 COMPILE_LIMIT_S = 2.0
-"""Time limit of the trial of one grammar."""
+"""Time limit of the trial of one grammar, seconds."""
 CHILD_MEMORY_BYTES = 512 << 20
-"""Memory that a trial may take beyond the tokenizer."""
+"""Memory that a trial may take in addition to the tokenizer, bytes."""
 KEEP_LOST_S = 60.0
-"""Seconds for which a grammar whose trial was ended is rejected without another trial."""
+"""Seconds for which a grammar whose trial was aborted is rejected without another trial."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 128 << 20
 
@@ -109,17 +109,17 @@ class PendingGrammar:
 
 
 class GrammarCompiler:
-    """Compiles users' constraints; from any thread, one new grammar at a time.
+    """Compiles users' constraints, one new grammar at a time. Thread-safe.
 
     Args:
-        tokenizer: tokenizer whose tokens are read at the first grammar, or a function that returns its
-            tokenizer.json.
+        tokenizer: tokenizer of the model, or a function that returns its tokenizer.json. The tokens are read at the
+            first grammar.
         vocab_size: vocabulary size of the model; ids without a token are never allowed.
         eos_token_ids: ids that end an output.
         num_tokens: number of leading token ids to use, if the tokenizer has more than the model was trained with; None:
             all.
         limit_s: time limit for the trial of one grammar, in seconds.
-        keep_lost_s: time for which a grammar is rejected without another trial, if its trial had to be ended.
+        keep_lost_s: time in seconds for which a grammar whose trial was aborted is rejected without another trial.
         max_entries, max_bytes: limits of the cache.
     """
 
@@ -142,7 +142,7 @@ class GrammarCompiler:
             tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer()))
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._our_eos = tuple(t for t in eos_token_ids if t < vocab_size)
-        # llguidance wants one that the tokenizer has; without any, a text token serves and can then not be sampled.
+        # llguidance needs an EOS token from the tokenizer; without one it gets a text token, which is never sampled.
         self._num_tokens = min(vocab_size, tokenizer.vocab_size if num_tokens is None else num_tokens)
         self._their_eos = tuple(t for t in self._our_eos if t < self._num_tokens) or (self._num_tokens - 1,)
         self._limit_s, self._keep_lost_s = limit_s, keep_lost_s
@@ -155,17 +155,17 @@ class GrammarCompiler:
         self._entries: collections.OrderedDict[bytes, _Entry] = collections.OrderedDict()
 
     def compile(self, wanted: StructuredOutputsParams, *, ends_at_eos: bool = True) -> LLGrammar:
-        """Return the grammar of a checked constraint. It may wait for a trial, so do not call it in the engine's thread.
+        """Return the grammar of a checked constraint. This may wait for a trial: do not call it in the engine's thread.
 
         Args:
             wanted: constraint checked by `apt_jax.validation`.
-            ends_at_eos: whether EOS may be sampled when the output is complete; otherwise the output goes on as long as the
-                grammar allows.
+            ends_at_eos: True if EOS may be sampled when the output is complete; otherwise the output continues as long
+                as the grammar allows.
 
         Raises:
             InvalidRequestError: the constraint cannot be used; `field` names it.
-            QueueFullError: too many grammars are being tried.
-            MemoryError: memory is too short now.
+            QueueFullError: too many grammars are waiting for a trial.
+            MemoryError: too little memory is free at the moment.
         """
         grammar = self.begin(wanted, ends_at_eos=ends_at_eos)
         return grammar.compile() if isinstance(grammar, PendingGrammar) else grammar
@@ -217,7 +217,7 @@ class GrammarCompiler:
         return len(self._entries)
 
     def close(self) -> None:
-        """End the child process; the next new grammar starts another one."""
+        """Stop the child process; the next new grammar starts another."""
         with self._busy:
             standby, self._standby = self._standby, None
             worker, self._worker = self._worker, None
@@ -264,7 +264,7 @@ class GrammarCompiler:
         except TrialLostError as lost:
             self._worker.kill()
             self._worker = None
-            # Not for ever: a busy machine is no property of the grammar.
+            # Only for a while: the cause may be a busy machine, not the grammar.
             until_s = time.monotonic() + (self._keep_lost_s if lost.keep else 0.0)
             return _Entry(error=str(lost), source=None, num_bytes=1024, until_s=until_s)
         finally:
@@ -273,12 +273,12 @@ class GrammarCompiler:
         if error is not None:
             line = error_line(error)
             return _Entry(error=line, source=None, num_bytes=len(line) + 1024)
-        # llguidance ends its process where it gets no memory: the child's end was harmless, this one's would not be.
+        # llguidance aborts the process if an allocation fails. That was harmless in the child, but not here.
         if spare_memory_bytes() < 2 * num_bytes + MEMORY_LEFT_BYTES:
             raise MemoryError("for a grammar")
         source = MatcherSource(vocabulary, text)
         if source.error is not None:
-            # llguidance's limits count work, not time: the child would have said the same.
+            # llguidance's limits count work, not time: the child would have failed with the same error.
             return _Entry(error=source.error, source=None, num_bytes=1024)
         return _Entry(error=None, source=source, num_bytes=num_bytes)
 
@@ -294,7 +294,7 @@ class GrammarCompiler:
         }
 
     def _prepare_standby(self, vocabulary: Vocabulary) -> None:
-        """Start another child during a slow trial, which may lose its child, so that the next trial need not wait for one."""
+        """Start another child during a slow trial, so that the next trial need not wait if this child is lost."""
         if self._standby is None:
             self._standby = StandbyWorker(self._setup(vocabulary))
 
@@ -305,7 +305,7 @@ class GrammarCompiler:
         if not continuations.is_exact or continuations.word_end is not None:
             raise InvalidRequestError(
                 FIELD,
-                "this model's tokenizer cannot be used for it: what a token adds to a text is not settled by the token",
+                "this model's tokenizer cannot be used for it: the text of a token depends on the tokens around it",
             )
         size, special = self._vocab_size, self._special_ids
         tokens = continuations.pieces(self._num_tokens)

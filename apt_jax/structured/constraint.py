@@ -1,9 +1,9 @@
 """Masks of running outputs, from copies of a compiled grammar that share a lexer.
 
-A mask that would take too long is an error of its request only: llguidance limits lexer states, parser items and work
-per step, see `LIMITS`. Copies share one lexer, whose states accumulate over all outputs of a grammar. After many masks
-the grammar is compiled again for later outputs. If the lexer is full before that, each output continues with its own
-lexer (`MatcherSource`).
+A mask that would take too long fails its request only: llguidance limits lexer states, parser items and work per step
+(`LIMITS`). Copies share one lexer, whose states accumulate over all outputs of a grammar. After many masks the grammar
+is compiled again for later outputs. If the lexer is full before that, each output continues with its own lexer
+(`MatcherSource`).
 
 Numbers in JSON are bounded: after `MAX_DIGITS` digits in a row, another digit is not allowed if the number may end.
 """
@@ -29,25 +29,26 @@ LIMITS: Mapping[str, int | bool] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,  # 7 ms
     "step_max_items": 25_000,  # 1 ms
-    "max_lexer_states": 20_000,  # of 1 to 2 kB
+    "max_lexer_states": 20_000,  # 1 to 2 kB each
     "max_grammar_size": 250_000,
     "verbose_errors": False,
 }
 """`llguidance.LLParserLimits`: limits of one grammar and of one step."""
 
 MAX_DIGITS = 20
-"""Maximum number of successive digits of a number in JSON: enough for 64-bit integers and doubles."""
+"""Maximum number of consecutive digits of a number in JSON: enough for 64-bit integers and doubles."""
 _DIGITS = b"0123456789"
 _AFTER_DIGITS = _DIGITS + b".eE,]} \t\r\n"
 """Bytes that may follow a digit of a number in JSON."""
 _STACK_BYTES = 64 << 20
 MEMORY_LEFT_BYTES = _STACK_BYTES + (64 << 20)
 """Free memory required for a compilation, including its stack."""
-_STACK_SIZE = threading.Lock()  # the size is one of the whole process
+_STACK_SIZE = threading.Lock()  # the stack size is a setting of the whole process
 _WORN_MASKS = 5_000
 """Number of masks after which a grammar is compiled again for later requests, which frees its lexer's memory."""
 _OWN_LEXER_LIMIT_S = 0.02
-"""Compile time up to which an output may get its own lexer, since it is compiled in the engine's thread."""
+"""Maximum compile time of a grammar, seconds, at which an output may get its own lexer: the engine's thread compiles
+it."""
 
 
 class GrammarError(AptJaxError):
@@ -55,14 +56,14 @@ class GrammarError(AptJaxError):
 
 
 class NoTokenLeftError(GrammarError):
-    """The request itself excludes every token.
+    """The restrictions of a request exclude every token.
 
     Args:
         field: field that excludes the last token.
     """
 
     def __init__(self, field: str) -> None:
-        super().__init__(f"{field}: leaves no token here that the rest of the request allows")
+        super().__init__(f"{field}: allows no token here that the rest of the request also allows")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Vocabulary:
     tokenizer: Any
     """`llguidance.LLTokenizer`."""
     tokens: Sequence[bytes]
-    """Bytes that each token adds to a text, or the name of a special one."""
+    """Bytes that each token adds to a text, or the name of a special token."""
     their_eos: tuple[int, ...]
     """Ids that llguidance treats as ends of an output."""
     our_eos: tuple[int, ...]
@@ -101,17 +102,17 @@ class MatcherSource:
 
     Args:
         vocabulary: vocabulary of the model.
-        text: the grammar in llguidance's notation; it has been tried.
+        text: the grammar in llguidance's notation; it has passed its trial.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
         self.num_masks = 0
-        """Approximate number of masks made with the present lexer."""
+        """Approximate number of masks made with the current lexer."""
         self.is_full = False
-        """True if the present lexer has reached its limit."""
+        """True if the current lexer has reached its limit."""
         self.vocabulary, self._text = vocabulary, text
         self.bounds_numbers = has_json(text)
-        """True if numbers are limited to about `MAX_DIGITS` successive digits."""
+        """True if numbers are limited to about `MAX_DIGITS` consecutive digits."""
         self._lock = threading.Lock()
         started = time.monotonic()
         self._root = new_matcher(vocabulary, text)
@@ -122,12 +123,12 @@ class MatcherSource:
         return error_line(self._root.get_error()) if self._root.is_error() else None
 
     def copy(self) -> Any:
-        """Return a matcher at the beginning of an output."""
+        """Return a matcher at the start of an output."""
         with self._lock:
             return self._root.deep_copy()
 
     def alone(self) -> Any:
-        """Return a matcher with its own lexer at the beginning of an output; None if compiling would take too long."""
+        """Return a matcher with its own lexer at the start of an output; None if compiling would take too long."""
         self.is_full = True
         if self._compile_s > _OWN_LEXER_LIMIT_S:
             return None
@@ -135,11 +136,11 @@ class MatcherSource:
 
     @property
     def is_worn(self) -> bool:
-        """True if the lexer made many masks or is full."""
+        """True if the lexer has made many masks or is full."""
         return self.num_masks > _WORN_MASKS or self.is_full
 
     def renew_if_worn(self) -> None:
-        """Compile the grammar again if its lexer is worn; not to be called in the engine's thread."""
+        """Compile the grammar again if its lexer is worn. Do not call this in the engine's thread."""
         if self.is_worn:
             self.num_masks, self.is_full = 0, False
             root = new_matcher(self.vocabulary, self._text)
@@ -198,7 +199,7 @@ class LLConstraint:
         return True
 
     def _end_number(self, words: NDArray[np.uint32], may_end: bool) -> None:
-        """Exclude tokens that begin with a digit from a mask, if the output is within a number that may end here."""
+        """Exclude tokens that begin with a digit, if the output is within a number that may end here."""
         words = words[: self.num_words]
         if (words & ~self._vocabulary.after_digits[: words.size]).any():
             return  # within a string
@@ -208,7 +209,7 @@ class LLConstraint:
 
     @property
     def num_words(self) -> int:
-        """Number of words in a mask of llguidance; a row has the first ones."""
+        """Number of words in a mask of llguidance; a row holds the first of them."""
         return self._vocabulary.num_words
 
     def _compute(self, row: NDArray[np.int32]) -> None:
@@ -218,13 +219,13 @@ class LLConstraint:
             row[:] = mask[: row.size]
 
     def _go_on_or_raise(self) -> None:
-        """After an error, continue with an own lexer if the shared lexer of the grammar is full.
+        """After an error, continue with a separate lexer if the shared lexer of the grammar is full.
 
         Raises:
             GrammarError: the error has another cause, or the full lexer was already this output's own.
         """
         error = self.matcher.get_error()
-        if error.startswith("NoExtension"):  # a vocabulary of words, none of which leads on
+        if error.startswith("NoExtension"):  # no word of a vocabulary of words fits
             raise NoTokenLeftError(FIELD)
         own = None
         if error.startswith("lexer error") and not self._is_alone:
@@ -246,7 +247,7 @@ class MaskFiller:
     def __call__(
         self, constraints: Sequence[TokenConstraint], masks: NDArray[np.int32], rows: Sequence[int]
     ) -> list[bool | Exception]:
-        """Fill ``masks[rows[i]]`` for ``constraints[i]``; return for each the result or the exception of `fill_mask`."""
+        """Fill ``masks[rows[i]]`` for ``constraints[i]``; returns the result or exception of each `fill_mask`."""
         alone = self._num_threads < 2 or len(constraints) < 4
         if alone or not all(isinstance(c, LLConstraint) for c in constraints):
             return fill_one_by_one(constraints, masks, rows)
@@ -267,7 +268,7 @@ class MaskFiller:
 def fill_one_by_one(
     constraints: Sequence[TokenConstraint], masks: NDArray[np.int32], rows: Sequence[int]
 ) -> list[bool | Exception]:
-    """Fill ``masks[rows[i]]`` for ``constraints[i]``; return for each the result or the exception of `fill_mask`."""
+    """Fill ``masks[rows[i]]`` for ``constraints[i]``; returns the result or exception of each `fill_mask`."""
     return [_outcome(c.fill_mask, masks[row]) for c, row in zip(constraints, rows, strict=True)]
 
 
@@ -279,21 +280,22 @@ def _outcome(fill: Any, row: NDArray[np.int32]) -> bool | Exception:
 
 
 def new_matcher(vocabulary: Vocabulary, text: str) -> Any:
-    """Return a matcher at the beginning of an output; it is in an error state if the grammar is invalid."""
+    """Return a matcher at the start of an output; it is in an error state if the grammar is invalid."""
     from llguidance import LLMatcher, LLParserLimits
 
     def make() -> Any:
         limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # by name
         root = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         if not root.is_error():
-            root.compute_bitmask()  # copies take over what this has built
+            root.compute_bitmask()  # copies inherit the lexer states that this builds
         return root
 
     return _in_deep_thread(make)
 
 
 def _in_deep_thread(function: Any) -> Any:
-    """Run a function in a thread with a larger stack than the child's, so that grammars that compiled there cannot overflow here."""
+    """Run a function in a thread with a larger stack than the child's, so that a grammar that compiled in the child
+    cannot overflow it."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(function()), name="apt-jax-grammar")
     with _STACK_SIZE:
@@ -309,16 +311,16 @@ def _in_deep_thread(function: Any) -> Any:
 
 
 def error_line(message: str, most: int = 240) -> str:
-    """Return an error of llguidance as one line with advice."""
+    """Return an error message of llguidance as one line, with advice."""
     text = " ".join(re.split("<state>|<backtrace>|<non-verbose/>", message)[0].split())
     text = text.replace("json-schema:///", "")
     _, inline, of_schema = text.partition("failed to compile JSON schema: ")
-    if inline:  # in a grammar, of which lines with numbers follow
+    if inline:  # in a grammar, whose numbered lines follow
         text = re.split(r" \d+ \| ", of_schema)[0]
     if text.startswith("NoExtension"):
         text = "unsatisfiable: no text matches it"
     elif "Unimplemented keys" in text:
-        text += "; leave out these keywords or say the same with others"
+        text += "; leave out these keywords or express the same with others"
     elif re.search("limit|max is|too (many|complex|big)", text, re.IGNORECASE):
         text += "; make it smaller or less ambiguous"
     elif text.startswith("panic"):

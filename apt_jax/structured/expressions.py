@@ -120,7 +120,7 @@ def _shape(name: str, argument: Any) -> _Shape:
     if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
         return _repeated(_joined(argument[2]), argument[0], argument[1])
     if name == "AT" and argument.name == "AT_END":
-        line_end = 1 << ord("\n")  # some languages take a text that goes on with one
+        line_end = 1 << ord("\n")  # in some languages `$` also matches before a line end
         return _Shape(leading=(_END | line_end,), alphabet=line_end)
     if name in ("AT", "ASSERT", "ASSERT_NOT"):
         return _NOTHING

@@ -12,12 +12,12 @@ from apt_jax.structured.json_schema import exact_schema
 
 FIELD = "structured_outputs"
 DEFAULT_WHITESPACE = r"\r?\n[ \t]{0,20}|[ \t]{1,2}"
-"""Whitespace between the parts of a JSON value, as pretty-printers write it. It is bounded, since small models may write
-spaces endlessly."""
+"""Whitespace between the parts of a JSON value, as pretty-printers write it. It is bounded, since small models may
+write spaces endlessly."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 _SCHEMA_GRAMMAR = '{ "grammars": [{ "json_schema"'
-"""Beginning of llguidance's notation of a JSON schema."""
+"""Prefix of llguidance's notation of a JSON schema."""
 
 
 def field_of(wanted: StructuredOutputsParams) -> str:
@@ -57,8 +57,8 @@ def json_schema_of(wanted: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _as_lark(grammar: str) -> str:
-    """A grammar in llguidance's dialect of Lark; one in GBNF, which has ``::=`` in its rules, is rewritten (in linear
-    time)."""
+    """Return a grammar in llguidance's dialect of Lark. GBNF, recognised by ``::=`` in its rules, is rewritten in
+    linear time."""
     if _GBNF_RULE.search(grammar) is None:
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -67,7 +67,7 @@ def _as_lark(grammar: str) -> str:
         return gbnf_to_lark(grammar)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except Exception as error:  # the module raises plain Exception, too
+    except Exception as error:  # the module also raises plain Exception
         raise ValueError(f"not GBNF: {error}") from None
 
 

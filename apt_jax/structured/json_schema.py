@@ -6,12 +6,12 @@ the schema, its definitions and other referenced schemas, and changes a copy:
 * `format`: an unknown format is an annotation and is left out; dates become expressions that respect leap years.
 * `oneOf` becomes `anyOf` if no value can satisfy two branches. Branches that only require properties are separated
   by forbidding each other's properties.
-* `patternProperties` whose expression matches a few names become `properties`: a comma is allowed only if one
-  of them may still follow.
+* `patternProperties` whose expression matches a few names become `properties`; then a comma is allowed only if another
+  of these names may follow.
 * `propertyNames` with an expression or a list of names becomes `patternProperties` or `properties`.
 * Bounds and constants that llguidance would round are made exact.
 
-`minProperties` that needs unlisted names is rejected, since nothing keeps such names distinct.
+A `minProperties` that needs unlisted names is rejected, since nothing keeps such names distinct.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _OWN_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Expressions of formats: without year 0 and leap seconds, which most readers reject, and at most nanoseconds."""
+"""Expressions of formats: without year 0 and leap seconds, which most parsers reject, and at most nanoseconds."""
 _LABELS = r"(?:[a-zA-Z0-9]+-)*[a-zA-Z0-9]+"
 _HOST_NAME = rf"^{_LABELS}(?:\.{_LABELS})*$"
 """Expression of host names without encoded labels (`xn--`), since most letter combinations in them are invalid."""
@@ -66,8 +66,8 @@ _MAYBE_UNWRITABLE = re.compile(r"[\x00-\x1f\x7f]|\\[xucpPavN0]|\[\^|\[:")
 _WRITABLE = r"^[^\x00-\x07\x0b\x0e-\x1f\x7f]*$"
 
 OVERLAP = (
-    "oneOf: its branches {} and {} may overlap; give each a required property with a const of its own, another type, separate "
-    "ranges, lengths or beginnings (pattern), or required properties that the others exclude (additionalProperties: false), "
+    "oneOf: its branches {} and {} may overlap; give each a required property with its own const, another type, separate "
+    "ranges, lengths or prefixes (pattern), or required properties that the others exclude (additionalProperties: false), "
     "or use anyOf"
 )
 
@@ -84,7 +84,7 @@ def exact_schema(schema: Mapping[str, Any] | bool, whitespace: Mapping[str, Any]
     """
     root: Node = ({} if schema else {"enum": []}) if isinstance(schema, bool) else json.loads(json.dumps(schema))
     _Rewriter(root, _close(root)).run()
-    # Names with escapes of characters that need none would not be recognised for the properties that they are.
+    # Names of properties with unnecessary escapes would not be recognised.
     return {**root, "x-guidance": {**whitespace, "json_allowed_escapes": 'nrbtf\\"'}}
 
 
@@ -95,7 +95,7 @@ _MAX_PLACE_CHARS = 120
 
 
 def _path(place: _Place) -> str:
-    """Return a location as text, such as ``properties.a.oneOf[1]``; long ones are cut at the beginning."""
+    """Return a location as text, such as ``properties.a.oneOf[1]``; a long location is cut at the start."""
     path = ""
     while place is not None and len(path) <= _MAX_PLACE_CHARS:
         place, part = place
@@ -118,9 +118,11 @@ def _at(place: _Place) -> Iterator[None]:
 
 
 def closed(schema: Mapping[str, Any]) -> Node:
-    """Return a copy in which objects with listed properties allow no other ones, so that small models do not add
-    properties endlessly. Unchanged are objects with `additionalProperties`, `patternProperties`, `const` or `enum`, objects
-    whose `required` or `minProperties` needs unlisted properties, and schemas combined with others for the same value.
+    """Return a copy in which objects with listed properties allow no others, so that small models do not add properties
+    endlessly.
+
+    Not changed: objects with `additionalProperties`, `patternProperties`, `const` or `enum`, objects whose `required`
+    or `minProperties` needs unlisted properties, and schemas combined with others for the same value.
     """
     root: Node = json.loads(json.dumps(schema))
     _close(root)
@@ -150,7 +152,7 @@ def _close(root: Node) -> set[int]:
         if isinstance(patterns, dict) and ("properties" in value or len(patterns) > 1):
             return True  # several schemas for one value
         if isinstance(value.get("oneOf"), list) and overlap(value["oneOf"]):
-            return True  # a value that one closed branch forbids may satisfy it as it was written
+            return True  # a value that satisfies two branches might satisfy one of them if they were closed
         named = [value[key].values() for key in _NAMED if isinstance(value.get(key), dict)]  # any names
         others = [item for key, item in value.items() if key not in _NAMED]
         return any(key in value for key in _COMPOSED) or any(map(composed, [*itertools.chain(*named), *others]))
@@ -173,14 +175,14 @@ def _close(root: Node) -> set[int]:
             if suffices and names >= set(map(str, required)):
                 value["additionalProperties"] = False
 
-    # What is composed of several schemas that each close themselves would allow nothing.
+    # A combination of schemas that are each closed would allow nothing.
     if not composed(root):
         close(root)
     return apart
 
 
 class _Rewriter:
-    """Rewriter of the nodes of one schema, in place.
+    """Rewrites the nodes of one schema in place.
 
     Args:
         root: the schema.
@@ -209,7 +211,7 @@ class _Rewriter:
                     self._one_of(node)
 
     def _nodes(self) -> list[tuple[Node, "_Place"]]:
-        """Yield every schema that is an object with its location: under keywords and as targets of references."""
+        """Return every schema that is an object, with its location: values of keywords and targets of references."""
         found: dict[int, tuple[Node, _Place]] = {}
         referred: list[tuple[Any, _Place]] = []
         stack: list[tuple[Any, _Place]] = [(self._root, None)]
@@ -369,7 +371,7 @@ def _check_multiples(places: list[tuple[Node, _Place]]) -> None:
             place = next(place for node, place in places if "multipleOf" in node)
             path = "".join(f"{path}." for path in (_path(place),) if path)
             raise ValueError(
-                f"{path}multipleOf: the values that may apply together are too large; give one, their common multiple"
+                f"{path}multipleOf: the values that may apply together are too large; give only their common multiple"
             )
 
 
@@ -405,12 +407,12 @@ def _add_pattern(node: Node, pattern: str) -> None:
         node["pattern"] = pattern
     else:
         node["allOf"] = [*node.get("allOf", []), {"type": "string", "pattern": pattern}]
-        if "type" not in node:  # of texts alone
+        if "type" not in node:  # restricts strings only
             node["allOf"][-1] = {"pattern": pattern}
 
 
 def _side_by_side(node: Node, keys: Sequence[str]) -> None:
-    """Move keywords next to the first one of `keys`: llguidance reads related keywords only if they are adjacent."""
+    """Move keywords next to the first of `keys`: llguidance reads related keywords only if they are adjacent."""
     there = [key for key in keys if key in node]
     moved = {key: node[key] for key in there}
     items = list(node.items())

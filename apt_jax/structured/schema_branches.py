@@ -24,7 +24,7 @@ _MAX_DEPTH = 12
 
 
 class Branches:
-    """Tells which schemas no value satisfies together.
+    """Detects schemas that no value satisfies together.
 
     A schema is a list of alternatives, each of which is a list of nodes that a value must satisfy together. Unsupported
     keywords are ignored, which allows more values: `overlap` may miss a difference but never invents one.
@@ -37,7 +37,8 @@ class Branches:
         self._resolves = not any("$id" in part for part in _objects(root) if part is not root)
 
     def overlap(self, branches: list[Any]) -> tuple[int, int] | None:
-        """Return the numbers of two schemas that a value may satisfy together; None if no value satisfies two of them."""
+        """Return the indices of two schemas that a value may satisfy together; None if no value satisfies two of
+        them."""
         pairs = itertools.combinations(enumerate(branches), 2)
         return next(((i, j) for (i, a), (j, b) in pairs if not self._disjoint(a, b, _MAX_DEPTH)), None)
 
@@ -137,7 +138,7 @@ def _expression(node: Node) -> str | None:
 
 
 def _extreme(nodes: list[Node], key: str, of: Any) -> float:
-    """Return the tightest bound under a keyword."""
+    """Return the tightest bound that a keyword sets."""
     found = [node[key] for node in nodes if is_number(node.get(key))]
     return of(found) if found else -math.inf if of is max else math.inf
 

@@ -23,7 +23,8 @@ class Names:
         self._left = _MAX_CHARS
 
     def matched(self, pattern: str, most: int) -> frozenset[str] | None:
-        """Return the texts that match an expression of JSON Schema; None if there are more than `most`, or the expression is not supported.
+        """Return the texts that match an expression of JSON Schema; None if there are more than `most`, or the
+        expression is not supported.
 
         Raises:
             ValueError: all expressions together are too large.
@@ -46,7 +47,8 @@ class Names:
         return None if texts is None or len(found) > most else frozenset(found)
 
     def _texts(self, tree: Iterable[Part], most: int) -> set[_Text] | None:
-        """Return the texts that a parsed expression matches; None if there are more than `most`, or parts are unsupported."""
+        """Return the texts that a parsed expression matches; None if there are more than `most`, or parts are not
+        supported."""
         made: set[_Text] = {()}
         for operator, argument in tree:
             parts: set[_Text] | None = None
@@ -71,7 +73,8 @@ class Names:
         return made
 
     def _joined(self, before: set[_Text], after: set[_Text], most: int) -> set[_Text]:
-        """Return each text of `before` followed by each of `after`; empty if there are more than `most`, or one is too long."""
+        """Return each text of `before` followed by each of `after`; empty if there are more than `most`, or a text is
+        too long."""
         longest = max(map(len, before), default=0) + max(map(len, after), default=0)
         if len(before) * len(after) > most or longest > _MAX_NAME_CHARS:
             return set()

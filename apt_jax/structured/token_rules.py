@@ -1,7 +1,7 @@
 """Masks for requests that allow only a part of the vocabulary, or forbid sequences of tokens.
 
 As in vLLM, `allowed_token_ids` is a whitelist that also covers end tokens. The last token of each of `bad_words` is
-forbidden if the output ends in the tokens before it. Both can be combined with structured output.
+forbidden if the output ends with the tokens before it. Both can be combined with structured output.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from apt_jax.structured.constraint import NoTokenLeftError
 
 
 def start_constraint(request: EngineRequest) -> TokenConstraint | None:
-    """Return the constraint of a request at the beginning of its output; None if all tokens are always allowed."""
+    """Return the constraint of a request at the start of its output; None if all tokens are always allowed."""
     inner = None if request.grammar is None else request.grammar.start()
     if not request.has_token_rules:
         return inner

@@ -1,10 +1,11 @@
 """Encode messages as prompt tokens with the chat template of a model.
 
-A template is a Jinja program from the publisher of the model. It is rendered in a process of its own (`chat_worker`),
-with limits on time, memory and output. The special tokens of the prompt come only from the template: the process reports
-which parts of the text the template wrote. In all other parts, the text of a special token is encoded as plain text.
+A template is a Jinja program from the publisher of the model. It is rendered in a separate process (`chat_worker`),
+with limits on time, memory and output. The special tokens of the prompt come only from the template: the process
+reports which parts of the text the template wrote. In all other parts, the text of a special token is encoded as plain
+text.
 
-Operators choose the template, requests cannot.
+Operators choose the template; requests cannot.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ from apt_jax.utils.worker_process import ChildDiedError, ChildProcess, ChildTime
 _logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. The calls of a
-model are in ``tool_calls``, in OpenAI's format, and the result of a tool names its ``tool_call_id``."""
+"""``{"role": ..., "content": ...}``; content is a text or a list of ``{"type": "text", "text": ...}``. The model's tool
+calls are in ``tool_calls``, in OpenAI's format, and the result of a tool names its ``tool_call_id``."""
 
 Tool = Mapping[str, Any]
 """A function that the model may call, in OpenAI's form: ``{"type": "function", "function": {"name": ..., ...}}``."""
@@ -48,7 +49,7 @@ Tool = Mapping[str, Any]
 _MAX_TEMPLATE_BYTES = 2**20
 MAX_TOOLS = 128
 _MAX_OUTPUT = 2**20
-_WALL_S = 20.0  # the worker's own limit is CPU time: a busy machine is no reason to fail
+_WALL_S = 20.0  # for busy machines; the worker itself limits its CPU time
 _TOOLS_WORD = re.compile(r"\btools\b")
 _PROBE = [{"role": "user", "content": "Hi"}]
 _PROBE_TOOL = {
@@ -76,7 +77,7 @@ class _TemplateFailed(Exception):
 
 
 class _Worker:
-    """The rendering process of one template. It is started at the first use, and again after it has ended."""
+    """The rendering process of one template. It is started at the first use, and again after it has exited."""
 
     def __init__(self, template: str) -> None:
         self._template = template
@@ -120,7 +121,7 @@ class _Worker:
 
 
 class _Program:
-    """One Jinja text, ready to render; may be used from several threads."""
+    """One Jinja text, ready to render. Thread-safe."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], probe_tools: Sequence[Tool] | None = None
@@ -130,7 +131,7 @@ class _Program:
         """Tools in the conversations that test the template."""
         self.takes_tools = _TOOLS_WORD.search(source) is not None
         self._worker, self._long_worker = _Worker(source), _Worker(source)
-        """Long conversations have a process of their own, so that short ones never wait for them."""
+        """Long conversations have a separate process, so that short conversations never wait for them."""
 
     def render(
         self,
@@ -174,7 +175,7 @@ class _Program:
             messages = with_system_role(messages)
         if not self.takes_tools and (functions or any(m["role"] == "tool" or "tool_calls" in m for m in messages)):
             plain = [{**message, "content": joined(message["content"])} for message in messages]
-            messages, functions = tools_as_text(plain, functions), None  # what it does not render would be lost
+            messages, functions = tools_as_text(plain, functions), None  # the template would leave the tools out
         made = [{**message, "content": self.forms.content(message["role"], message["content"])} for message in messages]
         if self.forms.arguments_as_text:
             for message in made:
@@ -188,7 +189,7 @@ class _Program:
 
 
 class ChatTemplate:
-    """A chat template, ready to render; may be used from several threads.
+    """A chat template, ready to render. Thread-safe.
 
     Args:
         source: the Jinja text.
@@ -214,7 +215,7 @@ class ChatTemplate:
             self._tool_program = _Program(tool_source, self.special_tokens, [_PROBE_TOOL])
 
     def validate(self) -> None:
-        """Render a conversation of one message. A template for tools alone that fails is named in the log.
+        """Render a conversation of one message. If only the separate template for tools fails, this is logged.
 
         Raises:
             ModelLoadError: the template fails, or exceeds its limits.
@@ -227,7 +228,7 @@ class ChatTemplate:
             self._program.validate()
         except _TemplateFailed as error:
             raise ModelLoadError(
-                f"{self.where}: the chat template fails on a plain message: {one_line(str(error))[:300]}; another one can be given, or "
+                f"{self.where}: the chat template fails on a plain message: {one_line(str(error))[:300]}; choose another template, or "
                 "none (--chat-template)"
             ) from None
         try:
@@ -252,7 +253,7 @@ class ChatTemplate:
         return self._tool_program if has_tools else self._program
 
     def close(self) -> None:
-        """End the rendering processes. The next call starts them again."""
+        """Stop the rendering processes. The next call starts them again."""
         self._program.close()
         self._tool_program.close()
 
@@ -278,15 +279,17 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of the prompt. They equal those of transformers unless a message has the text of a special token.
+        """Return the token ids of the prompt.
+
+        They equal those of transformers unless a message contains the text of a special token.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             messages: the conversation.
             tools: functions that the model may call. Templates without support for tools get them as text.
             add_generation_prompt: end the prompt where the model's answer begins.
-            continue_final_message: end the prompt where the content of the last message ends, so that the model goes on
-                with it.
+            continue_final_message: end the prompt where the content of the last message ends, so that the model
+                continues it.
             template_kwargs: variables of the template (`apt_jax.text.template_kwargs`).
 
         Raises:
@@ -295,9 +298,9 @@ class ChatTemplate:
         functions = checked_tools(tools)
         program = self._program_for(functions is not None)
         checked = checked_messages(messages, program.source)
-        if continue_final_message and checked[-1].get("tool_calls"):  # which stand behind what the model goes on with
+        if continue_final_message and checked[-1].get("tool_calls"):  # calls follow the content
             raise InvalidRequestError(
-                "messages", "the last message has calls: it cannot be continued; add their results"
+                "messages", "the last message has tool calls, so it cannot be continued; add their results"
             )
         variables = checked_template_kwargs(template_kwargs)
         end = f"\ue000{secrets.token_hex(8)}\ue001"
@@ -325,8 +328,8 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
-    """Return the messages with a mark after the content of the last one. A space follows the mark: if the template strips
-    the space, it also strips spaces before the mark."""
+    """Return the messages with a mark after the content of the last message. A space follows the mark: if the template
+    strips that space, it would also strip spaces at the end of the content."""
     *others, last = messages
     content = last["content"]
     if isinstance(content, str):
@@ -336,11 +339,11 @@ def _with_end(messages: Sequence[dict[str, Any]], mark: str) -> list[dict[str, A
 
 
 def _up_to_end(text: str, mark: str) -> str:
-    """Return the text before the mark, without spaces at its end if the template takes them from contents."""
+    """Return the text before the mark, without trailing spaces if the template strips them from contents."""
     before, found, after = text.rpartition(mark)
     if not found:
         raise InvalidRequestError(
-            "continue_final_message", "the chat template does not write the content of the last message as it is"
+            "continue_final_message", "the chat template does not write the content of the last message unchanged"
         )
     return before if after.startswith(" ") else before.rstrip()
 
@@ -378,8 +381,8 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
 def load_chat_template(path: Path | str, override: str | None = None) -> ChatTemplate | None:
     """Load the chat template of a model, without validating it.
 
-    If a model has several named templates, `tool_use` is for conversations with tools and `default` for all others, as in
-    transformers.
+    If a model has several named templates, `tool_use` is for conversations with tools and `default` for all others, as
+    in transformers.
 
     Args:
         path: a directory with chat_template.jinja (and others in additional_chat_templates) or a template in
@@ -404,7 +407,7 @@ def load_chat_template(path: Path | str, override: str | None = None) -> ChatTem
         else:
             named, where = {"default": _read(Path(override))}, override
     elif named and "default" not in named:
-        _logger.warning("%s: none of the chat templates is the default; none is used", where)
+        _logger.warning("%s: no chat template is named default, so none is used", where)
     if "default" not in named:
         return None
     for text in named.values():

@@ -1,4 +1,4 @@
-"""Check messages and tool calls of clients; only fields that chat templates know are kept."""
+"""Check clients' messages and tool calls; only fields that chat templates know are kept."""
 
 import json
 import re
@@ -13,7 +13,7 @@ MAX_NAME_CHARS = 256
 """Length limit of a message's `name` and `tool_call_id`."""
 MAX_TOOLS_CHARS = 2**18
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI's messages; `function` is an older name of `tool`."""
+"""Roles of OpenAI's messages; `function` is an older name for `tool`."""
 ROLE_PATTERN = r"[A-Za-z][A-Za-z0-9_-]{0,31}"
 _ROLE = re.compile(ROLE_PATTERN)
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -22,7 +22,7 @@ _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 
 
 def text_of(messages: Any) -> str:
-    """Return the text contents of unchecked messages, joined; contents of other types are left out."""
+    """Return the joined text of unchecked messages; content of other types is left out."""
     texts: list[str] = []
     for message in messages if isinstance(messages, Sequence) and not isinstance(messages, str) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -33,9 +33,10 @@ def text_of(messages: Any) -> str:
 
 
 def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
-    """Return messages with role, content, calls and reasoning only, so that a template cannot misread other fields. A
-    content is a text, or a list of ``{"type": "text", "text": ...}``. Other fields, which answers of other servers have,
-    are dropped.
+    """Return messages with known fields only, so that a template cannot misread others.
+
+    The known fields are role, content, name, tool call id, reasoning and tool calls. Content is a text or a list of
+    ``{"type": "text", "text": ...}``. Other fields, such as those in answers of other servers, are dropped.
 
     Args:
         messages: messages of a client, not checked.
@@ -79,7 +80,7 @@ def checked_messages(messages: Any, template: str) -> list[dict[str, Any]]:
             value = message.get(name)
             if value is not None:
                 if not isinstance(value, str) or len(value) > MAX_NAME_CHARS:
-                    raise refuse(f"[{number}] has a {name} that is no short text")
+                    raise refuse(f"[{number}] has a {name} that is not a short text")
                 made[name] = plain_json("messages", value)
         thought = _reasoning(f"[{number}]", message)
         if thought is not None:

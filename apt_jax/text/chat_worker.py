@@ -1,13 +1,14 @@
 """The process that renders chat templates: `python -P chat_worker.py`, driven by `apt_jax.text.chat`.
 
-A template is an untrusted program. Jinja's sandbox keeps it from Python's internals; limits of the operating system on
-this process bound its time and memory. The process reads one JSON object per line from stdin and writes one per line to
+A template is an untrusted program. Jinja's sandbox keeps it from Python's internals; operating-system limits on this
+process bound its time and memory. The process reads one JSON object per line from stdin and writes one per line to
 stdout: first `{"template": text}`, then any number of
 
     {"context": variables, "written": variables, "limit": characters}
 
-where the texts in `written` count as the template's own, and so do the roles of messages. The answer is
-`{"text": text, "runs": [[start, end], ...]}`: the runs are what the template wrote (`apt_jax.text.marked_text`).
+The texts in `written` and the roles of messages count as written by the template. The answer is
+`{"text": text, "runs": [[start, end], ...]}`: the runs are the ranges that the template wrote
+(`apt_jax.text.marked_text`).
 
 The file imports little of the package, so that the process is small and quick to start.
 """
@@ -30,7 +31,7 @@ import jinja2.filters
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # -P leaves out the working directory, which may be where we are
+sys.path.insert(0, str(Path(__file__).parents[2]))  # -P leaves out directories that may contain the package
 
 from apt_jax.text import marked_text
 from apt_jax.text.marked_text import Text
@@ -40,9 +41,9 @@ _CPU_S = 1.0
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the model's own words for training; here only its body is rendered."""
+    """`{% generation %}` marks the model's output for training; here only its body is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012  # as Jinja has it
+    tags = {"generation"}  # noqa: RUF012  # as in Jinja
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
@@ -122,7 +123,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         def wrapper(*args: Any, **kwargs: Any) -> str:
             whole, named = usual(*args, **kwargs), args[0] if value.__name__ == "format_map" else kwargs
-            with contextlib.suppress(ValueError, LookupError):  # fields within fields: the result is content
+            with contextlib.suppress(ValueError, LookupError):  # nested fields: the result counts as content
                 pieces = marked_text.concat(_Formatter(self).pieces(text, args, named))
                 return pieces if pieces == whole else whole
             return whole
@@ -217,7 +218,7 @@ def main() -> None:
     _limit_process()
     template = None
     for line in sys.stdin:
-        # The default action of the signal ends the process, also within one long operation in C.
+        # The default action of the signal kills the process, even during a long operation in C.
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)
         answer, template = _answer(line, template)
         signal.setitimer(signal.ITIMER_PROF, 0)

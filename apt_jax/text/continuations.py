@@ -64,8 +64,8 @@ class Continuations:
         backend: the library's tokenizer; its vocabulary and decoder do not change afterwards.
 
     Attributes:
-        is_exact: the decoded text equals the concatenated bytes of its tokens.
-        is_byte_level: tokens are written in the byte alphabet of GPT-2.
+        is_exact: True if the decoded text equals the concatenated bytes of its tokens.
+        is_byte_level: True if tokens are written in the byte alphabet of GPT-2.
         word_end: suffix of tokens that end a word; the next token adds a space. None: the vocabulary has none.
     """
 
@@ -101,7 +101,7 @@ class Continuations:
         return piece
 
     def first_piece(self, token_id: int) -> bytes:
-        """Bytes of a token that begins a text."""
+        """Return the bytes of a token that begins a text."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -111,17 +111,17 @@ class Continuations:
         return self._decode([token, _CONTEXT]).removesuffix(self._after_context).encode()
 
     def ends_word(self, token_id: int | None) -> bool:
-        """Return whether the next token adds a space after this one."""
+        """Return whether a token ends a word, so that the next token adds a space."""
         token = None if token_id is None else self._backend.id_to_token(token_id)
         return token is not None and self.word_end is not None and token.endswith(self.word_end)
 
     def pieces(self, num_ids: int) -> list[bytes]:
-        """Return `piece` of every id in [0, num_ids), with no word ending before it."""
+        """Return `piece` of every id in [0, num_ids), each without a word end before it."""
         tokens = map(self._backend.id_to_token, range(num_ids))
         return [b"" if token is None else self._piece(token) for token in tokens]
 
     def encoder(self) -> Callable[[str], list[int]]:
-        """Return a function that encodes a text which continues another text, without a space before it. The tokens may
+        """Return a function that encodes a text that continues another text, without a space before it. The tokens may
         decode to a different text if the tokenizer knows whole words only."""
         fields = json.loads(self._backend.to_str())
         fields |= {"normalizer": _without_prefix(fields["normalizer"]), "post_processor": None}
@@ -203,7 +203,7 @@ def _is_by_token(steps: Sequence[Mapping[str, Any]]) -> bool:
         return False
     joined = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     bytes_ = kinds.index("ByteFallback") if "ByteFallback" in kinds else joined
-    # Until they are joined every token is by itself, and a run of byte tokens is one from ByteFallback on.
+    # Tokens are separate until Fuse joins them, but ByteFallback makes one piece of a run of byte tokens.
     return (
         bytes_ <= joined
         and all(

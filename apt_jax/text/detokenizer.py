@@ -11,20 +11,20 @@ _MAX_UNREAD = 8
 
 
 class IncrementalDetokenizer:
-    """Turn tokens into text, one token at a time, as the continuation of a prompt or as a separate text.
+    """Turns tokens into text, one token at a time, as the continuation of a prompt or as a separate text.
 
-    The texts that `push` and `flush` return, joined, are what the tokens add to the text of the prompt. Every character
-    is returned with its last byte. Bytes that are not UTF-8 become U+FFFD; a character that the prompt has begun belongs to the
-    output.
+    The results of `push` and `flush`, joined, are the text that the tokens add to the prompt. Every character is
+    returned with its last byte. Bytes that are not UTF-8 become U+FFFD. A character that begins in the prompt and ends
+    in the output belongs to the output.
 
-    The time per call does not depend on the lengths of prompt and output. Only the last tokens of the prompt are read: the
-    text of a token depends at most on the token before it, and a character has at most four bytes.
+    The time per call does not depend on the lengths of prompt and output. Only the last tokens of the prompt are read:
+    the text of a token depends at most on the token before it, and a character has at most four bytes.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         prompt_token_ids: the prompt, or its end; None: the tokens begin a text.
         skip_special_tokens: leave special tokens out.
-        own_bytes_only: leave out a character that the prompt has begun.
+        own_bytes_only: leave out the bytes of a character that begins in the prompt.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
         self._skip_special = skip_special_tokens
         self._utf8 = self._continuations.utf8_decoder()
         self._ids: list[int] = []
-        """Tokens to decode again at the next call: the last one or, without `is_exact`, the last few."""
+        """Tokens to decode again at the next call: the last token or, without `is_exact`, the last few."""
         self._window_read = 0
         self._begins = prompt_token_ids is None
         for token_id in () if prompt_token_ids is None else prompt_token_ids[-_PROMPT_TAIL:]:
@@ -66,7 +66,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest at the end: U+FFFD for bytes that never became a character."""
+        """Return the rest of the text at the end: U+FFFD for the bytes of an incomplete character."""
         return self._utf8.decode(b"", final=True) if self._continuations.is_exact else self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
@@ -114,8 +114,8 @@ class _Matcher:
 class StopChecker:
     """Finds the first stop string in text that arrives in pieces.
 
-    The text ends at the first character that completes a stop string; if one character completes
-    several, the longest counts. The result does not depend on how the text is cut into pieces.
+    The text ends at the first character that completes a stop string; if it completes several, the longest counts. The
+    result does not depend on how the text is cut into pieces.
 
     Args:
         stop: stop strings, none empty.
@@ -123,7 +123,7 @@ class StopChecker:
     """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
-        # Longest first: the first one that a character completes is the one that counts.
+        # Longest first: if a character completes several, the first of them counts.
         self._matchers = [_Matcher(s) for s in sorted(stop, key=len, reverse=True)]
         self._include = include_in_output
         self._held = ""
@@ -136,7 +136,8 @@ class StopChecker:
             may_match: False: a stop string that ends within this piece does not count (`min_tokens`).
 
         Returns:
-            The text that is final and may be shown, and the stop string that was found, if any. Do not push after a match.
+            The text that is final and may be shown, and the stop string that was found, if any. Do not push after a
+            match.
         """
         if not self._matchers:
             return text, None
@@ -155,7 +156,7 @@ class StopChecker:
         return pending[: len(pending) - keep], None
 
     def flush(self) -> str:
-        """Return the held-back text that did not become a stop string."""
+        """Return the held-back text, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -164,16 +165,16 @@ class OutputText:
     """The text of one output sequence: detokenised, and cut at a stop string.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         prompt_token_ids: the prompt, or its last tokens; None: the output begins a text.
         stop: stop strings, none empty.
         min_tokens: number of tokens before which stop strings are ignored.
         include_stop_str_in_output: keep the matched string at the end of the text.
         skip_special_tokens: leave special tokens out.
-        own_bytes_only: leave out a character that the prompt has begun.
+        own_bytes_only: leave out the bytes of a character that begins in the prompt.
 
     Attributes:
-        stop: the stop string that ended it.
+        stop: the stop string that ended the text; None: no stop string.
     """
 
     def __init__(
@@ -206,8 +207,8 @@ class OutputText:
         return self.stop
 
     def take(self, *, final: bool = False) -> str:
-        """Return the text that became final since the last call; with `final` also the held-back text, in which `stop` may be
-        found."""
+        """Return the text that became final since the last call; `final` adds the held-back text, which may still
+        contain a stop string."""
         if final and not self._flushed:
             self._flushed = True
             if self.stop is None:

@@ -1,7 +1,7 @@
 """Fill-in-the-middle prompts, with the special tokens that code models were trained with.
 
-The vocabulary of a model tells which form it uses. Prefix, suffix and files are encoded as plain text, so that they
-cannot contain special tokens of the form.
+The vocabulary of a model determines its form. Prefix, suffix and files are encoded as plain text, so that they cannot
+contain special tokens of the form.
 """
 
 import functools
@@ -37,7 +37,7 @@ _FORMS = (
     _Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ends=("<fim-pad>",), names=("<fim-repo>",)),
     # DeepSeek-Coder and DeepSeek-V2 and later
     _Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    # Code Llama; as GGUF files and later conversions write them
+    # Code Llama; then its tokens in GGUF files and later conversions
     _Form("▁<PRE>", "▁<SUF>", "▁<MID>", ends=("▁<EOT>",)),
     _Form("<PRE>", "<SUF>", "<MID>", ends=("<EOT>",)),
     # GLM-4.5 and later
@@ -64,7 +64,7 @@ class FillInMiddle:
     """Builds fill-in-the-middle prompts for one tokenizer.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         form: the form whose tokens the vocabulary has.
     """
 
@@ -76,12 +76,14 @@ class FillInMiddle:
         self._name, self._file = self._first(form.names), self._first(form.files)
         ends = [*map(vocab.get, form.ends), self._name, self._file, self._prefix, self._suffix, *self._middle]
         self.stop_token_ids = sorted({end for end in ends if end is not None})
-        """Tokens that end an answer, in addition to the end tokens of every output: a model would begin another file."""
-        # Of what is put around a text, as a beginning or an end, what comes first; a text shows which is which.
+        """Tokens that end an answer, in addition to the end tokens of every output: after them, a model would begin
+        another file."""
+        # The special tokens that the tokenizer puts before a text, without those that it puts after it.
         around, text = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
         self._beginning = around[: next((i for i in range(len(around)) if around[i : i + len(text)] == text), 0)]
         self._space = "" if tokenizer.encode_continuation("a") == text else " "
-        """Space that SentencePiece puts before the first text: models saw it before the prefix, not before the suffix."""
+        """Space that SentencePiece puts before the first text: models were trained with it before the prefix, not
+        before the suffix."""
 
     def prompt(self, prefix: str, suffix: str, *, begun: str = "", files: Sequence[ExtraFile] = ()) -> list[int]:
         """Return the token ids of a prompt.
@@ -89,8 +91,8 @@ class FillInMiddle:
         Args:
             prefix: text before the answer.
             suffix: text after it.
-            begun: beginning of the answer, placed after `prefix`.
-            files: additional context at the beginning of the prompt.
+            begun: start of the answer, placed after `prefix`.
+            files: additional context at the start of the prompt.
         """
         start = self._space + prefix if prefix else prefix
         before = [self._prefix, *self._text(start), *self._text(begun)]
@@ -129,21 +131,21 @@ def fill_in_middle(tokenizer: Tokenizer | None, field: str) -> FillInMiddle:
     """Return the prompt builder of a model.
 
     Args:
-        tokenizer: of the model, if it has one.
-        field: name of the request field that needs it, for errors.
+        tokenizer: tokenizer of the model; None: it has no tokenizer.
+        field: name of the request field that needs the builder, for errors.
 
     Raises:
-        InvalidRequestError: the vocabulary has no tokens for it.
+        InvalidRequestError: the vocabulary has no fill-in-the-middle tokens.
     """
     made = None if tokenizer is None else _of(tokenizer)
     if made is None:
         raise InvalidRequestError(
             field,
-            "the model's vocabulary has no tokens to fill in between two texts; serve a code model that has, or leave it out",
+            "the model's vocabulary has no fill-in-the-middle tokens; serve a code model that has them, or leave it out",
         )
     return made
 
 
 def fills_in_middle(tokenizer: Tokenizer | None) -> bool:
-    """Return whether a model has tokens to fill in between two texts."""
+    """Return whether a model has fill-in-the-middle tokens."""
     return tokenizer is not None and _of(tokenizer) is not None

@@ -1,4 +1,4 @@
-"""Conversion of JSON values of clients to plain types."""
+"""Conversion of clients' JSON values to plain Python types."""
 
 import math
 from collections.abc import Mapping
@@ -33,4 +33,4 @@ def plain_json(field: str, value: Any, depth: int = 0) -> Any:
         return {plain_json(field, k, depth + 1): plain_json(field, v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(field, item, depth + 1) for item in value]
-    raise InvalidRequestError(field, f"holds a {type(value).__name__} that JSON does not have")
+    raise InvalidRequestError(field, f"holds a value of type {type(value).__name__} that is not JSON")

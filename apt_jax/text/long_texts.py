@@ -1,7 +1,7 @@
 """Tokenization of long texts in a child process (`apt_jax.text.tokenize_worker`).
 
-A text of megabytes takes seconds and hundreds of megabytes. In a separate process, the work does not
-block threads of this process or end it if memory is short, and the memory is returned to the system.
+Tokenizing megabytes of text takes seconds and hundreds of megabytes of memory. In a separate process, it neither blocks
+threads of this process nor kills it if memory is short, and the memory is returned to the system.
 """
 
 import threading
@@ -50,7 +50,7 @@ class LongTextTokenizer:
         return self._ask({"template": text, "written": written})
 
     def close(self) -> None:
-        """End the child. The next call starts it again."""
+        """Stop the child. The next call starts it again."""
         with self._lock:
             self._end()
 
@@ -59,7 +59,7 @@ class LongTextTokenizer:
             try:
                 try:
                     return self._tokenize(job)
-                except ChildGoneError:  # it had ended before: the next one knows nothing of that
+                except ChildGoneError:  # it had exited before this job: try a new child
                     self._end()
                     return self._tokenize(job)
             except ChildTimeoutError:

@@ -4,7 +4,7 @@
 filters keep the marks. If an operation loses them, its result counts as content: unmarked text never counts as written
 by the template.
 
-The file imports nothing of the package, so that `chat_worker` is small and quick to start.
+The file imports nothing from the package, so that `chat_worker` is small and quick to start.
 """
 
 import bisect
@@ -21,7 +21,7 @@ _CONVERSION = re.compile(r"%(?:\((\w{1,64})\))?[sd%]")
 
 
 class Text(str):
-    """A text with marks; `Text(value)` has none. Methods are those of `str`, with marks on what they return."""
+    """A text with marks; `Text(value)` has no marks. Methods are those of `str`; their results keep the marks."""
 
     _runs: Runs = ()  # a public name could be read by templates
 
@@ -102,7 +102,7 @@ class Text(str):
         texts = list(texts)
         if not self._runs and not any(map(_runs, texts)):
             return Text(str.join(self, texts))
-        str.join(self, texts)  # raises what `str` does
+        str.join(self, texts)  # raises the errors of `str`
         return concat([piece for text in texts for piece in (self, text)][1:])
 
     def upper(self) -> str:
@@ -130,8 +130,8 @@ def written(text: str) -> Text:
 
 
 def changed(text: str, value: str) -> Text:
-    """Return `value`, derived from `text`, with marks: character by character if the lengths match, else marked as a whole if
-    all of `text` is."""
+    """Return `value`, derived from `text`, with its marks: character by character if the lengths match, else on all of
+    `value` if all of `text` is marked."""
     if len(value) == len(text):
         return _marked(value, _runs(text))
     return written(value) if _runs(text) == ((0, len(text)),) else Text(value)
@@ -143,7 +143,8 @@ def runs_of(text: str) -> Runs:
 
 
 def as_text(value: object) -> str:
-    """Return a value as text, as templates write it. Numbers are marked, since no special token consists of digits only."""
+    """Return a value as text, as templates write it. Numbers are marked, since no special token consists of digits
+    only."""
     if isinstance(value, str):
         return value
     return written(str(value)) if value is None or isinstance(value, int | float) else str(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of `texts`; at each position the longest one.
+    """Return a pattern that matches any of `texts`, the longest at each position.
 
     The time to search does not grow with the number of texts, which is in the thousands for special tokens: common
     prefixes are compared once.
@@ -17,12 +17,12 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     ordered = sorted(set(texts))
     try:
         return re.compile(_tree(ordered))
-    except RecursionError:  # hundreds that each begin with the one before
+    except RecursionError:  # hundreds of texts, each a prefix of the next
         return re.compile("|".join(map(re.escape, sorted(ordered, key=len, reverse=True))))
 
 
 def _tree(texts: Sequence[str]) -> str:
-    """Return a pattern for sorted, distinct texts that branches after common prefixes."""
+    """Return a pattern that branches after common prefixes, for sorted, distinct texts."""
     first, last = texts[0], texts[-1]
     shared = first[
         : sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))

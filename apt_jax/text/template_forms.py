@@ -1,6 +1,6 @@
 """Detects which forms of messages a chat template accepts by rendering samples.
 
-Templates differ: a content may be a text or a list of parts, and arguments of calls may be objects or JSON text. Given
+Templates differ: content may be a text or a list of parts, and arguments of calls may be objects or JSON text. Given
 the wrong form, some templates silently write nothing.
 """
 
@@ -38,10 +38,10 @@ class TemplateForms:
     no_text_roles: frozenset[str] = frozenset()
     """Roles whose content must be a list of parts."""
     arguments_as_text: bool = False
-    """True if the arguments of calls are JSON text."""
+    """True if the template takes the arguments of calls as JSON text."""
 
     def content(self, role: str, content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
-        """Return a content in a form that the template accepts."""
+        """Return message content in a form that the template accepts."""
         role = role if role in _BEFORE_AND_AFTER else "user"
         if not isinstance(content, str):
             if role in self.part_roles:
@@ -51,7 +51,7 @@ class TemplateForms:
 
 
 def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a content, with its parts joined."""
+    """Return message content as text, with its parts joined."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
@@ -63,7 +63,7 @@ def find_forms(source: str, render: Render) -> TemplateForms:
         render: function that renders messages with it.
     """
     part_roles, no_text_roles = set(), set()
-    for role in _BEFORE_AND_AFTER if _PARTS_WORD.search(source) else ():  # else it knows of no parts
+    for role in _BEFORE_AND_AFTER if _PARTS_WORD.search(source) else ():  # otherwise it does not support parts
         parts = _with_content(render, role, [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}])
         if parts is None or _FIRST not in parts or _AS_DATA.search(parts):
             continue

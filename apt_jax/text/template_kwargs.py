@@ -1,4 +1,4 @@
-"""Variables that a request gives to the chat template, such as ``enable_thinking``."""
+"""Variables that a request passes to the chat template, such as ``enable_thinking``."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def checked_template_kwargs(value: object) -> dict[str, Any]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidRequestError(FIELD, f"{name!r:.40} is not a name of letters, digits and underscores")
         if name in RESERVED:
-            raise InvalidRequestError(FIELD, f"{name!r} is not the request's to set here")
+            raise InvalidRequestError(FIELD, f"{name!r} cannot be set by requests")
     checked = plain_json(FIELD, value)
     if len(json.dumps(checked)) > _MAX_CHARS:
         raise InvalidRequestError(FIELD, f"more than {_MAX_CHARS >> 10} KiB of JSON")

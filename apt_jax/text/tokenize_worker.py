@@ -1,9 +1,10 @@
 """The process that tokenizes long texts: `python -P tokenize_worker.py`, driven by `apt_jax.text.long_texts`.
 
-The `tokenizers` library takes 100 to 200 bytes of memory per token for seconds, and ends its process if memory runs
-out. Here this costs only one text.
+The `tokenizers` library takes 100 to 200 bytes of memory per token for seconds, and aborts its process if memory runs
+out. Here this fails only one text.
 
-Protocol: one line of JSON in each direction. First `{"tokenizer", "memory_bytes", "cpu_s"}`, answered by `{}`; then any number of
+Protocol: one line of JSON in each direction. First `{"tokenizer", "memory_bytes", "nice", "alarm_s"}`, answered by
+`{}`; then any number of
 
 * `{"encode": text, "add_special_tokens": bool}`,
 * `{"continuation": text}`,
@@ -18,11 +19,11 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # -P leaves out the working directory, which may be where we are
+sys.path.insert(0, str(Path(__file__).parents[2]))  # -P leaves out directories that may contain the package
 
 
 def limit(memory_bytes: int) -> None:
-    """Limit the growth of this process; an allocation beyond it ends it."""
+    """Limit the memory growth of this process; an allocation beyond the limit kills it."""
     import os
     import resource
 
@@ -52,15 +53,15 @@ def serve() -> None:
 
     setup = json.loads(sys.stdin.readline())
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(setup["tokenizer"]))
-    tokenizer.encode("a")  # its threads have their stacks before memory is limited
-    with contextlib.suppress(OSError, ValueError):  # not Linux: time alone is bounded
+    tokenizer.encode("a")  # starts its threads, so that they have stacks before memory is limited
+    with contextlib.suppress(OSError, ValueError):  # not Linux: only the time is limited
         limit(setup["memory_bytes"])
     with contextlib.suppress(OSError):
         os.nice(setup["nice"])
     answer(None)
     while line := sys.stdin.readline():
         job = json.loads(line)
-        # Should the parent be gone, nobody kills this process: the default action of the signal does.
+        # If the parent is gone and cannot kill this process, the default action of the signal does.
         signal.alarm(setup["alarm_s"])
         if "template" in job:
             ids = tokenizer.encode_template(job["template"], job["written"])

@@ -1,11 +1,11 @@
-"""Tokenization and detokenization: a thin wrapper of the `tokenizers` library, with support for streaming.
+"""Tokenization and detokenization: a thin wrapper around the `tokenizers` library, with support for streaming.
 
 * `load_tokenizer` reads the tokenizer of a model directory or GGUF file into a `Tokenizer`. Text that looks like a
   special token is encoded as plain text: only the tokenizer's own template adds special tokens.
 * `IncrementalDetokenizer` turns tokens into text one by one, as the continuation of a prompt. A character whose bytes
-  are spread over several tokens comes out whole, with its last byte.
-* `StopChecker` finds stop strings across token borders, and holds back text that may still become one, so that
-  streamed text never has to be retracted.
+  are spread over several tokens is returned whole, with its last byte.
+* `StopChecker` finds stop strings across token boundaries, and holds back text that may still become a stop string, so
+  that streamed text never has to be retracted.
 * `OutputText` combines both for one request.
 """
 
@@ -40,7 +40,7 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 _logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 256 << 20
 _MAX_VOCAB_SIZE = 1 << 22  # the largest vocabularies have under a million tokens
-_FEW_IDS = 64  # beyond the rows of any model
+_FEW_IDS = 64  # number of ids beyond the model's rows that every tokenizer may have
 _SPACE = re.compile(r"\s*")
 _NEAR_END = 16
 """Number of tokens at the end of a prompt that are searched for a text token. Longer runs of special tokens are rare."""
@@ -50,14 +50,14 @@ _QUICK_TOKENS = 1024
 
 
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library behind the engine's interface.
+    """A tokenizer of the `tokenizers` library with the engine's interface.
 
     Args:
         backend: the library's tokenizer; its handling of special tokens is changed (see the module docstring).
 
     Attributes:
         continuations: bytes that tokens add to a text that has already begun.
-        is_byte_level: tokens are written in the byte alphabet of GPT-2.
+        is_byte_level: True if tokens are written in the byte alphabet of GPT-2.
         vocab_size: ids are in [0, vocab_size).
         path: the directory or GGUF file that it was read from, if any.
     """
@@ -77,7 +77,7 @@ class Tokenizer:
         unknown = _unknown_token(fields["model"])
         self._unknown_id = None if unknown is None else backend.token_to_id(unknown)
         self._plain = backend
-        """Tokenizer that encodes text without special tokens."""
+        """Tokenizer that never turns text into special tokens."""
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         without = _without_pieces(fields, special)
         if without is not None:
@@ -89,7 +89,7 @@ class Tokenizer:
             (len(byte_level_bytes(t)) if self.is_byte_level else len(t) for t in vocab), default=1
         )
         # A normaliser may shorten text (strip, compose characters), and an added token may swallow the spaces around
-        # it: then lengths bound nothing.
+        # it: then the length of a text gives no bound.
         self._bounded = (
             self.is_byte_level
             and backend.normalizer is None
@@ -104,11 +104,11 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The library's object."""
+        """The library's tokenizer."""
         return self._backend
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; `add_special_tokens` adds those of the tokenizer's template (OPT: `</s>` first).
+        """Return the token ids of `text`; `add_special_tokens` adds those of its template (OPT: `</s>` first).
 
         Raises InvalidRequestError if a long text takes too much time or memory (`use_child_for_long_texts`).
         """
@@ -127,12 +127,13 @@ class Tokenizer:
 
     @functools.cached_property
     def special_pattern(self) -> re.Pattern[str] | None:
-        """Pattern that matches the text of any special token, the longest at each position; None without special tokens."""
+        """Pattern that matches the text of any special token, the longest at each position; None without special
+        tokens."""
         return any_of(self._special_tokens) if self._special_tokens else None
 
     @functools.cached_property
     def _trusting(self) -> tokenizers.Tokenizer:
-        """A copy that encodes the text of special tokens as special tokens."""
+        """Copy of the library's tokenizer that encodes the text of special tokens as special tokens."""
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = False
         return backend
@@ -167,8 +168,8 @@ class Tokenizer:
 
         Args:
             text: text of the prompt.
-            written: half-open ranges of characters that the template wrote, in order. Only there the text of a special
-                token becomes a special token.
+            written: half-open ranges of characters that the template wrote, in order. Only there does the text of a
+                special token become a special token.
 
         Raises InvalidRequestError: see `encode`.
         """
@@ -180,7 +181,7 @@ class Tokenizer:
         found = [match for start, end in written for match in pattern.finditer(text, start, end)]
         if [match.span() for match in found] == [match.span() for match in pattern.finditer(text)]:
             ids = _encode(self._trusting, text, False)
-            # Normalisers may turn other text into that of special tokens.
+            # Normalisers may turn other text into the text of special tokens.
             surplus = self._special_counts(ids) - self._special_counts(map(self.special_id, (m[0] for m in found)))
             if not surplus:
                 return ids
@@ -252,7 +253,7 @@ class Tokenizer:
         return -(-len(text.encode("utf-8")) // self._longest_token)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`. Ids without a token are skipped, and bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `token_ids`. Ids without a token are skipped; bytes that are not UTF-8 become U+FFFD."""
         if len(token_ids) > _QUICK_TOKENS:
             return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -353,8 +354,8 @@ def load_tokenizer(path: Path | str, *, model_vocab_size: int | None = None) -> 
 
 
 def _check_rows(file: Path, tokenizer: Tokenizer, num_rows: int) -> None:
-    """Raise ModelLoadError for a tokenizer of another model. A few ids without a row in the model are usual: Gemma 3's text
-    models have no row for `<image_soft_token>`. Requests with such an id are rejected (`apt_jax.validation`)."""
+    """Raise ModelLoadError for a tokenizer of another model. A few ids without a row in the model are normal: Gemma 3's
+    text models have no row for `<image_soft_token>`. Requests with such an id are rejected (`apt_jax.validation`)."""
     ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
     beyond = sum(token_id >= num_rows for token_id in ids)
     if beyond > max(_FEW_IDS, num_rows // 32):
@@ -363,7 +364,7 @@ def _check_rows(file: Path, tokenizer: Tokenizer, num_rows: int) -> None:
             "tokenizer and model do not belong together (--tokenizer)"
         )
     _logger.info(
-        "%s: %d token ids from %d on are beyond the model's rows; requests that hold them are refused",
+        "%s: %d token ids from %d on are beyond the model's rows; requests with such ids are rejected",
         file,
         beyond,
         num_rows,
@@ -386,7 +387,7 @@ def _check_ids(file: Path, backend: tokenizers.Tokenizer) -> None:
 
 
 def _from_gguf(path: Path) -> tokenizers.Tokenizer:
-    # Imported here: the package of the models imports JAX.
+    # Imported here, because `apt_jax.models` imports JAX.
     from apt_jax.models.loading.gguf.file import GgufFile
     from apt_jax.models.loading.gguf.tokenizer import gguf_tokenizer
 
@@ -402,8 +403,8 @@ def _from_directory(directory: Path) -> tuple[Path, tokenizers.Tokenizer]:
         return vocab, _gpt2_files(directory, vocab, merges)
     if not file.exists() and (directory / "tokenizer.model").is_file():
         raise ModelLoadError(
-            f"{directory / 'tokenizer.model'}: is the only tokenizer file, and SentencePiece files are not read; a tokenizer.json is "
-            "needed, as transformers' save_pretrained writes it (--tokenizer)"
+            f"{directory / 'tokenizer.model'}: is the only tokenizer file, and SentencePiece files are not supported; a tokenizer.json is "
+            "needed, as written by transformers' save_pretrained (--tokenizer)"
         )
     text = _read_vocabulary(file)
     _warn_of_code(directory)
@@ -437,7 +438,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read_vocabulary(file: Path) -> str:
-    """Read JSON with a vocabulary, which may take more memory for its size than other JSON."""
+    """Read JSON with a vocabulary, which may take more memory for its size than other JSON files."""
     text = _read_text(file)
     check_json_memory(text.encode(), str(file), is_vocabulary=True)
     return text

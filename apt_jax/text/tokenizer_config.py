@@ -2,9 +2,9 @@
 added_tokens.json.
 
 They may declare tokens that tokenizer.json lacks, which get the next ids, and ask for a space before the first word.
-Their meaning depends on the class of the tokenizer. Both follow transformers 5: `_class_of` is the choice of
-its `AutoTokenizer`, `_declared_tokens` the order in which its classes add tokens. One difference: text is always split
-as tokenizer.json says, although some classes of transformers replace this rule.
+Their meaning depends on the class of the tokenizer. Class and tokens follow transformers 5: `_class_of` chooses the
+class like its `AutoTokenizer`, and `_declared_tokens` returns tokens in the order in which its classes add them. One
+difference: text is always split as tokenizer.json specifies, although some classes of transformers replace this rule.
 """
 
 import json
@@ -117,7 +117,7 @@ def _class_of(directory: Path, config: Mapping[str, Any], backend: tokenizers.To
     model_type, declared = model.get("model_type"), config.get("tokenizer_class") or model.get("tokenizer_class")
     if not isinstance(model_type, str | None) or not isinstance(declared, str | None) or model_type in _NO_CLASS:
         return None
-    if declared is None or model_type == "qwen2":  # many of Qwen 2's size declare a wrong one
+    if declared is None or model_type == "qwen2":  # many models of this type declare a wrong class
         declared = _CLASS_OF_MODEL.get(model_type or "")
     name = (declared or "").removesuffix("Fast")
     if name == "LlamaTokenizer" and '"ByteLevel"' in json.dumps(_steps(backend)):  # Llama 3

@@ -14,8 +14,10 @@ _INSTRUCTIONS = (
 def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Return the conversation as text messages only: definitions at the end of the system message (or in a new one), calls
-    in the content of assistant messages, and tool results in user messages.
+    """Return the conversation as text messages only.
+
+    Definitions are at the end of the system message (or of a new one), calls in the content of assistant messages, and
+    tool results in user messages.
 
     Args:
         messages: checked messages.
@@ -28,7 +30,7 @@ def tools_as_text(
         names |= {call["id"]: call["function"]["name"] for call in calls if isinstance(call.get("id"), str)}
         if message["role"] == "tool":
             text = _result(message, names)
-            if made and "results" in made[-1]:  # templates want turns
+            if made and "results" in made[-1]:  # templates expect alternating turns
                 made[-1]["results"].append(text)
             else:
                 made.append({"role": "user", "results": [text]})

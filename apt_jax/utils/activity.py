@@ -17,7 +17,7 @@ _current: list[str] = []
 
 @contextlib.contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Name the process's activity within a `with` block; the name entered last is the one reported."""
+    """Name the process's activity within a `with` block; the name entered last is reported."""
     with _lock:
         _current.append(what)
     try:

@@ -19,8 +19,8 @@ def keep_freed_memory() -> None:
     """Let this process keep up to 512 MiB of freed memory for later allocations.
 
     Every step on a CPU allocates its intermediate results again. The GNU C library requests blocks of that size from
-    the system and returns them when freed, so that the first touch of each page costs a page fault: a third of the time
-    of products of 512 rows. With other C libraries nothing is changed.
+    the system and returns them when freed, so the first touch of each page causes a page fault. This takes a third of
+    the time of matrix products of 512 rows. With other C libraries nothing is changed.
     """
     if sys.platform != "linux":
         return
@@ -38,7 +38,7 @@ def huge_pages_for(num_bytes: int) -> Iterator[None]:
     """Let about `num_bytes` of the memory allocated within the `with` block use pages of 2 MiB, if Linux offers them.
 
     Touching memory in small pages first and moving it afterwards takes seven times as long: 5.6 s for 4 GiB. Works with
-    the GNU C library after `keep_freed_memory`, as memory kept from a freed block is allocated next.
+    the GNU C library after `keep_freed_memory`, because memory kept from a freed block is allocated next.
     """
     library = ctypes.CDLL(None)
     if sys.platform != "linux" or num_bytes < _HUGE_PAGE or not hasattr(library, "gnu_get_libc_version"):
@@ -57,10 +57,10 @@ def huge_pages_for(num_bytes: int) -> Iterator[None]:
 
 
 def use_huge_pages(buffers: Iterable[tuple[int, int]]) -> Iterator[None]:
-    """Move frequently read memory to pages of 2 MiB, if Linux offers them (6.1 or newer). Reads are up to a third
-    faster, as the page table is 512 times smaller.
+    """Move frequently read memory to pages of 2 MiB, if Linux offers them (6.1 or newer). Reads become up to a third
+    faster, because the page table is 512 times smaller.
 
-    Moving takes 0.5 to 3 s per GiB, longer if free memory is fragmented. The memory may be in use meanwhile. The
+    Moving takes 0.5 to 3 s per GiB, longer if free memory is fragmented. The memory may be in use during the move. The
     generator yields after each part of at most 128 MiB.
 
     Args:

@@ -27,24 +27,24 @@ def cache_dir() -> Path:
     ours, shared = os.environ.get("APT_JAX_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if ours:
         return Path(ours)
-    # A relative path is invalid there, by the specification of the variable.
+    # The specification of XDG_CACHE_HOME declares a relative path invalid.
     return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "apt-jax"
 
 
 @functools.cache
 def _log_not_kept(directory: Path, reason: str | None) -> None:
-    logger.warning("%s: what is made is not kept there, and made again at each start (%s)", directory, reason)
+    logger.warning("%s: cannot be written, so its files are made again at each start (%s)", directory, reason)
 
 
 def log_not_kept(error: OSError) -> None:
-    """Log, once per process, that the cache directory cannot be written. Serving goes on with a full or read-only
+    """Log, once per process, that the cache directory cannot be written. Serving continues with a full or read-only
     disk."""
     _log_not_kept(cache_dir(), error.strerror)
 
 
 def private_dir(name: str) -> Path | None:
-    """Create a directory in `cache_dir` for code that will be run. Only this user may be able to write to it; otherwise
-    the reason is logged and None returned."""
+    """Create a directory in `cache_dir` for code that will be run. If other users can write to it, this is logged and
+    None is returned."""
     directory = cache_dir() / name
     try:
         directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -54,7 +54,7 @@ def private_dir(name: str) -> Path | None:
         log_not_kept(error)
         return None
     if refusal is not None:
-        logger.warning("%s: not used, as %s", directory, refusal)
+        logger.warning("%s: not used: %s", directory, refusal)
         return None
     return directory
 
@@ -63,7 +63,7 @@ def _refusal(directory: Path, status: os.stat_result) -> str | None:
     """Return the reason why other users could put code into a directory of this status; None: they cannot."""
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         return "it must belong to this user and be writeable by nobody else"
-    # Whoever can rename entries of the parent can put a directory of another name in this one's place.
+    # A user who can rename entries of the parent can replace this directory.
     above = directory.parent.stat()
     if above.st_uid not in (os.getuid(), 0):
         return f"{directory.parent} must belong to this user or to root, and be writeable by nobody else"
@@ -76,7 +76,7 @@ def write_verified(path: Path, data: bytes) -> None:
     """Write a file such that `read_verified` never returns a part of it, even after a crash.
 
     Raises:
-        OSError: the file cannot be written; an existing file of this name stays.
+        OSError: the file cannot be written; an existing file of this name is kept.
     """
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -88,7 +88,7 @@ def write_verified(path: Path, data: bytes) -> None:
     except BaseException:
         _remove(Path(name))
         raise
-    with contextlib.suppress(OSError):  # some file systems sync no directories
+    with contextlib.suppress(OSError):  # some file systems cannot sync directories
         directory = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
@@ -121,7 +121,7 @@ def read_private(path: Path) -> bytes | None:
 
 def open_private(path: Path) -> int | None:
     """Open a file with code in a `private_dir`, after checking the directory, the file's owner and its digest again.
-    The checks apply to the opened file, even if files are renamed meanwhile.
+    The checks apply to the opened file, even if files are renamed in between.
 
     Returns:
         A file descriptor, which the caller closes; None: the file is missing or must not be run.
@@ -148,7 +148,7 @@ def _opened(path: Path) -> tuple[int, bytes] | None:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         refusal = "it must be a file of this user, writeable by nobody else"
     if refusal is not None:
-        logger.warning("%s: not used, as %s", path, refusal)
+        logger.warning("%s: not used: %s", path, refusal)
     elif _is_whole(path, content := _content(descriptor)):
         with contextlib.suppress(OSError):
             os.utime(descriptor)  # for `remove_least_recent`
@@ -176,7 +176,7 @@ def remove_least_recent(directory: Path, pattern: str, keep: int) -> None:
 
 
 def remove_beyond(directory: Path, keep_bytes: int) -> None:
-    """Remove the least recently used files until the remaining ones take at most `keep_bytes`."""
+    """Remove the least recently used files until the others take at most `keep_bytes`."""
     total = 0
     for _, path in _by_age(directory, "*"):
         with contextlib.suppress(OSError):

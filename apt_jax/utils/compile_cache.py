@@ -16,7 +16,8 @@ from apt_jax.utils import cache_dir
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 30
-"""Maximum size of all compiled programs in bytes, over all models and versions; the least recently used are removed."""
+"""Maximum size of all compiled programs in bytes, over all models and versions; the least recently used programs are
+removed."""
 
 
 @dataclasses.dataclass
@@ -25,7 +26,7 @@ class Lookup:
 
     key: str
     is_kept: bool
-    """True if the cache has an entry of this key; False if compiling was too fast for JAX to keep the program."""
+    """True if the cache has an entry for this key; False if compiling was too fast for JAX to keep the program."""
 
 
 class CompiledPrograms:
@@ -36,7 +37,7 @@ class CompiledPrograms:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = self._path = directory  # under `_path` JAX looks for it
+        self.directory = self._path = directory  # JAX reads `_path`
         self._of_thread = threading.local()
 
     def _file(self, key: str) -> Path:
@@ -58,8 +59,7 @@ class CompiledPrograms:
             self._of_thread.lookup = Lookup(key, is_kept=True)
 
     def take_lookup(self) -> Lookup | None:
-        """Return this thread's last lookup since the previous call; None: JAX compiled no program, or none that can be
-        kept."""
+        """Return this thread's last lookup since the previous call; None: JAX compiled no program that can be kept."""
         found = getattr(self._of_thread, "lookup", None)
         self._of_thread.lookup = None
         return found
@@ -80,7 +80,7 @@ _kept: CompiledPrograms | None = None
 
 
 def kept_programs() -> CompiledPrograms | None:
-    """Return JAX's cache of compiled programs; None: it has none, or not the one set by `keep_programs`."""
+    """Return the cache of compiled programs that `keep_programs` set; None: JAX uses another cache or no cache."""
     import jax
 
     if _kept is None or not jax.config.jax_enable_compilation_cache:

@@ -19,7 +19,7 @@ def set_memory_fraction() -> bool:
     Must be called before JAX initializes its devices.
 
     Returns:
-        True if JAX uses `memory_fraction`; False if JAX has initialized its devices already without a share set.
+        True if JAX uses `memory_fraction`; False if JAX has already initialized its devices without a configured share.
     """
     if any(os.environ.get(name) for name in _NAMES):
         return True

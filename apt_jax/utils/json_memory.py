@@ -5,7 +5,7 @@ import re
 from apt_jax.errors import ModelLoadError
 
 MAX_JSON_BYTES = 32 << 20
-"""Maximum size in bytes of JSON files other than tokenizers; the largest known index has half of it."""
+"""Maximum size in bytes of JSON files other than tokenizers; the largest known index is half as large."""
 _VOCABULARY_TIMES = 16
 """Memory allowed for files that describe tokens, as a multiple of the file's size; the largest vocabularies, without
 whitespace, need 15."""
@@ -19,14 +19,14 @@ _FOUR_BYTES = re.compile(rb"[\xf0-\xff]")
 
 
 def check_json_memory(text: bytes, where: str, *, allowance: int = 0, is_vocabulary: bool = False) -> None:
-    """Check that parsed JSON takes at most 40 MiB of memory in addition to its strings: a list of `[]` takes 26 times
-    its size.
+    """Check that parsed JSON takes at most 40 MiB of memory in addition to its strings; a list of `[]`, for example,
+    takes 26 times the size of its text.
 
     Args:
         text: the file's contents.
         where: the file's name, for the error.
-        allowance: bytes of memory allowed in addition, up to 512 MiB in all.
-        is_vocabulary: the file describes tokens; 16 times its size is allowed in addition.
+        allowance: bytes of memory allowed in addition, up to 512 MiB in total.
+        is_vocabulary: True if the file describes tokens; then 16 times its size is allowed in addition.
 
     Raises:
         ModelLoadError: the file would take more memory.
@@ -34,7 +34,7 @@ def check_json_memory(text: bytes, where: str, *, allowance: int = 0, is_vocabul
     needed = sum(text.count(mark) * num_bytes for mark, num_bytes in _BYTES_OF.items())
     if is_vocabulary:
         allowance += _VOCABULARY_TIMES * len(text)
-    elif not text.isascii():  # Python keeps all characters of a text as wide as the widest
+    elif not text.isascii():  # Python stores all characters of a text as wide as the widest
         needed += 2 * (3 if _FOUR_BYTES.search(text) else 1) * len(text)
     most = min(_BESIDE_BYTES + allowance, _MOST_BYTES)
     if needed > most:

@@ -4,7 +4,7 @@ from apt_jax.errors import ConfigError
 
 
 def blocks_of(swap_space: float, block_bytes: int) -> int:
-    """Number of blocks that fit in `swap_space` GiB of host memory.
+    """Return the number of blocks that fit in `swap_space` GiB of host memory.
 
     Args:
         swap_space: host memory in GiB.
@@ -16,7 +16,7 @@ def blocks_of(swap_space: float, block_bytes: int) -> int:
     num_blocks = int(swap_space * 2**30) // block_bytes
     if num_blocks < 2:
         raise ConfigError(
-            f"swap_space={swap_space:g} GiB holds no two blocks of {block_bytes:,} bytes; give more, or 0 for none "
-            "(--swap-space)"
+            f"swap_space={swap_space:g} GiB holds fewer than two blocks of {block_bytes:,} bytes; give more, or 0 for "
+            "none (--swap-space)"
         )
     return num_blocks

@@ -1,4 +1,4 @@
-"""Text files from outside: common encodings and line ends are accepted; errors are one line that says what to do."""
+"""Text files from users: common encodings and line ends are accepted; errors are one line that names a remedy."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def read_text(path: str | Path, flag: str) -> str:
     """
     try:
         data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: no path of a file
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{str(path)!s:.200}: cannot be read ({reason}) ({flag})") from None
     return decode(data, str(path), flag)

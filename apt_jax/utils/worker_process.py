@@ -1,4 +1,4 @@
-"""A child process that answers one JSON line at a time. It handles untrusted programs and texts, on which work may
+"""A child process that answers one JSON line at a time. It handles untrusted programs and texts, whose processing may
 never end.
 
 The child runs a script that limits its own memory and imports little. Messages are JSON over pipes, not pickle; an
@@ -23,11 +23,11 @@ class ChildTimeoutError(Exception):
 
 
 class ChildDiedError(Exception):
-    """The child ended before it answered."""
+    """The child exited before it answered."""
 
 
 class ChildGoneError(ChildDiedError):
-    """The child had ended before the question was sent, so that the question is not the cause."""
+    """The child had exited before the question was sent, so the question is not the cause."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -40,15 +40,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class ChildProcess:
-    """A process `python -P FILE`, for use by one thread at a time. It ends with this object, and after any question
-    that was not answered.
+    """A process `python -P FILE`, for use by one thread at a time. It is killed with this object, and after any
+    question that was not answered.
 
     Args:
         script: file that reads questions and writes answers, one JSON object per line.
     """
 
     def __init__(self, script: Path) -> None:
-        # -P: modules are not looked for beside the file.
+        # -P: modules are not imported from the file's directory.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(script)],
             bufsize=0,
@@ -65,7 +65,7 @@ class ChildProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the child; a second call does nothing."""
+        """Kill the child; a second call does nothing."""
         self._finalizer()
 
     def ask(self, question: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -73,12 +73,12 @@ class ChildProcess:
 
         Raises:
             ChildTimeoutError: no answer after `limit_s` seconds of wall time.
-            ChildGoneError: the child had ended before the question.
-            ChildDiedError: the child ended while answering, or its answer is not JSON.
+            ChildGoneError: the child had exited before the question.
+            ChildDiedError: the child exited while answering, or its answer is not JSON.
         """
         try:
             return self._ask(question, limit_s)
-        except BaseException:  # also an interruption: a late answer must not be taken for the next question's
+        except BaseException:  # also an interruption: a late answer must not be read as the next question's answer
             self.close()
             raise
 
@@ -101,7 +101,7 @@ class ChildProcess:
                     raise ChildDiedError
                 data.extend(piece)
 
-            try:  # a pipe takes no more than the child has read
+            try:  # a full pipe accepts more only as the child reads
                 selector.register(stdin, selectors.EVENT_WRITE)
                 while left:
                     wait()

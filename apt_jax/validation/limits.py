@@ -15,7 +15,7 @@ from apt_jax.options import field_docs
 from apt_jax.request import Grammar, SamplingParams, StructuredOutputsParams
 
 MAX_INTEGER = 2**31 - 1
-"""Upper bound of counts, for all models."""
+"""Upper bound on counts, for all models."""
 MAX_REQUEST_ID_CHARS = 128
 REQUEST_ID_PATTERN = rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARS}}}"
 MAX_STOP_STRINGS = DEFAULT_MAX_STOP_STRINGS
@@ -34,12 +34,13 @@ MAX_GRAMMAR_BYTES = 64 << 10
 """Maximum size in bytes of a schema, regular expression or grammar, and of all choices together."""
 MAX_SCHEMA_DEPTH = 64
 MAX_TOOL_CALLS = 16
-"""Calls of functions in one output: of a constraint, which ends after them; of text, where further ones stay content."""
+"""Maximum number of function calls in one output: a constrained output ends after them; in free text, further calls
+stay content."""
 MAX_CHOICES = 1024
 MAX_WHITESPACE_PATTERN_BYTES = 256
 MIN_TEMPERATURE = 0.01
-"""Minimum temperature other than 0; smaller ones are raised to it, as in vLLM, because scaled logits would overflow
-float32."""
+"""Minimum temperature other than 0; smaller temperatures are raised to it, as in vLLM, because scaled logits would
+overflow float32."""
 MAX_TEMPERATURE = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 2.0
@@ -135,7 +136,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="top_k", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or 0 for off"),
         FieldSpec(name="top_p", type="number", min=0, max=1, note="; 1 is off, 0 keeps the most likely token"),
         FieldSpec(name="min_p", type="number", min=0, max=1, note="; 0 is off"),
-        FieldSpec(name="seed", type="integer", min=-MAX_SEED - 1, max=MAX_SEED, rule="be an integer of 64 bits; -1 is a random one"),
+        FieldSpec(name="seed", type="integer", min=-MAX_SEED - 1, max=MAX_SEED, rule="be a 64-bit integer; -1 is a random seed"),
         FieldSpec(name="repetition_penalty", type="number", min=MIN_REPETITION_PENALTY, max=MAX_REPETITION_PENALTY, note="; 1 is off"),
         FieldSpec(name="presence_penalty", type="number", min=-MAX_PENALTY, max=MAX_PENALTY, note="; 0 is off"),
         FieldSpec(name="frequency_penalty", type="number", min=-MAX_PENALTY, max=MAX_PENALTY, note="; 0 is off"),
@@ -154,7 +155,7 @@ REQUEST_FIELDS: dict[str, FieldSpec] = {
         FieldSpec(name="truncate_prompt_tokens", type="integer", min=-1, max=MAX_INTEGER, rule="be at least 1, or -1 for as many as fit"),
         FieldSpec(name="n", type="integer", min=1, max=MAX_SEQUENCES, text="Number of outputs per prompt."),
         FieldSpec(name="request_id", type="string", max_chars=MAX_REQUEST_ID_CHARS, text="Label of the request, unique among live requests of a tenant."),
-        FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests of the same salt share cached prefixes."),
+        FieldSpec(name="cache_salt", type="string", max_chars=MAX_CACHE_SALT_CHARS, text="Only requests with the same salt share cached prefixes."),
         FieldSpec(name="slo_ttft_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TTFT SLO: arrival to first token, milliseconds."),
         FieldSpec(name="slo_tbt_ms", type="number", min=_MS * MIN_SLO_S, max=_MS * MAX_SLO_S, text="TBT SLO: P99 of the gaps between tokens, milliseconds."),
         FieldSpec(name="slo_class", type="string", choices=("rt", "be"), text="Service class: real time or best effort (default: the server's, --set default_slo_class)."),
@@ -197,7 +198,7 @@ class RequestLimits:
     """Limits of the requests that one engine can serve."""
 
     vocab_size: int
-    """V, the smaller vocabulary size of tokenizer and model: token ids are in [0, V)."""
+    """V, the smaller of the vocabulary sizes of tokenizer and model: token ids are in [0, V)."""
     max_model_len: int
     """Maximum length of prompt plus output, in tokens."""
     max_pool_tokens: int | None = None
@@ -218,8 +219,8 @@ class RequestLimits:
     """Names of the LoRA adapters that requests may use."""
 
 
-_TEXT_ALONE = "the model takes text alone; leave it out"
-_ONE_PLACE = "a request is computed in one place; leave it out"
+_TEXT_ALONE = "the model accepts only text; leave it out"
+_ONE_PLACE = "a request is computed by one server; leave it out"
 UNSUPPORTED = {
     "structural_tag": "structural tags are not supported; use json, regex, choice or grammar",
     "mm_inputs": _TEXT_ALONE,
@@ -234,5 +235,5 @@ UNSUPPORTED = {
 
 
 def unsupported(field: str) -> InvalidRequestError:
-    """Return the error for a field that other engines accept and this one does not."""
+    """Return the error for a field that other engines accept and this engine does not."""
     return InvalidRequestError(field, UNSUPPORTED[field])

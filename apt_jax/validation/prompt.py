@@ -12,7 +12,7 @@ from apt_jax.validation.limits import TOO_LONG, Encoder, RequestLimits
 from apt_jax.validation.values import check_text, check_token_id
 
 MAX_CHARS_PER_TOKEN = 256
-"""Upper bound of the characters of a token: the longest tokens of vocabularies, runs of spaces, are shorter."""
+"""Upper bound on the number of characters per token: even the longest tokens, runs of spaces, are shorter."""
 
 
 def checked_prompt(
@@ -50,7 +50,7 @@ def checked_prompt(
     if keep_last is not None and len(ids) > keep_last:
         ids = _last_tokens(tokenizer, text, ids, keep_last)
     if not ids:
-        raise InvalidRequestError("prompt", "the text holds no token; give at least one")
+        raise InvalidRequestError("prompt", "the text has no tokens; give at least one")
     check_rows(limits, ids, "prompt")
     return _frozen(np.array(ids, np.int32))
 
@@ -67,8 +67,8 @@ def check_rows(limits: RequestLimits, ids: Sequence[int], field: str) -> None:
 
 
 def _last_tokens(tokenizer: Encoder, text: str, ids: list[int], keep: int) -> list[int]:
-    """Return the last `keep` tokens of a text. Special tokens that the tokenizer adds at the beginning and end are kept
-    and count."""
+    """Return the last `keep` tokens of a text. Special tokens that the tokenizer adds at the start and end are kept and
+    counted."""
     bare = tokenizer.encode(text, add_special_tokens=False)
     added = len(ids) - len(bare)
     for start in range(added + 1 if 0 < added < keep else 0):
@@ -83,9 +83,9 @@ def check_text_length(
 ) -> None:
     """Raise InvalidRequestError if a text is too long for the model, before it is tokenized.
 
-    Some tokenizers drop characters such as spaces, so that a text's length gives no lower bound on its tokens. Every
-    text may therefore have at most `MAX_CHARS_PER_TOKEN` characters per token of the model's length, which is more than
-    words ever have.
+    Some tokenizers drop characters such as spaces, so a text's length gives no lower bound on its tokens. Every text
+    may therefore have at most `MAX_CHARS_PER_TOKEN` characters per token of the model's length, more than any text of
+    words has.
     """
     least = 0 if truncated else tokenizer.min_tokens(text)
     if least >= limits.max_model_len:
@@ -138,8 +138,12 @@ def _frozen(ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def with_room_filled(limits: RequestLimits, params: SamplingParams, prompt_len: int) -> SamplingParams:
-    """Return `params` with `max_tokens` set to the room after the prompt, or to 1 without any room, which
-    `check_length` rejects."""
+    """Return `params` with `max_tokens` set to the number of tokens that fit after the prompt, or to 1 if nothing fits,
+    which `check_length` rejects.
+
+    Raises:
+        InvalidRequestError: `min_tokens` exceeds that number.
+    """
     room = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len) - prompt_len
     if room >= 1 and params.min_tokens > room:
         raise InvalidRequestError(

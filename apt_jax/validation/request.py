@@ -1,8 +1,8 @@
 """Builds validated `EngineRequest`s from raw user input: the only way into the engine.
 
 Every front end (Python, HTTP, gRPC, command line) calls `build_request` with its raw input, so that no check is
-skipped. Values are neither clamped silently nor coerced. A message says what was wrong, what the rule is and what to
-do; it never contains the prompt.
+skipped. Values are neither clamped silently nor coerced. Messages state the error, the rule and a remedy; they never
+contain the prompt.
 """
 
 import dataclasses
@@ -207,7 +207,7 @@ def _kept_tokens(limits: RequestLimits, params: SamplingParams) -> int | None:
         return keep
     longest = min(limits.max_model_len, limits.max_pool_tokens or limits.max_model_len)
     output = max(params.min_tokens, 1) if params.max_tokens == AS_MANY_AS_FIT else params.max_tokens
-    return max(longest - output, 1)  # where there is no room the length check says so
+    return max(longest - output, 1)  # if nothing fits, the length check rejects the request
 
 
 def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, SamplingParams]]) -> None:
@@ -225,7 +225,7 @@ def check_prompt_logprobs(limits: RequestLimits, requests: Sequence[tuple[int, S
         raise InvalidRequestError(
             "prompt_logprobs",
             f"the prompts ask for {wanted} log probabilities, at most {limits.max_prompt_logprobs} are returned at once; "
-            "send shorter or fewer prompts, or ask for fewer tokens at each place",
+            "send shorter or fewer prompts, or ask for fewer tokens at each position",
         )
 
 
@@ -253,7 +253,7 @@ def check_request_id(value: object) -> str:
     if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
         raise InvalidRequestError(
             "request_id",
-            f"{shown(value)} must be 1 to {MAX_REQUEST_ID_CHARS} characters of [A-Za-z0-9._-]; leave it out to get one",
+            f"{shown(value)} must be 1 to {MAX_REQUEST_ID_CHARS} characters of [A-Za-z0-9._-]; leave it out for a random one",
         )
     return value
 
@@ -264,7 +264,7 @@ def _adapter(limits: RequestLimits, value: object) -> str | None:
     if isinstance(value, str) and value in limits.adapters:
         return value
     known = ", ".join(repr(name) for name in limits.adapters[:8]) or "none"
-    raise InvalidRequestError("adapter", f"{shown(value)} is no LoRA adapter here; there are: {known} (--lora-modules)")
+    raise InvalidRequestError("adapter", f"{shown(value)} is not a LoRA adapter here; known: {known} (--lora-modules)")
 
 
 def _slo_class(value: object) -> SloClass:

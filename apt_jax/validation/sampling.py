@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 AS_MANY_AS_FIT = 2**31
 """Placeholder for a `max_tokens` of None until the prompt's length is known; larger than any valid `max_tokens`."""
 _RANDOM_SEED = -1
-"""Value of `seed` that lets the server pick one, as in llama.cpp and vLLM."""
+"""Value of `seed` that lets the server pick a seed, as in llama.cpp and vLLM."""
 _WARN_EVERY_S = 60.0
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -78,7 +78,7 @@ def checked_sampling_params(
     min_tokens = _checked("min_tokens", params.min_tokens)
     if min_tokens > max_tokens:
         raise InvalidRequestError("min_tokens", f"{min_tokens} must not exceed max_tokens={max_tokens}")
-    return SamplingParams(  # in this order the first wrong field is reported
+    return SamplingParams(  # the first wrong field in this order is reported
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_temperature(params.temperature),
@@ -108,7 +108,7 @@ def checked_sampling_params(
 
 def _pooling(value: object) -> Literal["mean", "last"] | None:
     if value is not None and value not in ("mean", "last"):
-        raise InvalidRequestError("pooling", f"{shown(value)} is none of 'mean' and 'last'")
+        raise InvalidRequestError("pooling", f"{shown(value)} is neither 'mean' nor 'last'")
     return cast('Literal["mean", "last"] | None', value)
 
 
@@ -128,7 +128,7 @@ class _RaisedTemperatures:
         if now_s - self._said_s < _WARN_EVERY_S:
             return
         logger.warning(
-            "temperature %.3g is raised to %g, below which results may overflow (%s since this was last said)",
+            "temperature %.3g is raised to %g, below which results may overflow (%s since the last such message)",
             temperature,
             MIN_TEMPERATURE,
             counted(self._count, "time"),
@@ -209,7 +209,7 @@ def _bad_words(tokenizer: Encoder | None, value: object) -> tuple[str, ...]:
 def bad_words_token_ids(
     limits: RequestLimits, tokenizer: Encoder | None, words: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words, both at the beginning of a text and after a space if the first token then
+    """Return the token sequences of words, at the start of a text and also after a space if only the first token
     differs.
 
     Raises:
@@ -222,7 +222,7 @@ def bad_words_token_ids(
             tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
         )
         if not plain:
-            raise InvalidRequestError("bad_words", f"{shown(word)} holds no token")
+            raise InvalidRequestError("bad_words", f"{shown(word)} has no tokens")
         found[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             found[spaced] = None
@@ -245,8 +245,8 @@ def _allowed_token_ids(limits: RequestLimits, value: object) -> tuple[int, ...] 
 
 
 def _stop_token_ids(limits: RequestLimits, value: object, ignore_eos: bool) -> tuple[int, ...]:
-    """Return the user's ids, checked, then the EOS ids. EOS ids outside the model's vocabulary do no harm, as they are
-    never sampled."""
+    """Return the user's ids, checked, then the EOS ids. EOS ids outside the model's vocabulary are harmless, because
+    they are never sampled."""
     if value is None:
         value = ()
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray):

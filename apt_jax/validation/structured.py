@@ -52,7 +52,7 @@ def checked_structured_outputs(value: object) -> StructuredOutputsParams | None:
     fixed = check_flag(f"{field}.disable_any_whitespace", value.disable_any_whitespace)
     if (fixed or whitespace is not None) and kind not in ("json", "json_object"):
         name = "disable_any_whitespace" if fixed else "whitespace_pattern"
-        raise InvalidRequestError(f"{field}.{name}", f"goes with json and json_object, not {kind}")
+        raise InvalidRequestError(f"{field}.{name}", f"applies to json and json_object, not to {kind}")
     if fixed and whitespace is not None:
         raise InvalidRequestError(f"{field}.whitespace_pattern", "cannot be given together with disable_any_whitespace")
     options = {
@@ -82,7 +82,7 @@ def _choices(field: str, value: object) -> tuple[str, ...]:
     texts = tuple(dict.fromkeys(check_bounded_text(field, text) for text in value))
     size = sum(len(text.encode()) for text in texts)
     if size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequestError(field, f"{size} bytes in all, at most {MAX_GRAMMAR_BYTES} are allowed")
+        raise InvalidRequestError(field, f"{size} bytes in total, at most {MAX_GRAMMAR_BYTES} are allowed")
     return texts
 
 
@@ -95,7 +95,7 @@ def _schema(field: str, value: object) -> str:
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
         made = dict(items)
         if len(made) != len(items):
-            raise ValueError("a key comes twice in one object")
+            raise ValueError("a key occurs twice in one object")
         return made
 
     def check_keys(of: object) -> None:

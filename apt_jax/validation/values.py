@@ -12,7 +12,7 @@ from apt_jax.validation.limits import MAX_GRAMMAR_BYTES, MIN_POSITIVE, FieldSpec
 
 
 def shown(value: object) -> str:
-    """Return a short text of a value for messages; safe for values that are long or slow to print."""
+    """Return a value as short text for messages; safe for values that are long or slow to print."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 40 else f"{value[:37]!r}..."
     if value is None or isinstance(value, bool):
@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def described(value: object) -> str:
-    """Return a text of a value for messages about a wrong type: strings are followed by their type."""
+    """Return a value as text for messages about a wrong type: strings are followed by their type."""
     return f"{shown(value)} ({json_kind(value)})" if isinstance(value, str) else shown(value)
 
 

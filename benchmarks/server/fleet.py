@@ -25,7 +25,7 @@ from serve.protos.aptjax.v1 import apt_serve_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ("-m", "benchmarks.server.proxied_launch")
-_ENDED = re.compile(r"(replica \d+|gateway) (?:was killed by (SIG\w+)|ended with exit code (-?\d+))")
+_ENDED = re.compile(r"(replica \d+|gateway) (?:was killed by (SIG\w+)|exited with code (-?\d+))")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

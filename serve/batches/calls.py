@@ -1,4 +1,4 @@
-"""One request of a batch, served like a call over HTTP: the same reading, validation, life cycle and response.
+"""Serves one request of a batch like a call over HTTP: with the same reading, validation, life cycle and response.
 
 `ENDPOINTS` holds the paths that a batch may use. Requests run as best effort (`slo_class` "be") and without their own
 latency objectives; only the batch as a whole has a deadline.
@@ -32,7 +32,7 @@ from serve.slo_headers import TIER_KEY, class_of_tier
 TEMPORARY = (429, 503)
 """HTTP statuses after which a request runs again instead of getting an outcome."""
 _WITHOUT_EFFECT = ("request_id", "slo", "slo_ttft_ms", "slo_tbt_ms", "slo_class", "deadline_ms", TIER_KEY)
-"""Body fields that are dropped: a batch has one deadline, and identifies its requests by `custom_id`."""
+"""Body fields that are dropped, because a batch has one deadline and identifies its requests by `custom_id`."""
 
 
 class BatchCall:
@@ -64,15 +64,15 @@ class BatchCall:
         self._collected: dict[int, OutputDelta] = {}
 
     async def read(self, engine: AsyncEngine) -> EngineCall:
-        """See `serve.generate_call.Transport`. In the queues, batches and interactive calls of a tenant have different
-        owners."""
+        """See `serve.generate_call.Transport`. In the queues, a tenant's batches and its interactive calls count as
+        different owners."""
         owner, work = ("batch", self._tenant), self._service.work
         parts, arrival_s = engine.parts, engine.parts.clock.now_s()
 
         def read() -> TextCall:
             body = parse_json(self._data)["body"]
             if body.get("stream") is not None and check_flag("stream", body["stream"]):
-                raise InvalidRequestError("stream", "is not possible in a batch; leave it out")
+                raise InvalidRequestError("stream", "is not supported in a batch; leave it out")
             class_of_tier(body.get(TIER_KEY))  # no effect, but an invalid tier is an error
             call = self._endpoint.read(parts, _as_best_effort(body), {}, arrival_s, self._tenant)
             _require_places(parts.config.scheduler, call, "prompt" if body.get("n") in (None, 1) else "n")
@@ -146,10 +146,13 @@ def _as_best_effort(body: Body) -> dict[str, Any]:
 
 
 def _require_places(config: SchedulerConfig, call: TextCall, field: str) -> None:
-    """Check that an empty queue has room for all requests of a call at once.
+    """Check that an empty queue can hold all requests of a call at once.
+
+    Checks their number, against the tenant's share of the queue if there is a tenant; if there are several requests,
+    also their prompt tokens, against the whole queue.
 
     Raises:
-        InvalidRequestError: the queue is too small, so that retries would never succeed.
+        InvalidRequestError: the queue is too small, so retries would never succeed.
     """
     num, most, option = len(call.requests), config.max_num_queued_reqs, "--max-num-queued-reqs"
     if any(request.tenant is not None for request in call.requests):
@@ -161,7 +164,7 @@ def _require_places(config: SchedulerConfig, call: TextCall, field: str) -> None
         asks, option, fits = f"its requests have {tokens} prompt tokens", "--max-num-queued-tokens", tokens <= most
     if not fits:
         raise call.renamed(
-            InvalidRequestError(field, f"{asks}, the queue takes {most} ({option}); ask for less at once")
+            InvalidRequestError(field, f"{asks}, but the queue holds at most {most} ({option}); ask for fewer at once")
         )
 
 
@@ -177,7 +180,7 @@ def _response(
 
 
 def failed_outcome(code: str, message: str) -> Outcome:
-    """Return the outcome of a request that never ran, with this error code and message."""
+    """Return the outcome of a request that has an error code and message instead of a response."""
     return Outcome(is_error=True, value={"response": None, "error": {"code": code, "message": message}})
 
 
@@ -188,4 +191,4 @@ ENDPOINTS: Mapping[str, Callable[[CallService, bytes, str, Callable[[], object]]
     for endpoint in HTTP_ENDPOINTS
     if endpoint.path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 }
-"""For each path that a batch may use, a function that makes the `BatchCall` of one request."""
+"""For each path that a batch may use, a function that creates the `BatchCall` of one request."""

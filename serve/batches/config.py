@@ -1,4 +1,4 @@
-"""Bounds of files and batches."""
+"""Limits on files and batches."""
 
 import dataclasses
 import re
@@ -28,8 +28,8 @@ _UNITS = {"m": 60, "h": 3600}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Directory and limits of files and batches. A tenant is the owner of an API key; without keys all clients are the
-    same tenant."""
+    """Directory and limits of files and batches. A tenant is the owner of an API key; without keys, all clients are one
+    tenant."""
 
     directory: Path
     max_file_bytes: int = 100 << 20
@@ -37,9 +37,9 @@ class BatchConfig:
     max_requests: int = 50_000
     """Maximum number of requests (lines) of one batch."""
     max_line_bytes: int = 2 << 20
-    """Maximum length of one line, the same as of an HTTP request body."""
+    """Maximum length of one line; the default is also the limit of an HTTP request body."""
     max_disk_bytes: int = 4 << 30
-    """Maximum disk space for all files and the requests and responses of running batches, of all tenants together."""
+    """Maximum disk space of all tenants together, for files and for the requests and responses of running batches."""
     max_concurrency: int | None = None
     """Maximum number of batch requests in the engine at once; None: as many as run in one step (`--max-num-seqs`)."""
     max_files: int = 10_000
@@ -59,10 +59,10 @@ class BatchConfig:
 
 
 def window_s(text: object) -> int:
-    """Return the seconds of a completion window such as ``24h`` or ``30m``.
+    """Return the length in seconds of a completion window such as ``24h`` or ``30m``.
 
     Raises:
-        InvalidRequestError: the text is not a completion window, or out of bounds.
+        InvalidRequestError: the text is not a completion window, or is out of bounds.
     """
     if isinstance(text, str) and _WINDOW.fullmatch(text):
         seconds = int(text[:-1]) * _UNITS[text[-1]]

@@ -1,7 +1,7 @@
-"""Gives the requests of running batches to the engine, a few at a time.
+"""Submits the requests of running batches to the engine, a few at a time.
 
-Interactive requests always have priority: in the engine by class and by the places that `FeedWindow` leaves free for
-them; before the engine because at most `MAX_READING` requests of batches are read and tokenized at once.
+Interactive requests always have priority: in the engine by their class and by the places that `FeedWindow` leaves free
+for them; before the engine because at most `MAX_READING` batch requests are read and tokenized at once.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 MAX_READING = 2
 _TICK_S = 0.02
-"""Interval in seconds of looking for places that interactive requests have freed."""
+"""Interval in seconds at which to check for places that interactive requests have freed."""
 _PAGE = 256
 _PAGE_BYTES = 4 << 20
 _LONGEST_PAUSE_S = 5.0
 _COSTS_WAIT_S = 120.0
-"""Maximum time in seconds that batch requests wait until step costs are measured, which needs an idle engine."""
+"""Maximum time in seconds that batch requests wait for step costs to be measured, which needs an idle engine."""
 _SOON_S = 600.0
 """Batches whose deadline is less than this many seconds away do not wait for step costs."""
 
@@ -51,9 +51,10 @@ class RunningBatch:
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when every request has an outcome on disk, or the batch must end for another reason."""
     paused_until_s: float = 0.0
-    """Time on the monotonic clock before which no request of the batch starts, because an earlier one found no room."""
+    """Time on the monotonic clock before which no request of the batch starts, because an earlier request must be
+    retried or reading ahead failed."""
     failure: BaseException | None = None
-    """The error that ends the batch, if any."""
+    """The error that makes the batch fail, if any."""
 
 
 class BatchFeeder:
@@ -63,7 +64,7 @@ class BatchFeeder:
         store: reads the lines of requests.
         service: the engine and the queues before it.
         on_outcome: called with the outcome of each request.
-        num_uncommitted: returns the number of outcomes not stored yet; no request starts while there are too many.
+        num_uncommitted: returns the number of outcomes not yet stored; no request starts while there are too many.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class BatchFeeder:
         """Number of calls in flight per tenant."""
         self._window: FeedWindow | None = None
         self._costs: StepCosts | None = None
-        """Step costs from which `_window` was made."""
+        """Step costs that `_window` was created with."""
         self._waiting_since_s: float | None = None
         """Time on the monotonic clock when requests first waited for step costs."""
 
     @property
     def num_calls(self) -> int:
-        """Number of batch requests that are being read, wait or run."""
+        """Number of batch requests that are being read, waiting or running."""
         return len(self._calls)
 
     def add(self, batch: RunningBatch) -> None:
@@ -97,7 +98,7 @@ class BatchFeeder:
         self._wake.set()
 
     async def remove(self, batch: RunningBatch) -> None:
-        """Stop running requests of a batch; requests in flight are cancelled and get no outcome."""
+        """Start no more requests of a batch; cancel its requests in flight, which get no outcome."""
         if batch in self._batches:
             self._batches.remove(batch)
         tasks = [*batch.calls, *([] if batch.reading is None else [batch.reading])]
@@ -109,7 +110,7 @@ class BatchFeeder:
         self._wake.set()
 
     async def run(self) -> None:
-        """Start requests whenever there is room for them, until cancelled."""
+        """Start requests whenever `FeedWindow` allows more, until cancelled."""
         while True:
             self._wake.clear()
             self._fill()
@@ -123,7 +124,7 @@ class BatchFeeder:
             return
         parts = engine.parts
         costs = None if parts.cost_model is None else parts.cost_model.costs
-        if self._window is None or costs is not self._costs:  # they may be measured while the server runs
+        if self._window is None or costs is not self._costs:  # costs may be measured while the server runs
             places = parts.config.scheduler.max_num_seqs
             most = min(self._store.config.max_concurrency or places, places)
             self._window, self._costs = FeedWindow(places, most, costs), costs
@@ -151,7 +152,7 @@ class BatchFeeder:
         return now_s - self._waiting_since_s < _COSTS_WAIT_S
 
     def _next(self, now_s: float) -> RunningBatch | None:
-        """Return the batch whose request runs next: the oldest batch of the tenant with the fewest calls in flight."""
+        """Return the batch whose request runs next: the oldest ready batch of the tenant with the fewest calls."""
         first: dict[str, RunningBatch] = {}
         for batch in self._batches:
             if now_s >= batch.paused_until_s and (batch.pending or not batch.is_read):
@@ -171,7 +172,7 @@ class BatchFeeder:
             batch.done.set()
             return
         except Exception as error:
-            log_failure(logger, "the reading of requests of a batch", error)
+            log_failure(logger, "reading requests of a batch", error)
             batch.paused_until_s = time.monotonic() + _LONGEST_PAUSE_S
             return
         finally:
@@ -191,7 +192,7 @@ class BatchFeeder:
         task = asyncio.create_task(self._serve(batch, line, data, call))
         batch.calls.add(task)
 
-        def ended(task: asyncio.Task[None]) -> None:  # even if it was cancelled before it began
+        def ended(task: asyncio.Task[None]) -> None:  # also called if the task was cancelled before it began
             batch.calls.discard(task)
             self._calls.discard(call)
             self._by_tenant[record.tenant] -= 1

@@ -16,7 +16,7 @@ from serve.http_api.openai_request import parse_json
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PAUSE_EVERY_BYTES = 64 << 10
 _PAUSE_S = 1e-3
-"""Pause in seconds every `_PAUSE_EVERY_BYTES`: parsing holds the GIL, which threads of interactive calls need."""
+"""Pause in seconds after every `_PAUSE_EVERY_BYTES`: parsing holds the GIL, which threads of interactive calls need."""
 
 
 class InputRead(NamedTuple):
@@ -27,7 +27,7 @@ class InputRead(NamedTuple):
     errors: list[dict[str, Any]]
     """At most `MAX_ERRORS` errors in OpenAI's format."""
     model: str | None
-    """The model name that all requests give; None if they give no name or different names."""
+    """The model name in all requests; None if they have no name or different names."""
 
 
 class _LineError(Exception):
@@ -43,11 +43,11 @@ def read_input(
     check_model: Callable[[Any], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> InputRead | None:
-    """Read and check the whole file. Blocks and sleeps briefly at intervals; call it in a thread.
+    """Read and check the whole file. Blocks, and sleeps briefly at intervals: call it in a thread.
 
     Args:
         path: path of the input file.
-        endpoint: endpoint of the batch, which every line must give as its `url`.
+        endpoint: endpoint of the batch, which must be the `url` of every line.
         config: limits of files and batches.
         check_model: called with the `body` of each request; raises `UnknownModelError` or `InvalidRequestError`.
         is_over: called before each line; reading stops when it returns True.
@@ -73,15 +73,15 @@ def read_input(
             if not data.strip():
                 num_blank += 1
                 if num_blank > config.max_requests:
-                    message = f"A file has at most {config.max_requests} blank lines (--set batch_max_requests)."
+                    message = f"A file can have at most {config.max_requests} blank lines (--set batch_max_requests)."
                     raise _LineError("too_many_blank_lines", message)
                 continue
             if len(lines) >= config.max_requests:
-                message = f"A batch has at most {config.max_requests} requests (--set batch_max_requests)."
+                message = f"A batch can have at most {config.max_requests} requests (--set batch_max_requests)."
                 raise _LineError("too_many_requests", message)
             custom_id, body = _checked(data, endpoint, config.max_line_bytes)
             if custom_id in first_by_id:
-                message = f"The custom_id {custom_id[:80]!r} is that of line {first_by_id[custom_id]} too; it must be unique in a batch."
+                message = f"The custom_id {custom_id[:80]!r} is already used in line {first_by_id[custom_id]}; it must be unique in a batch."
                 raise _LineError("duplicate_custom_id", message, "custom_id")
             try:
                 check_model(body)
@@ -97,7 +97,7 @@ def read_input(
         lines.append(RequestLine(number=number, custom_id=custom_id, offset=offset, size=len(data)))
     if not lines and not errors:
         errors.append(
-            {"code": "empty_file", "line": None, "message": "The input file holds no request.", "param": None}
+            {"code": "empty_file", "line": None, "message": "The input file contains no requests.", "param": None}
         )
     return InputRead([] if errors else lines, errors, models.pop() if len(models) == 1 else None)
 
@@ -114,7 +114,7 @@ def parse_line(data: bytes) -> dict[str, Any]:
 def _checked(data: bytes, endpoint: str, max_bytes: int) -> tuple[str, Mapping[str, Any]]:
     """Return `custom_id` and `body` of a line."""
     if len(data) > max_bytes:
-        raise _LineError("line_too_long", f"A line has at most {max_bytes} bytes.")
+        raise _LineError("line_too_long", f"A line can have at most {max_bytes} bytes.")
     try:
         value = parse_line(data)
     except InvalidRequestError as error:
@@ -125,7 +125,7 @@ def _checked(data: bytes, endpoint: str, max_bytes: int) -> tuple[str, Mapping[s
             raise _LineError("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
     custom_id, body = value["custom_id"], value["body"]
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID_CHARS or _SURROGATE.search(custom_id):
-        message = f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_CHARS} characters."
+        message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
         raise _LineError("invalid_custom_id", message, "custom_id")
     if value["method"] != "POST":
         raise _LineError("invalid_method", f"Invalid method: {_shown(value['method'])}; it must be 'POST'.", "method")
@@ -133,7 +133,7 @@ def _checked(data: bytes, endpoint: str, max_bytes: int) -> tuple[str, Mapping[s
         message = f"Invalid URL: {_shown(value['url'])}; it must be the endpoint of the batch, {endpoint!r}."
         raise _LineError("invalid_url", message, "url")
     if not isinstance(body, dict):
-        raise _LineError("invalid_body", "body must be an object, the body of a call.", "body")
+        raise _LineError("invalid_body", "body must be an object, the request body for the endpoint.", "body")
     return custom_id, body
 
 
@@ -149,10 +149,10 @@ def _lines_of(path: Path, max_bytes: int) -> Iterator[tuple[int, int, bytes]]:
             number += 1
             first, offset = offset, offset + len(data)
             if not data.endswith(b"\n"):
-                while rest := file.readline(1 << 20):  # the rest of a line that is too long
+                while rest := file.readline(1 << 20):  # skip the rest of a line that is too long
                     offset += len(rest)
                     if rest.endswith(b"\n"):
                         break
-            if number == 1 and data.startswith(b"\xef\xbb\xbf"):  # the mark that some editors put first
+            if number == 1 and data.startswith(b"\xef\xbb\xbf"):  # the byte order mark that some editors write
                 first, data = 3, data[3:]
             yield number, first, data.rstrip(b"\r\n")

@@ -12,12 +12,12 @@ from serve.observability.metric_families import Families
 def batch_metrics(families: Families, counters: BatchCounters) -> Iterator[Metric]:
     """Yield counters and gauges of batches and their requests."""
     open_ones = [((status,), counters.open[status]) for status in OPEN]
-    yield families.gauge("aptjax:batches", "Batches that have not ended, by state.", open_ones, ("status",))
+    yield families.gauge("aptjax:batches", "Batches that have not ended, by status.", open_ones, ("status",))
     ends = [((status,), counters.ended[status]) for status in STATUSES if status not in OPEN]
-    yield families.counter("aptjax:batches_ended", "Batches that have ended, by last state.", ends, ("status",))
+    yield families.counter("aptjax:batches_ended", "Batches that have ended, by final status.", ends, ("status",))
     running = [((), counters.num_in_flight)]
-    text = "Requests of batches that are being read, wait or run."
+    text = "Batch requests that are being read, waiting or running."
     yield families.gauge("aptjax:batch_requests_running", text, running)
     outcomes = [((outcome,), counters.requests[outcome]) for outcome in OUTCOMES]
-    text = "Requests of batches whose outcome is on disk."
+    text = "Batch requests whose outcome is on disk."
     yield families.counter("aptjax:batch_requests", text, outcomes, ("outcome",))

@@ -1,4 +1,4 @@
-"""Files and batches as they are stored and shown."""
+"""Records of files and batches, as they are stored and returned to clients."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ class FileRecord:
 
 @dataclasses.dataclass(kw_only=True)
 class BatchRecord:
-    """A batch. Times are seconds since the epoch, None if the event has not happened."""
+    """A batch. Times are seconds since the epoch, or None if the event has not happened."""
 
     id: str
     tenant: str
@@ -76,7 +76,7 @@ class BatchRecord:
     output_file_id: str | None = None
     error_file_id: str | None = None
     output_ttl_s: int | None = None
-    """Lifetime of its output files in seconds; None: they are kept until deleted."""
+    """Lifetime of the batch's output files in seconds; None: they are kept until deleted."""
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None
@@ -92,7 +92,7 @@ class BatchRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     num_validations: int = 0
-    """Number of times that reading of the input file began without being finished or cleanly stopped."""
+    """Number of attempts to read the input file that neither finished nor stopped cleanly."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the batch as OpenAI's batch object."""

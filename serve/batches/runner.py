@@ -1,8 +1,8 @@
-"""Runs batches: validates them, runs their requests, writes the output files; resumes them at the next start.
+"""Runs batches: validates them, runs their requests, writes the output files, and resumes them after a restart.
 
 Each batch that has not ended has a task (`_live`). Each new status is stored before the task continues, and the task
-can begin in any status, which is how batches are resumed. `BatchFeeder` runs the requests of all batches; the outcomes
-that arrive while one group is being synced form the next group, committed together.
+can start from any status, which is how batches are resumed. `BatchFeeder` runs the requests of all batches. Outcomes
+that arrive while a group of outcomes is being stored are stored together as the next group.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ _HOUSEKEEPING_S = 60.0
 _ANY_NUMBER = 2**31
 _SAVE_AGAIN_S = 5.0
 MAX_VALIDATIONS = 2
-"""Number of times that the server may end while it reads an input file; after that the batch fails."""
+"""Number of times that the server may crash or be killed while reading an input file before the batch fails."""
 
 
 class ValidationInterruptedError(Exception):
-    """The server has ended too often while it read an input file. The message is one line."""
+    """The server crashed or was killed too many times while reading an input file. The message is one line."""
 
 
 class BatchStateError(Exception):
@@ -65,7 +65,7 @@ class BatchCounters:
     requests: "collections.Counter[str]" = dataclasses.field(default_factory=collections.Counter)
     """Number of requests with an outcome on disk: completed, failed, expired or cancelled."""
     num_in_flight: int = 0
-    """Number of requests that are being read, wait or run."""
+    """Number of requests that are being read, waiting or running."""
 
 
 class BatchRunner:
@@ -90,13 +90,13 @@ class BatchRunner:
         self._files = FairQueue(
             "apt-jax-batch-files", 1, max_waiting=_ANY_NUMBER, max_waiting_per_owner=_ANY_NUMBER, full="never"
         )
-        """Thread that reads one input file at a time, because each uses a whole core; tenants take turns."""
+        """Thread that reads one input file at a time, because reading occupies a whole core; tenants take turns."""
         self._ended: asyncio.Task[None] | None = None
         self.is_resumed = False
         """True if the batches of earlier runs have been resumed; until then batches cannot be added or cancelled."""
 
     def counters(self) -> BatchCounters:
-        """Snapshot of counters and gauges."""
+        """Return a snapshot of the counters and gauges."""
         by_state = collections.Counter(batch.record.status for batch in self._running.values())
         return BatchCounters(
             open=collections.Counter(by_state), ended=self._counters.ended.copy(),
@@ -106,15 +106,15 @@ class BatchRunner:
     def start(self) -> None:
         """Resume the batches on disk and start the background tasks. The engine must be ready."""
         for name, step, pause_s in (
-            ("the feeding of batches", self._feeder.run, _SAVE_AGAIN_S),
-            ("the storing of outcomes", self._commit, _SAVE_AGAIN_S),
-            ("the deletion of expired files", self._keep_house, _HOUSEKEEPING_S),
+            ("submitting requests of batches", self._feeder.run, _SAVE_AGAIN_S),
+            ("storing outcomes of batches", self._commit, _SAVE_AGAIN_S),
+            ("deleting expired files", self._keep_house, _HOUSEKEEPING_S),
         ):
             self._loops.append(asyncio.create_task(_for_ever(name, step, pause_s)))
         self._loops.append(asyncio.create_task(self._resume()))
 
     async def stop(self) -> None:
-        """Cancel all tasks and close the store. Requests in flight get no outcome and run after the next start."""
+        """Cancel all tasks and close the store. Requests in flight get no outcome; they run after the next start."""
         if self._ended is None:
             self._ended = asyncio.create_task(self._end())
         await asyncio.shield(self._ended)
@@ -134,7 +134,7 @@ class BatchRunner:
             try:
                 await self._commit_group()
             except Exception as error:
-                log_failure(logger, "the last outcomes of batches", error)
+                log_failure(logger, "storing the last outcomes of batches", error)
         await asyncio.to_thread(self.store.close)
         self._service.log.close()
 
@@ -145,16 +145,16 @@ class BatchRunner:
         self._begin(record)
 
     def current(self, record: BatchRecord) -> BatchRecord:
-        """Return the current state of a batch: its failure may not be on disk yet if the disk is full."""
+        """Return the current state of a batch; if the disk is full, a failure may not be in the stored `record` yet."""
         batch = self._running.get(record.id)
         return batch.record if batch is not None and batch.record.status == "failed" else record
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Begin to cancel a batch. Returns a copy of its new record.
+        """Start cancelling a batch, unless it is already being cancelled. Returns a copy of its new record.
 
         Raises:
-            NotFoundError: the tenant has no batch of this id.
-            BatchStateError: the batch has ended, is being finalized or is already being cancelled.
+            NotFoundError: the tenant has no batch with this id.
+            BatchStateError: the batch has ended or is being finalized.
             DiskFullError: the new status cannot be stored.
         """
         batch = self._running.get(batch_id)
@@ -180,14 +180,14 @@ class BatchRunner:
         batch.done.set()
         return dataclasses.replace(record)
 
-    # --- lives -------------------------------------------------------------------------------------------------------
+    # --- life of a batch ---------------------------------------------------------------------------------------------
 
     async def _resume(self) -> None:
         while not self.is_resumed:
             try:
                 records = await self.store.run(self.store.open_batches)
             except Exception as error:
-                log_failure(logger, "the batches of before the start", error)
+                log_failure(logger, "resuming batches", error)
                 await asyncio.sleep(_SAVE_AGAIN_S)
                 continue
             for record in records:
@@ -196,7 +196,7 @@ class BatchRunner:
             self.is_resumed = True
 
     def _begin(self, record: BatchRecord) -> None:
-        if self.is_stopped:  # it is stored, and runs after the next start
+        if self.is_stopped:  # the batch is stored, and runs after the next start
             return
         batch = self._running[record.id] = RunningBatch(record=record)
         task = asyncio.create_task(self._live(batch))
@@ -232,15 +232,15 @@ class BatchRunner:
         reading = asyncio.ensure_future(self._files.run(read, record.tenant))
         try:
             found = await asyncio.shield(reading)
-        except asyncio.CancelledError:  # the server stops: what is being read ends with its line, and is not counted
+        except asyncio.CancelledError:  # the server is stopping: reading stops at the next line and is not counted
             with contextlib.suppress(Exception):
                 await reading
             raise
 
         def begin() -> None:
-            if record.status != "validating":  # it was cancelled meanwhile
+            if record.status != "validating":  # cancelled in the meantime
                 return
-            if found is None:  # its deadline has passed
+            if found is None:  # the deadline has passed
                 self._end_as(record, "expired", [], [])
                 return
             self._take(record, found)
@@ -258,10 +258,10 @@ class BatchRunner:
             logger.info("batch %s: in_progress, %s", record.id, counted(record.total, "request"), extra=_fields(record))
 
     def _read(self, record: BatchRecord, check: Callable[[Any], None]) -> InputRead | None:
-        """Read the input file of a batch, in a thread. Returns None if the batch is cancelled, its deadline has passed
+        """Read the input file of a batch; runs in a thread. Returns None if the batch is cancelled, its deadline passes
         or the server stops.
 
-        The attempt is counted on disk first, so that a file that crashes the server does not do so at every start.
+        The attempt is first counted on disk, so that a file that crashes the server does not do so at every start.
 
         Raises:
             ValidationInterruptedError: reading has been interrupted `MAX_VALIDATIONS` times.
@@ -284,8 +284,8 @@ class BatchRunner:
             return None
         if record.num_validations >= MAX_VALIDATIONS:
             raise ValidationInterruptedError(
-                f"the server ended {counted(record.num_validations, 'time')} while it read the input file, which is not read again; if the "
-                "file was not the cause, create the batch again, else split the file"
+                f"the server stopped {counted(record.num_validations, 'time')} while reading the input file, so the file is not read again; if the "
+                "file was not the cause, create the batch again, otherwise split the file"
             )
         self.store.call(lambda: count(1))
         found = read_input(
@@ -311,7 +311,7 @@ class BatchRunner:
         self._feeder.add(batch)
         try:
             while not batch.done.is_set() and (left_s := record.expires_at - time.time()) > 0:
-                try:  # in short waits, as the wall clock may be set
+                try:  # in short waits, because the wall clock may be changed
                     async with asyncio.timeout(min(left_s, _HOUSEKEEPING_S)):
                         await batch.done.wait()
                 except TimeoutError:
@@ -392,7 +392,7 @@ class BatchRunner:
             raise
 
     async def _fail(self, record: BatchRecord, error: Exception) -> None:
-        """End a batch as failed; its outcomes so far are written to files if the disk has room."""
+        """End a batch as failed; its outcomes so far are written to files if there is disk space."""
         code, message = "internal_error", "The batch failed because of an internal error."
         if isinstance(error, DiskFullError):
             code, message = "disk_full", f"The batch was stopped: {error}."
@@ -423,7 +423,7 @@ class BatchRunner:
                     continue
                 if not isinstance(again, DiskFullError):
                     log_failure(logger, "batch", again)
-            # Clients see the failure already (`current`); it is stored once the disk has room.
+            # Clients already see the failure (`current`); it is stored once there is disk space.
             await asyncio.sleep(_SAVE_AGAIN_S)
 
     # --- outcomes ----------------------------------------------------------------------------------------------------
@@ -476,11 +476,11 @@ class BatchRunner:
     # --- files -------------------------------------------------------------------------------------------------------
 
     async def _keep_house(self) -> None:
-        """Delete expired files at intervals, until cancelled."""
+        """Delete expired files every `_HOUSEKEEPING_S` seconds, until cancelled."""
         while True:
             num = await self.store.run(lambda: self.store.delete_expired_files(now_s()))
             if num:
-                logger.info("%s of batches expired", counted(num, "file"))
+                logger.info("deleted %s", counted(num, "expired file"))
             await asyncio.sleep(_HOUSEKEEPING_S)
 
 

@@ -3,17 +3,17 @@
 A crash at any moment leaves a consistent state:
 
 * SQLite commits with a synced log (`synchronous=FULL`): a transaction is stored completely or not at all.
-* An outcome is written only to a request without one (``outcome IS NULL``), in the transaction that counts it. So a
-  request has at most one outcome, and never runs again once it has one.
+* An outcome is written only if its request has none (``outcome IS NULL``), in the transaction that counts it. So a
+  request has at most one outcome, and never runs again after that.
 * A file is written under a temporary name, synced and renamed before its row is committed. Files without a row are
-  removed at the next start, so that an interrupted upload or output file leaves nothing.
+  removed at the next start, so an interrupted upload or output file leaves nothing behind.
 * The outcomes of a batch are deleted in the transaction that registers its output files and ends it. After a crash
-  before that transaction the files are written again from the same outcomes.
+  before that transaction, the files are written again from the same outcomes.
 
 Methods block: call them in a thread (`BatchStore.run`).
 """
 
-# ruff: noqa: S608 - statements are put together of our own names of tables, columns and states; values are bound
+# ruff: noqa: S608 - statements are built from our own names of tables, columns and statuses; values are bound
 import asyncio
 import collections
 import concurrent.futures
@@ -70,12 +70,12 @@ _SQLITE_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READON
 _LOG_PAGES = 256
 """Number of 4 KiB pages in the write-ahead log at which SQLite writes it back to the database."""
 _LOCK_WAIT_S = 30.0
-"""Seconds that the start waits for another program to close the database."""
+"""Seconds that startup waits for another program to close the database."""
 _COPY_BYTES = 1 << 20
 _ROW_BYTES = 256
-"""Approximate size of a request in the tables, without its custom_id and its outcome."""
+"""Approximate size in bytes of a request in the tables, without its custom_id and its outcome."""
 _REQUEST_BYTES = f"{_ROW_BYTES} + 2 * LENGTH(CAST(custom_id AS BLOB)) + COALESCE(LENGTH(outcome), 0)"
-"""SQL for the approximate size of a request; the custom_id counts twice because it is in an index too."""
+"""SQL for the approximate size of a request; the custom_id counts twice because it is also in an index."""
 
 
 class DiskFullError(Exception):
@@ -83,15 +83,15 @@ class DiskFullError(Exception):
 
 
 class NotFoundError(Exception):
-    """The tenant has no file or batch of this id."""
+    """The tenant has no file or batch with this id."""
 
 
 class InUseError(Exception):
-    """A batch that has not ended reads the file."""
+    """The file is the input of a batch that has not ended."""
 
 
 class BatchStore:
-    """The directory with the files and batches of a server; only one process at a time can use it.
+    """The directory that holds a server's files and batches; only one process at a time can use it.
 
     Args:
         config: directory and limits.
@@ -103,7 +103,7 @@ class BatchStore:
     def __init__(self, config: BatchConfig) -> None:
         self.config = config
         self.files_dir = config.directory / "files"
-        """Directory of the files. New files are written here under a temporary name, which `add_file` replaces."""
+        """Directory of the files. New files are written here under a temporary name; `add_file` renames them."""
         try:
             config.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.files_dir.mkdir(exist_ok=True, mode=0o700)
@@ -114,7 +114,7 @@ class BatchStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise ConfigError(f"{config.directory}: another server uses it ({FLAG})") from None
+            raise ConfigError(f"{config.directory}: in use by another server ({FLAG})") from None
         try:
             self._open()
         except BaseException as error:
@@ -135,7 +135,7 @@ class BatchStore:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = db = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         db.row_factory = sqlite3.Row
-        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # before the log is opened: until `close` nobody else has a lock
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # set before the log is opened: locked until `close`
         db.execute("PRAGMA auto_vacuum=INCREMENTAL")
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
@@ -151,7 +151,7 @@ class BatchStore:
         for name in there - known:
             (self.files_dir / name).unlink()
         with contextlib.suppress(DiskFullError), disk_errors():
-            for file_id in known - there:  # the server ended while it deleted them
+            for file_id in known - there:  # the server stopped while deleting them
                 db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         rows = db.execute(
             f"SELECT b.tenant, SUM({_REQUEST_BYTES}) AS bytes FROM requests r JOIN batches b ON b.id = r.batch_id"
@@ -161,7 +161,7 @@ class BatchStore:
         """Bytes of stored requests and outcomes per tenant."""
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Call a function that uses this store in its thread; calls run one after another."""
+        """Call a function that uses this store in the store's thread, which runs one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def call(self, function: Callable[[], T]) -> T:
@@ -183,18 +183,18 @@ class BatchStore:
         """Check that a tenant may store `num_bytes` more.
 
         Raises:
-            DiskFullError: the tenant's share or the whole space would be exceeded; the message says what to do.
+            DiskFullError: the tenant's share or the total limit would be exceeded; the message says what to do.
         """
         total, own = self._used_bytes(tenant)
         if own + num_bytes > self.config.disk_share_bytes(tenant):
             share = self.config.disk_share_bytes(tenant) >> 20
             raise DiskFullError(
-                f"files and batches of this API key fill its {share} MiB: delete files (--set batch_disk)"
+                f"files and batches of this API key would exceed its {share} MiB: delete files (--set batch_disk)"
             )
         if total + num_bytes > self.config.max_disk_bytes:
             whole = self.config.max_disk_bytes >> 20
             raise DiskFullError(
-                f"files and batches fill the {whole} MiB that they may take: delete files (--set batch_disk)"
+                f"files and batches would exceed their limit of {whole} MiB: delete files (--set batch_disk)"
             )
 
     def _used_bytes(self, tenant: str) -> tuple[int, int]:
@@ -212,7 +212,9 @@ class BatchStore:
         try:
             self.check_room(record.tenant, record.bytes)
             if self._one("SELECT COUNT(*) FROM files WHERE tenant = ?", record.tenant) >= self.config.max_files:
-                raise DiskFullError(f"this API key has {counted(self.config.max_files, 'file')}, the most: delete some")
+                raise DiskFullError(
+                    f"this API key has the maximum of {counted(self.config.max_files, 'file')}: delete some"
+                )
             with disk_errors():
                 _sync(written)
                 os.replace(written, self.path(record.id))
@@ -227,7 +229,7 @@ class BatchStore:
         """Return a file of a tenant.
 
         Raises:
-            NotFoundError: the tenant has no file of this id.
+            NotFoundError: the tenant has no file with this id.
         """
         row = self._db.execute("SELECT * FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)).fetchone()
         if row is None:
@@ -257,18 +259,18 @@ class BatchStore:
         """Delete a file of a tenant.
 
         Raises:
-            NotFoundError: the tenant has no file of this id.
-            InUseError: a batch that has not ended reads the file.
+            NotFoundError: the tenant has no file with this id.
+            InUseError: the file is the input of a batch that has not ended.
         """
         self.file(tenant, file_id)
         if self._in_use(file_id):
             raise InUseError
         with disk_errors():
-            self.path(file_id).unlink(missing_ok=True)  # first: on a full disk there is then room for what follows
+            self.path(file_id).unlink(missing_ok=True)  # first: frees space for the transaction on a full disk
             self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def delete_expired_files(self, now_s: int) -> int:
-        """Delete expired files that no open batch reads. Returns the number of deleted files.
+        """Delete expired files that are not the input of an open batch. Returns the number of deleted files.
 
         Raises:
             Exception: the last error if some files cannot be deleted; the other files are deleted anyway.
@@ -291,7 +293,7 @@ class BatchStore:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Register a batch. If the tenant has more than `max_ended_batches` ended batches, the oldest are deleted."""
+        """Register a batch. If the tenant has more than `max_ended_batches` ended batches, delete the oldest."""
         with self._transaction():
             self._insert("batches", to_row(record))
             self._db.execute(
@@ -304,7 +306,7 @@ class BatchStore:
         """Return a batch of a tenant.
 
         Raises:
-            NotFoundError: the tenant has no batch of this id.
+            NotFoundError: the tenant has no batch with this id.
         """
         row = self._db.execute("SELECT * FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id)).fetchone()
         if row is None:
@@ -335,7 +337,7 @@ class BatchStore:
         """Store the requests and the new state of a validated batch, in one transaction.
 
         Raises:
-            DiskFullError: there is no room; nothing was stored.
+            DiskFullError: there is not enough space; nothing was stored.
         """
         num_bytes = sum(_ROW_BYTES + 2 * len(line.custom_id.encode()) for line in lines)
         self.check_room(batch.tenant, num_bytes)
@@ -357,7 +359,7 @@ class BatchStore:
     def pending(self, batch: BatchRecord, after: int, most: int, most_bytes: int) -> list[tuple[RequestLine, bytes]]:
         """Return the next requests without an outcome after line number `after`, each with the bytes of its line.
 
-        At most `most` requests of together `most_bytes` bytes, but at least one request if any is left.
+        At most `most` requests with at most `most_bytes` bytes in total, but at least one request if any is left.
 
         Raises:
             OSError: the input file cannot be read.
@@ -384,7 +386,7 @@ class BatchStore:
         outcome keeps it.
 
         Raises:
-            DiskFullError: there is no room; no outcome was stored and no record changed.
+            DiskFullError: there is not enough space; no outcome was stored and no record changed.
         """
         before: dict[str, tuple[BatchRecord, dict[str, int]]] = {}
         names = ("completed", "failed", "input_tokens", "cached_tokens", "output_tokens")
@@ -417,7 +419,7 @@ class BatchStore:
         self._request_bytes.update(num_bytes)
 
     def end_pending(self, batch: BatchRecord, outcome: Outcome) -> None:
-        """Store this outcome for every request of the batch that has not got an outcome yet."""
+        """Store this outcome for every request of the batch that has no outcome yet."""
         after = 0
         while True:
             rows = self._db.execute(
@@ -440,7 +442,7 @@ class BatchStore:
             written: path of the content of each output file, from `write_output`.
 
         Raises:
-            DiskFullError: there is no room; the stored batch is unchanged and the written files are removed.
+            DiskFullError: there is not enough space; the stored batch is unchanged and the written files are removed.
         """
         freed = self._one(f"SELECT COALESCE(SUM({_REQUEST_BYTES}), 0) FROM requests WHERE batch_id = ?", batch.id)
         try:
@@ -473,7 +475,7 @@ class BatchStore:
             The path and the number of bytes; None if there is no such outcome.
 
         Raises:
-            DiskFullError: there is no room.
+            DiskFullError: there is not enough space.
         """
         query = "SELECT outcome FROM requests WHERE batch_id = ? AND is_error = ? ORDER BY number"
         rows = self._db.execute(query, (batch.id, errors))
@@ -540,7 +542,7 @@ class BatchStore:
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                with contextlib.suppress(sqlite3.Error):  # a full disk may need the space of the log
+                with contextlib.suppress(sqlite3.Error):  # a full disk may need the log's space
                     self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 raise
 

@@ -1,4 +1,4 @@
-"""Limits the number of batch requests in the engine, so that interactive requests find room and steps stay short."""
+"""Limits the number of batch requests in the engine, to keep places free for interactive requests and steps short."""
 
 import collections
 import math
@@ -6,24 +6,24 @@ import math
 from apt_jax.sched import StepCosts
 
 MEMORY_S = 15.0
-"""Seconds for which an interactive request still counts after its end, because another one is likely to follow."""
+"""Seconds for which an interactive request still counts after it ends, because another is likely to follow."""
 KEPT_SHARE = 0.9
 """Fraction of the full throughput (tokens per second) that short steps must keep."""
 _LEAST_SHARE = 8
-"""Divisor: steps have at least 1/8 of the places, because step costs leave out the host's work per step."""
+"""Divisor: `short_step_rows` is at least 1/8 of the places, because step costs exclude the host's work per step."""
 
 
 class FeedWindow:
-    """Requests of batches fill the places of a step that interactive requests do not use.
+    """Number of batch requests that may fill the places in a step that interactive requests do not use.
 
-    * Without interactive requests, batch requests may use all places, so that a batch keeps the engine full.
-    * With interactive requests, the peak number of them in the last `MEMORY_S` seconds and a few more places are left
-      free, so that the next interactive request finds a place under every policy.
-    * The first token of a new request waits for the step that is running. So with interactive requests the number of
-      batch requests is at most the number of rows that reaches `KEPT_SHARE` of the full throughput by the step costs:
-      most of the places if a step takes nearly as long with few rows as with many, few of them if its time grows with
-      each row, as with small models on CPUs.
-    * No batch request is added while an interactive request waits for a place.
+    * Without interactive requests, batch requests may use all places.
+    * With interactive requests, as many places as their peak number in the last `MEMORY_S` seconds, and a few more, are
+      left free, so that the next interactive request finds a place under every policy.
+    * The first token of a new request waits for the running step. So, with interactive requests, there are also at most
+      as many batch requests as the fewest rows that reach `KEPT_SHARE` of the full throughput according to the step
+      costs: most of the places if a step takes nearly as long with few rows as with many; few if its time grows with
+      each row, as for small models on CPUs.
+    * No batch request is added while an interactive request may be waiting for a place.
 
     Args:
         places: maximum number of requests in one step.
@@ -60,7 +60,7 @@ class FeedWindow:
 
 
 def short_step_rows(places: int, costs: StepCosts | None) -> int:
-    """Return the smallest number of rows for which a decode step has `KEPT_SHARE` of the throughput of a full step.
+    """Return the smallest number of rows at which a decode step reaches `KEPT_SHARE` of a full step's throughput.
 
     At least 1/8 of the places; a quarter if the costs are not known.
     """

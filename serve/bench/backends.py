@@ -19,11 +19,11 @@ class Target:
     model: str | None = None
     """Name of the served model; None: ask the server."""
     slo: SLO = SLO()  # noqa: RUF009 - frozen
-    """Objectives to send with each request; infinite ones are left out."""
+    """Objectives to send with each request; infinite objectives are left out."""
     ignore_eos: bool = True
     temperature: float = 0.0
     vocab_size: int | None = None
-    """Random prompts use token ids below it; None: ask the server."""
+    """Vocabulary size: random prompts use token ids below it; None: ask the server."""
     api_key: str | None = None
     tls_ca: str | None = None
     """PEM file of the CAs that verify the server's certificate; None with gRPC: no TLS."""
@@ -88,7 +88,7 @@ class Backend(Protocol):
     model: str
     """Name of the served model."""
     max_model_len: int | None
-    """Longest prompt plus output, tokens; None: unknown."""
+    """Maximum length of prompt plus output, in tokens; None: unknown."""
 
     async def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The two services of our gRPC port; the second is that of any vLLM server with gRPC."""
+"""Backends for the two services of apt-jax's gRPC port; any vLLM server with gRPC also has the second."""
 
 import uuid
 from collections.abc import AsyncGenerator
@@ -48,7 +48,7 @@ async def open_grpc(name: str, target: Target) -> Backend:
         ) from None
     if not vocab_size:
         await client.close()
-        raise ConfigError("the server does not say how large its vocabulary is (--vocab-size)")
+        raise ConfigError("the server does not report the size of its vocabulary (--vocab-size)")
     if name == "aptjax-grpc":
         backend = AptBackend(client, target, vocab_size)
     else:
@@ -74,7 +74,7 @@ def _prompt(request: BenchRequest, vocab_size: int) -> str | list[int]:
 
 
 class AptBackend:
-    """`aptjax.v1.AptServe`."""
+    """Backend for `aptjax.v1.AptServe`."""
 
     model = ""
     max_model_len: int | None = None
@@ -116,7 +116,7 @@ class AptBackend:
 
 
 class VllmBackend:
-    """`vllm.grpc.engine.VllmEngine`."""
+    """Backend for `vllm.grpc.engine.VllmEngine`."""
 
     model = ""
     max_model_len: int | None = None

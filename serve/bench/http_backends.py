@@ -41,7 +41,7 @@ class HttpBackend:
     @classmethod
     async def open(cls, target: Target, *, chat: bool) -> "HttpBackend":
         headers = {} if target.api_key is None else {"authorization": f"Bearer {target.api_key}"}
-        # Idle connections are dropped before servers do it (uvicorn: after 5 s), which would lose a request.
+        # Drop idle connections before servers do (uvicorn: after 5 s), because that could lose a request.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ssl=_tls(target))
         session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=None))
         backend = cls(session, target, chat)
@@ -57,7 +57,7 @@ class HttpBackend:
         return backend
 
     async def _ask_model(self) -> None:
-        """Ask for the model's name and longest context. The server needs no list of models if the name is given."""
+        """Ask for the model's name and maximum length. If the name is given, the server need not list its models."""
         async with self._session.get(f"{self._base}/v1/models", timeout=_OPEN_TIMEOUT) as response:
             answer = await _json(response)
         models = answer.get("data") if isinstance(answer, dict) else None
@@ -135,7 +135,7 @@ class HttpBackend:
                 if response.status != 200:
                     text = _error_text(await _json(response))
                     raise RequestFailed(str(response.status), text)
-                # To the very end, so that the connection can be used again.
+                # Read to the end, so that the connection can be used again.
                 async with contextlib.aclosing(_events(response)) as events:
                     async for data in events:
                         if data == b"[DONE]":
@@ -158,7 +158,7 @@ def _tls(target: Target) -> ssl.SSLContext | bool:
         return True
     try:
         return ssl.create_default_context(cafile=target.tls_ca)
-    except OSError as error:  # what is no certificate included
+    except OSError as error:  # also for files without a certificate
         why = error.strerror or "no PEM certificate"
         raise ConfigError(f"{target.tls_ca}: cannot be used ({why}) (--tls-ca)") from None
 

@@ -34,7 +34,7 @@ class BenchRequest:
     prompt_tokens: int = 0
     """Length of a random prompt; 0 if `prompt` is given."""
     prompt: Prompt | None = None
-    """The prompt; None: a random one of `prompt_tokens` tokens."""
+    """The prompt; None: a random prompt of `prompt_tokens` tokens."""
     slo_class: str | None = None
     """SLO class, rt or be; None: the server's default."""
     seed: int = 0
@@ -103,12 +103,12 @@ def prompts_source(path: str, *, output_len: int) -> Source:
 
     Args:
         path: the file.
-        output_len: tokens of the output of lines without `output_tokens`.
+        output_len: number of output tokens for lines without `output_tokens`.
 
     Raises:
         ConfigError: the file is missing, or a line is malformed; the message names the line.
     """
-    lines = read_text(path, "--prompts").split("\n")  # in texts of JSON, other line ends stand as they are
+    lines = read_text(path, "--prompts").split("\n")  # JSON strings may contain other line separators
     prompts: list[Prompt] = []
     outputs: list[int] = []
     classes: list[str | None] = []
@@ -133,7 +133,7 @@ def prompts_source(path: str, *, output_len: int) -> Source:
         outputs.append(tokens)
         classes.append(of_class)
     if not prompts:
-        raise ConfigError(f"{path}: holds no prompt (--prompts)")
+        raise ConfigError(f"{path}: has no prompts (--prompts)")
     trace = _lengths(path, [1] * len(prompts), outputs)
     if any(of_class is not None for of_class in classes):
         trace = dataclasses.replace(trace, best_effort=np.array([of_class == "be" for of_class in classes]))
@@ -155,7 +155,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
         ConfigError: a source without recorded arrivals has no rate, or no request falls within the duration.
     """
     trace, rate = source.trace, arrivals.rate
-    if source.prompts is not None:  # a trace of positions: what is drawn are lines of the file
+    if source.prompts is not None:  # draw positions of prompts instead of lengths
         trace = dataclasses.replace(trace, prompt_tokens=np.arange(trace.num_requests, dtype=np.int32))
     recorded = trace.arrival_s is not None and arrivals.cv is None
     at_once = rate is not None and math.isinf(rate)
@@ -164,7 +164,7 @@ def requests(source: Source, arrivals: Arrivals, seed: int) -> list[BenchRequest
         if recorded and not at_once:
             count = trace.num_requests
         else:
-            # Enough that the last one is almost surely beyond the duration; doubled below where it is not.
+            # Enough that the last arrival is almost surely beyond the duration; otherwise doubled below.
             count = 32 + int(2 * (rate or 0.0) * (arrivals.duration_s or 0.0)) if not at_once else 1
     while True:
         config = SimulationConfig(

@@ -40,7 +40,7 @@ def summary(run: Run) -> dict[str, Any]:
     """
     outcomes = run.outcomes
     if not outcomes:
-        raise CommandError("nothing was measured: no request had ended")
+        raise CommandError("nothing was measured: no request has finished")
     records = [o.record for o in outcomes]
     totals = summarize(records)
     done = [r for r in records if r.completed]
@@ -104,7 +104,7 @@ def client_facts(client: ClientHealth) -> dict[str, Any]:
 
 
 def warning(client: ClientHealth, values: dict[str, Any]) -> str | None:
-    """Return a warning if the client distorted the measurement: it was late by a tenth of the measured times, or busy.
+    """Return a warning if the client distorted the measurement: it was busy, or late by a tenth of the measured times.
 
     Args:
         values: a summary with `ttft_s` and `gap_s`.
@@ -138,7 +138,7 @@ def rows(values: dict[str, Any], *, has_slo: bool) -> list[tuple[str, str]]:
     found = [
         ("requests sent, completed", f"{values['num_sent']}, {values['num_completed']}"),
         *([("failed", ", ".join(f"{n} {name}" for name, n in failed.items()))] if failed else []),
-        *([("broken off", str(values["num_interrupted"]))] if values["interrupted"] else []),
+        *([("interrupted", str(values["num_interrupted"]))] if values["interrupted"] else []),
         ("duration (s)", f"{values['duration_s']:.1f}"),
         ("concurrency mean, peak", f"{values['mean_concurrency']:.1f}, {values['peak_concurrency']}"),
         ("requests/s", f"{values['requests_per_s']:.2f}"),
@@ -255,7 +255,7 @@ def _write(path: str, columns: Sequence[str], rows: Iterable[dict[str, Any]]) ->
 
 
 def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
-    """Plot cumulative distributions of TTFT and of gaps, and the attainment.
+    """Plot cumulative distributions of TTFT and of the gaps between tokens, and SLO attainment.
 
     Raises:
         CommandError: the file cannot be written.
@@ -285,7 +285,7 @@ def plot(path: str, run: Run, values: dict[str, Any], title: str) -> None:
 
 
 def plot_search(path: str, probes: Sequence[Probe], targets: Sequence[float], title: str) -> None:
-    """Plot attainment over rate, one mark per run.
+    """Plot SLO attainment against request rate, one mark per run.
 
     Raises:
         CommandError: the file cannot be written.

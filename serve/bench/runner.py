@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientHealth:
-    """Measurements that tell whether the client limited the results."""
+    """Measurements that show whether the client limited the results."""
 
     lateness_s: Sequence[float]
     """Delay of every send after its schedule; empty without a schedule, or if a concurrency limit held requests
@@ -94,7 +94,7 @@ class Runner:
     """One run against an open backend.
 
     Args:
-        slo: objectives of the client's verdict.
+        slo: objectives that the client checks.
         timeout_s: seconds after which a request is aborted and counts as failed.
         max_concurrency: maximum number of requests in flight; None: no bound.
         observe: see `Observer`.
@@ -117,7 +117,7 @@ class Runner:
         self._open = self._peak = 0
 
     async def open_loop(self, requests: Sequence[BenchRequest], stop: asyncio.Event) -> Run:
-        """Send each request when it is due, or later if the bound on concurrency is reached.
+        """Send each request when it is due, or later if the concurrency limit is reached.
 
         Args:
             requests: requests ordered by `at_s`.
@@ -135,7 +135,7 @@ class Runner:
             async with asyncio.TaskGroup() as group:
                 for request, data in prepared:
                     due_s = start_s + request.at_s
-                    # Without a wait when late, so that a client behind its schedule catches up.
+                    # No wait when late, so that a client behind its schedule catches up.
                     if (wait_s := due_s - time.perf_counter()) > 0:
                         await asyncio.sleep(wait_s)
                     group.create_task(bounded(request, data, due_s))
@@ -238,13 +238,13 @@ class Runner:
             outcome.status, outcome.error = failure.status, str(failure)
         except TimeoutError:
             outcome.status, outcome.error = "timeout", f"took longer than {self._timeout_s:g} s"
-        except Exception as error:  # what a server may send is without end; the run goes on, and counts it as failed
+        except Exception as error:  # a server may send anything: the run continues, and the request counts as failed
             outcome.status = "broken"
             outcome.error = f"{type(error).__name__}: {one_line(str(error))}"
         else:
             if outcome.finish_reason not in ("stop", "length"):
                 outcome.status = outcome.finish_reason or "broken"
-                outcome.error = "the stream ended without a reason" if outcome.status == "broken" else ""
+                outcome.error = "the stream ended without a finish reason" if outcome.status == "broken" else ""
             elif not outcome.token_times_s:
                 outcome.status = "empty"
 

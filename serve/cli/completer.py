@@ -1,4 +1,4 @@
-"""The interface by which commands complete prompts, with an engine in this process or with a server."""
+"""The interface through which commands complete prompts, with an engine in this process or with a server."""
 
 import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -29,7 +29,7 @@ class Completer(Protocol):
 
     @property
     def has_chat(self) -> bool:
-        """True if there is a chat template, so that `stream` takes messages too."""
+        """True if there is a chat template, so that `stream` also accepts messages."""
         ...
 
     def stream(self, prompt: str | Sequence[Message], **fields: Any) -> AsyncGenerator[TextChunk]:

@@ -1,4 +1,4 @@
-"""Completion of prompts by an engine in this process or by a server."""
+"""Completes prompts with an engine in this process or with a server."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ class RemoteCompleter:
 
     Args:
         client: client of the server.
-        chat: tokenizer and chat template of the server; None: it completes texts only.
+        chat: tokenizer and chat template of the server; None: only text prompts can be completed.
     """
 
     def __init__(self, client: AsyncAptClient, chat: ServerChat | None = None) -> None:
@@ -97,7 +97,7 @@ async def open_completer(args: Any, *, chat: bool = False) -> AsyncIterator[Comp
 
     Args:
         args: arguments of the command.
-        chat: True: also fetch the server's chat template.
+        chat: also fetch the chat template of a gRPC server.
     """
     if args.target is not None and args.target.startswith(HTTP_SCHEMES):
         key = read_api_key(args.api_key_file)

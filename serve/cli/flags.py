@@ -1,7 +1,7 @@
 """Command-line flags: the parser, number types, and flags derived from configuration dataclasses and request fields.
 
-Name, type, choices, default and help of a flag are those of the field it sets (`apt_jax.options`) or of the request
-field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
+A flag has the name, type, choices, default and help of the dataclass field that it sets (`apt_jax.options`) or of the
+request field (`apt_jax.validation.REQUEST_FIELDS`); nothing is declared twice.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from apt_jax.validation import REQUEST_FIELDS
 from serve.cli.other_servers import advice, value_of
 
 Group = argparse._ActionsContainer
-"""A parser or a group of it."""
+"""A parser, or an argument group of a parser."""
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -36,10 +36,10 @@ class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line with the flag and the most similar valid name; exit code 2.
 
     Attributes:
-        brief: longest names of the flags that ``--help`` shows; ``--help=all`` and ``--help=GROUP`` show the others (a
-            space instead of ``=`` works too). Empty: ``--help`` shows all flags.
-        example: last lines of a brief ``--help``.
-        settings: values that ``--set NAME=VALUE`` gives; None: the command has no settings (`settings_of`).
+        brief: the flags that ``--help`` shows, by their longest names; ``--help=all`` and ``--help=GROUP`` show the
+            others (a space instead of ``=`` works too). Empty: ``--help`` shows all flags.
+        example: usage example near the end of a brief ``--help``.
+        settings: options that ``--set NAME=VALUE`` sets; None: the command has no settings (`settings_of`).
     """
 
     brief: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def _show(self, actions: "Iterable[tuple[str | None, Sequence[argparse.Action]]]", end: str = "") -> NoReturn:
-        """Print these flags under the titles of their groups, and exit."""
+        """Print these flags under their group titles, then `end`, and exit."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [MODEL] [flags]", [], [], None)
         formatter.add_text(self.description)
@@ -85,10 +85,10 @@ class Parser(argparse.ArgumentParser):
         if not topic:
             known = {flag: action for action in self._actions for flag in action.option_strings or (action.dest,)}
             titles = ", ".join(sorted(_topic(title) for title, _ in groups[2:]))
-            rest = f"\n{len(self._actions) - len(self.brief)} more flags: --help=all, --help=GROUP or --help=WORD of a flag's name; groups: {titles}\n"
+            rest = f"\n{len(self._actions) - len(self.brief)} more flags: --help=all, --help=GROUP or --help=WORD (in a flag's name); groups: {titles}\n"
             chosen = [known[flag] for flag in self.brief]
             places, flags = [a for a in chosen if not a.option_strings], [a for a in chosen if a.option_strings]
-            self._show([("positional arguments", places), ("flags that most need", flags)], f"\n{self.example}{rest}")
+            self._show([("positional arguments", places), ("most used flags", flags)], f"\n{self.example}{rest}")
         found = [(title, members) for title, members in groups if _topic(title) == _topic(topic)]
         if not found:
             word = topic.strip("-").lower().replace("_", "-")
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
             found = [(title, members) for title, members in matching if members] if word else []
         if not found:
             titles = ", ".join(sorted(_topic(title) for title, _ in groups))
-            self.error(f"no group and no flag is called {topic!r:.60} (--help); groups: {titles}; all: --help=all")
+            self.error(f"no group or flag matches {topic!r:.60} (--help); groups: {titles}; all flags: --help=all")
         self._show(found)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -147,7 +147,7 @@ def _number(text: str) -> float:
 
 
 def positive(kind: type[int] | type[float]) -> Any:
-    """Return the argparse type of positive numbers of this kind."""
+    """Return an argparse type for positive numbers of this kind."""
     read = _integer if kind is int else _number
 
     def convert(text: str) -> Any:
@@ -178,10 +178,10 @@ def natural(text: str) -> int:
 
 
 class Settings(Parser):
-    """Rarely changed options: declared like flags, and given by ``--set NAME=VALUE``.
+    """Rarely changed options: declared like flags, but given as ``--set NAME=VALUE``.
 
     Args:
-        parser: parser of the command. Its help lists the settings in their own group, and its namespace gets their
+        parser: parser of the command. Its help lists the settings in a separate group, and its namespace gets their
             defaults.
     """
 
@@ -202,11 +202,11 @@ class Settings(Parser):
         if action.default is not None and "default: " not in text:
             text += f" (default: {str(action.default).lower()})"
         shown = argparse.Action([], action.dest, metavar=f"{action.dest}={value}", help=text)
-        self._help._group_actions.append(shown)  # for the help alone: a member of the parser would be an argument
+        self._help._group_actions.append(shown)  # only in the help: added to the parser, it would be an argument
         return action
 
     def find(self, name: str) -> argparse.Action | None:
-        """Return the setting of this name; dashes count as underscores."""
+        """Return the setting with this name, in which dashes count as underscores; None: there is none."""
         return next((action for action in self._actions if action.dest == name.replace("-", "_")), None)
 
     def given_by(self, flag: str, value: str | None) -> str | None:
@@ -287,7 +287,7 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
         cls: dataclass of the field.
         name: name of the field.
         flags: names of the flag; default: the names in its `option`, else the field's name.
-        given: arguments of `add_argument` that replace the derived ones.
+        given: arguments of `add_argument` that override the derived ones.
     """
     made = options_of(cls)[name][1] if name in options_of(cls) else None
     kind = option_type(cls, name)
@@ -310,9 +310,9 @@ def add_field(group: Group, cls: type, name: str, *flags: str, **given: Any) -> 
 def add_options(
     group: Group, cls: type, names: Iterable[str] = (), *, settings: Settings | None = None, **given: dict[str, Any]
 ) -> None:
-    """Add the flags of a dataclass's options, all or the named ones; `given` as in `add_field`, by field name.
+    """Add flags for a dataclass's options, or only for the options in `names`; `given`: as in `add_field`, by field name.
 
-    Options that are settings go to `settings`.
+    Options that are settings are added to `settings` instead, unless it is None.
     """
     for name in names or options_of(cls):
         home = settings if settings is not None and options_of(cls)[name][1].is_setting else group
@@ -320,19 +320,19 @@ def add_options(
 
 
 def read_options(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a dataclass that have a flag among these arguments, by field name."""
+    """Return the values of a dataclass's options by field name, without options that `args` does not contain."""
     dests = {name: made.dest for name, (_, made) in options_of(cls).items()}
     return {name: getattr(args, dest) for name, dest in dests.items() if hasattr(args, dest)}
 
 
 def request_help(name: str, end: str = "", *, bounds: bool = True) -> str:
-    """Return the help text of a request field, with its bounds where they apply."""
+    """Return the help text of a request field, with the field's bounds unless `bounds` is False, followed by `end`."""
     spec = REQUEST_FIELDS[name]
     return help_text(spec.description) + (f"; values: {spec.bounds}" if bounds and spec.bounds else "") + end
 
 
 def add_request_field(group: Group, name: str, flag: str = "", *, end: str = "", **given: Any) -> None:
-    """Add the flag of one request field; if `given` has a `type`, the field's bounds do not apply."""
+    """Add the flag of one request field; if `given` has a `type`, the help omits the field's bounds."""
     spec = REQUEST_FIELDS[name]
     settings: dict[str, Any] = {"help": request_help(name, end, bounds="type" not in given)}
     if spec.type == "boolean":

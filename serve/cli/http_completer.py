@@ -1,4 +1,4 @@
-"""Completion by a server with OpenAI's HTTP API: apt-jax or any other."""
+"""Completes prompts with a server that has OpenAI's HTTP API: apt-jax or any other."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _DEFAULT_LEN = 4096
 
 
 class HttpCompleter:
-    """Completes prompts with a running server, over HTTP; made by `open_http`."""
+    """Completes prompts with a running server, over HTTP; created by `open_http`."""
 
     def __init__(self, session: aiohttp.ClientSession, base: str, model: dict[str, Any]) -> None:
         self._session, self._base = session, base
@@ -29,7 +29,7 @@ class HttpCompleter:
         self.has_chat = False
 
     async def find_template(self) -> None:
-        """Ask whether the model has a chat template; servers that do not know the question count as having one."""
+        """Set `has_chat`: ask the server if the model has a chat template, and assume one if the server cannot tell."""
         probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}]}
         async with self._session.post(f"{self._base}/tokenize", json=probe) as response:
             text = await response.text(errors="replace")
@@ -66,7 +66,7 @@ class HttpCompleter:
                             finish.usage.prompt_tokens = usage["prompt_tokens"]
                             finish.usage.completion_tokens = usage["completion_tokens"]
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise CommandError(f"{self._base}: {one_line(str(error)) or 'the connection is lost'}") from None
+            raise CommandError(f"{self._base}: {one_line(str(error)) or 'the connection was lost'}") from None
         yield TextChunk(text="", finish=finish)
 
     async def max_model_len(self) -> int:
@@ -86,8 +86,8 @@ async def open_http(
         tls_ca: PEM file of the CAs that verify the server's certificate; None: the system's CAs.
 
     Raises:
-        CommandError: the server does not answer, or does not list its models.
-        ConfigError: `tls_ca` cannot be used.
+        CommandError: the server does not respond, or does not list its models.
+        ConfigError: the server does not have this model, or `tls_ca` cannot be used.
     """
     base = url.rstrip("/").removesuffix("/v1")
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -111,7 +111,7 @@ async def open_http(
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError):
-            raise CommandError(f"{base}/v1/models names no models: it does not speak OpenAI's API (--target)") from None
+            raise CommandError(f"{base}/v1/models lists no models: this is not OpenAI's API (--target)") from None
         yield completer
 
 
@@ -120,12 +120,12 @@ def _tls(tls_ca: str | None) -> ssl.SSLContext | bool:
         return True
     try:
         return ssl.create_default_context(cafile=tls_ca)
-    except OSError as error:  # what is no certificate included
+    except OSError as error:  # also raised if the file is not a certificate
         raise ConfigError(f"{tls_ca}: cannot be used ({error.strerror or 'no PEM certificate'}) (--tls-ca)") from None
 
 
 def _refused(status: int, text: str) -> Exception:
-    """Exception for an HTTP error response."""
+    """Return the exception for an HTTP error response."""
     try:
         error = json.loads(text)["error"]
         message, field = str(error["message"]), error.get("param")
@@ -140,7 +140,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
     """Yield the JSON objects of server-sent events until `[DONE]`; in OpenAI's streams each event is one line.
 
     Raises:
-        CommandError: the server sends an error, or ends the stream early.
+        CommandError: the server sends an error or data that is not JSON, or ends the stream early.
     """
     async for line in response.content:
         if not line.startswith(b"data:"):
@@ -151,11 +151,11 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncGenerator[dict[str, 
         try:
             event = json.loads(data)
         except ValueError:
-            raise CommandError(f"the server sends what is not JSON: {data[:60]!r}") from None
+            raise CommandError(f"the server sent data that is not JSON: {data[:60]!r}") from None
         if "error" in event:
             raise _refused(0, data.decode(errors="replace"))
         yield event
-    raise CommandError("the server ended the answer early")
+    raise CommandError("the server ended the response early")
 
 
 def _note(finish: pb.Finish, choice: dict[str, Any]) -> None:

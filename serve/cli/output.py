@@ -28,11 +28,12 @@ def print_table(title: str, rows: Iterable[tuple[str, object]]) -> None:
 
 
 _json_out: list[TextIO] = []
-"""Streams of nested `tables_on_stderr`: JSON is written to the last one; empty: to stdout."""
+"""Stdout before each nested `tables_on_stderr`; JSON is written to the last stream, or to stdout if the list is
+empty."""
 
 
 class _Stderr(io.TextIOBase):
-    """Standard error whose reader may have closed it."""
+    """Standard error, without an exception if its reader has closed it."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(BrokenPipeError):
@@ -63,8 +64,8 @@ def tables_on_stderr() -> Iterator[None]:
 
 
 def starting_bars(*, quiet: bool = False) -> ProgressBars:
-    """Show the progress of an engine's start on stderr, at least every five seconds until `close`: bars on terminals,
-    otherwise lines."""
+    """Return bars that show an engine's startup progress on stderr, at least every five seconds until `close`: as lines
+    if stderr is not a terminal."""
 
     def say(line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -74,7 +75,7 @@ def starting_bars(*, quiet: bool = False) -> ProgressBars:
 
 
 def rounded(value: Any, places: int = 6) -> Any:
-    """Round floats to six decimal places, or three for names that end in ``_ms``; at least six digits are kept."""
+    """Round floats to six decimal places, or three for names that end in ``_ms``, but keep six significant digits."""
     match value:
         case dict():
             return {k: rounded(v, 3 if str(k).endswith("_ms") else places) for k, v in value.items()}

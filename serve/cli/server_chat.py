@@ -1,8 +1,8 @@
-"""The tokenizer and the chat template of a running server, so that a client of the gRPC port can send messages.
+"""Fetches the tokenizer and the chat template of a running server, so that a gRPC client can chat.
 
-The server sends both as files (`serve.grpc_api.tokenizer_bundle`), by vLLM's method ``GetTokenizer``. The template is
-rendered like that of a local model: in a separate process, with limits. The archive is untrusted: its size is bounded,
-and nothing of it is written to disk.
+The server sends both in an archive (`serve.grpc_api.tokenizer_bundle`), through vLLM's method ``GetTokenizer``. The
+template is rendered like a local model's: in a separate process, with limits. The archive is untrusted: its size is
+limited, and nothing in it is written to disk.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class ServerChat:
         self._tokenizer, self._template = tokenizer, template
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation as token ids, with the beginning of the model's turn. Waits for another process.
+        """Encode a conversation as token ids that end where the model's turn starts. Blocks on another process.
 
         Raises:
             InvalidRequestError: the template rejects the conversation.
@@ -78,7 +78,7 @@ async def fetch_chat(client: AsyncAptClient) -> ServerChat | None:
             return None
         raise
     if digest != hashlib.sha256(data).hexdigest():
-        raise CommandError("the server's tokenizer is damaged: its SHA-256 is another one")
+        raise CommandError("the server's tokenizer is damaged: its SHA-256 does not match")
     return read_archive(bytes(data))
 
 
@@ -102,15 +102,15 @@ def read_archive(data: bytes) -> ServerChat | None:
         raise CommandError(f"the server's tokenizer is damaged ({one_line(str(error)):.160})") from None
     except CommandError:
         raise
-    except Exception as error:  # of the library, which raises nothing more special
+    except Exception as error:  # from the library, which raises plain `Exception`
         raise CommandError(f"the server's tokenizer cannot be used ({one_line(str(error)):.160})") from None
     return ServerChat(Tokenizer(backend), template)
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Return the contents of a file, at most as long as its archive entry says."""
+    """Return the contents of a file in the archive; raises CommandError if its entry gives too large a size."""
     if archive.getinfo(name).file_size > _MAX_FILE_BYTES:
-        raise CommandError(f"the server's tokenizer is too large: {name} has more than {_MAX_FILE_BYTES >> 20} MiB")
+        raise CommandError(f"the server's tokenizer is too large: {name} exceeds {_MAX_FILE_BYTES >> 20} MiB")
     return archive.read(name)
 
 

@@ -1,5 +1,5 @@
-// Two charts in SVG: lines or stacked areas over time, and bars of a histogram. Both show one value at a time to the pointer
-// and to the arrow keys. Text reaches the page by textContent alone.
+// Two charts in SVG: lines or stacked areas over time, and bars of a histogram. Both show one value at a time, selected with
+// the pointer or the arrow keys. Text reaches the page only by textContent.
 
 const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 40, RIGHT = 8, TOP = 8, BOTTOM = 20;
@@ -71,7 +71,7 @@ class Chart {
     this.redraw();
   }
 
-  // Lines at each `step` up to `top`; returns where a value lies.
+  // Draws lines at each `step` up to `top`; returns a function from a value to its position.
   drawScale(top, step) {
     const y = (value) => this.height - BOTTOM - ((this.height - BOTTOM - TOP) * value) / top;
     for (let value = 0; value <= top * 1.0001; value += step) {
@@ -99,8 +99,8 @@ class Chart {
 }
 
 export class TimeChart extends Chart {
-  // series: [{ key, label, color, dashed }], drawn in this order; stacked ones from the bottom.
-  // most: the least that the scale reaches; gapS: points further apart are not joined.
+  // series: [{ key, label, color, dashed }], drawn in this order; stacked series from the bottom.
+  // most: minimum top of the scale; gapS: points further apart are not joined.
   constructor(box, label, series, { stacked = false, most = 1, gapS = GAP_S } = {}) {
     super(box, label);
     Object.assign(this, { series, stacked, most, gapS, points: [] });
@@ -185,7 +185,7 @@ export class Histogram extends Chart {
     this.bars = [];
   }
 
-  // buckets: [[upper bound in seconds, or Infinity, values up to it]], cumulative as Prometheus has them.
+  // buckets: [[upper bound in seconds, or Infinity, values up to it]], cumulative as in Prometheus.
   draw(buckets, sum) {
     const bars = buckets.map(([bound, count], i) => ({ from: i ? buckets[i - 1][0] : 0, to: bound, count: count - (i ? buckets[i - 1][1] : 0) }));
     const full = bars.map((bar, i) => (bar.count ? i : -1)).filter((i) => i >= 0);
@@ -229,14 +229,14 @@ export class Histogram extends Chart {
   }
 }
 
-// The value below which a share lies, seconds, of cumulative counts [[upper bound, values up to it]]; null: there are none.
+// Quantile in seconds of cumulative counts [[upper bound, values up to it]]; null: there are no values.
 export function quantile(buckets, share) {
   const total = buckets.length ? buckets.at(-1)[1] : 0;
   if (!total) return null;
   return quantileOf(buckets.map(([bound, count], i) => ({ from: i ? buckets[i - 1][0] : 0, to: bound, count: count - (i ? buckets[i - 1][1] : 0) })), share * total);
 }
 
-// Linear within the bucket, as Prometheus' histogram_quantile; within the last one its lower bound.
+// Linear within a bucket, as Prometheus' histogram_quantile; in the last bucket its lower bound.
 function quantileOf(bars, rank) {
   let below = 0;
   for (const bar of bars) {

@@ -1,5 +1,6 @@
-// A chat with the models of this server, by the API that other clients use (`POST /v1/chat/completions`). What models and servers
-// say reaches the page as texts in elements that `markdown.js` names. The API key is kept in memory, conversations in the browser.
+// A chat with the models of this server, by the API that other clients use (`POST /v1/chat/completions`). Output of models and
+// servers reaches the page as text in elements that `markdown.js` names. The API key is kept in memory, conversations in the
+// browser's storage.
 
 import { html } from "../dashboard/charts.js";
 import { Chats } from "./chats.js";
@@ -25,7 +26,7 @@ class Refused extends Error {
   }
 }
 
-// Calls the server; asks for a key, and again, until it takes one.
+// Calls the server; asks the user for a key until the server accepts one.
 async function call(path, body, signal) {
   for (;;) {
     const headers = body === undefined ? {} : { "content-type": "application/json" };
@@ -42,14 +43,14 @@ async function call(path, body, signal) {
 }
 
 async function messageOf(response) {
-  try { return (await response.json()).error.message; } catch { return `the server answers with ${response.status}`; }
+  try { return (await response.json()).error.message; } catch { return `the server answered with status ${response.status}`; }
 }
 
 let asking = null;
 
 function askForKey() {
   asking ??= new Promise((resolve) => {
-    $("key-note").textContent = apiKey ? "That key is not accepted. Try another one." : "It is kept in this page alone, until the page is left.";
+    $("key-note").textContent = apiKey ? "That key is not accepted. Try another key." : "It is kept only in this page, until you leave the page.";
     apiKey = null;
     $("key").showModal();
     $("key-form").addEventListener("submit", (event) => {
@@ -102,7 +103,7 @@ async function listModels() {
   }
 }
 
-// Has the server render one message, so that a model that cannot chat is told apart before anything is asked.
+// Has the server render one message, to recognise a model that cannot chat before the first question.
 async function chooseModel() {
   const model = $("model").value;
   document.title = `${model} · apt-jax chat`;
@@ -148,7 +149,7 @@ function bodyOf(turns) {
   };
 }
 
-// The node of a turn: who, the reasoning if there is any, the text, and what can be done with it.
+// The node of a turn: the speaker, the reasoning if there is any, the text, and buttons.
 class TurnView {
   constructor(turn, at) {
     this.node = html("article", `turn ${turn.role}`);
@@ -197,7 +198,7 @@ function addTurn(turn, at) {
   return view;
 }
 
-// Puts a field in the place of a question; what comes of it takes the place of all that followed.
+// Replaces a question by a field; the edited question and its answer replace all later turns.
 function edit(view, turn, at) {
   if (answering) return;
   const form = html("form", "edit"), area = html("textarea"), send = html("button", "", "Send"), cancel = html("button", "", "Cancel");
@@ -218,7 +219,7 @@ function edit(view, turn, at) {
   area.focus();
 }
 
-// Keeps the end in sight, unless the reader has gone up.
+// Keeps the end visible, unless the reader has scrolled up.
 function following(change) {
   const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   change();
@@ -241,12 +242,12 @@ function showTurns(end = chat.turns.length) {
   $("log").scrollTop = $("log").scrollHeight;
 }
 
-// Takes turn `at` and all that follow out of the page.
+// Removes turn `at` and all later turns from the page.
 function cut(at) {
   for (const node of [...$("log").children]) if (!node.dataset.at || Number(node.dataset.at) >= at) node.remove();
 }
 
-// Asks a question in the place of turn `at` and of all that follow.
+// Asks a question that replaces turn `at` and all later turns.
 function ask(question, at = chat.turns.length) {
   const asked = { role: "user", content: question };
   cut(at);
@@ -254,7 +255,7 @@ function ask(question, at = chat.turns.length) {
   return answer(at + 1, [...chat.turns.slice(0, at), asked]);
 }
 
-// Writes turn `at`, the answer to `turns`, in the place of what was there.
+// Writes turn `at`, the answer to `turns`; it replaces the earlier turns from there on.
 async function answer(at, turns = chat.turns.slice(0, at)) {
   const ours = chat; // another conversation may begin meanwhile
   const body = bodyOf(turns), controller = answering = new AbortController();
@@ -302,7 +303,7 @@ async function answer(at, turns = chat.turns.slice(0, at)) {
     $("send").hidden = false;
     show(document.body.dataset.state === "answering" ? "ready" : document.body.dataset.state, "");
   }
-  if (id === null && problem) { // nothing of it was answered: what was there stays, and the question can be asked again
+  if (id === null && problem) { // no answer has begun: earlier turns stay, and the question can be asked again
     view.actions.remove();
     if (!tokens) timeline.node.remove();
     if (ours === chat && ours.turns.length >= turns.length) {
@@ -322,12 +323,12 @@ async function answer(at, turns = chat.turns.slice(0, at)) {
   if (id !== null) await explain(id, timeline);
 }
 
-// What the scheduler did to the request, if the server keeps that.
+// Shows the scheduler's decisions about the request, if the server keeps them.
 async function explain(id, timeline) {
   try {
     const { events } = await (await call(`v1/requests/${encodeURIComponent(id)}/decisions`)).json();
     following(() => timeline.explain(events));
-  } catch { /* it keeps no decisions, or no longer this one's */ }
+  } catch { /* the server keeps no decisions, or dropped those of this request */ }
 }
 
 // --- controls ------------------------------------------------------------------------------------------------------------------
@@ -352,7 +353,7 @@ $("question").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => answering?.abort());
 $("settings").addEventListener("submit", (event) => event.preventDefault());
 $("model").addEventListener("change", chooseModel);
-$("key").addEventListener("cancel", (event) => event.preventDefault()); // there is nothing to ask without one
+$("key").addEventListener("cancel", (event) => event.preventDefault()); // a key is required
 $("reset").addEventListener("click", () => open(chats.begin()));
 
 // --- conversations -------------------------------------------------------------------------------------------------------------

@@ -1,21 +1,21 @@
-// The conversations of this browser, in its local storage until they are deleted there. Storage may be forbidden, or full: then
-// they last as long as the page, and the oldest ones make room. API keys are never kept.
+// The conversations of this browser, in its local storage until they are deleted there. If storage is forbidden, they last as
+// long as the page; if it is full, the oldest are not stored. API keys are never stored.
 
 const NAME = "apt-jax-chats";
 const MOST = 100;
 
 export class Chats {
   constructor() {
-    this.all = []; // the last used first: {id, title, turns: [{role, content, reasoning?}]}
+    this.all = []; // most recently used first: {id, title, turns: [{role, content, reasoning?}]}
     try {
       const kept = JSON.parse(localStorage.getItem(NAME) ?? "[]");
       if (Array.isArray(kept)) this.all = kept.filter(isChat);
-    } catch { /* nothing that could be read */ }
+    } catch { /* nothing readable is stored */ }
   }
 
   begin() { return { id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, title: "", turns: [] }; }
 
-  // Keeps a conversation, as the last one used.
+  // Stores a conversation as the most recently used.
   keep(chat) {
     chat.title = (chat.turns[0]?.content ?? "").trim().split("\n")[0].slice(0, 80) || "Empty question";
     this.all = [chat, ...this.all.filter(({ id }) => id !== chat.id)].slice(0, MOST);
@@ -38,7 +38,7 @@ export class Chats {
         if (count) localStorage.setItem(NAME, JSON.stringify(this.all.slice(0, count)));
         else localStorage.removeItem(NAME);
         return;
-      } catch { /* full: with fewer */ }
+      } catch { /* full: try with fewer */ }
     }
   }
 }

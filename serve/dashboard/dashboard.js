@@ -1,10 +1,10 @@
-// The page: reads snapshots of the server (`serve/dashboard_feed.py`) as they come and shows them. What others have named, such as
-// ids of requests, reaches the page by textContent alone.
+// The page: reads snapshots of the server (`serve/dashboard/feed.py`) as they arrive and shows them. Names chosen by others, such
+// as ids of requests, reach the page only by textContent.
 
 import { Histogram, TimeChart, html, quantile, seconds, svg } from "./charts.js";
 
 const KEY = "apt-jax-key", THEME = "apt-jax-theme";
-const HISTORY_S = 300, LONG_HISTORY_S = 3600; // of all points, and of those with distributions
+const HISTORY_S = 300, LONG_HISTORY_S = 3600; // for all points, and for points with distributions
 const SUMS_S = 10;
 const DISTRIBUTIONS = {
   ttft: ["Time to first token", "vllm:time_to_first_token_seconds"],
@@ -12,15 +12,15 @@ const DISTRIBUTIONS = {
   e2e: ["Whole request", "vllm:e2e_request_latency_seconds"],
   queue: ["Queue", "vllm:request_queue_time_seconds"],
 };
-const SILENCE_MS = 12000; // a server that says nothing for so long is taken for lost; it speaks every second
+const SILENCE_MS = 12000; // a server that sends nothing for this long counts as lost; it normally sends every second
 const RETRY_MS = [1000, 2000, 4000, 8000, 10000];
 const STATES = {
   connecting: "Connecting",
   starting: "Starting: the model is being loaded",
   serving: "Serving",
-  draining: "Draining: open requests end, new ones are refused",
+  draining: "Draining: open requests finish, new requests are rejected",
   stalled: "The engine does not answer",
-  ended: "The engine has ended",
+  ended: "The engine has stopped",
   stopped: "The server has stopped",
   lost: "Connection lost",
 };
@@ -52,9 +52,9 @@ const charts = {
   tbt: new Histogram($("tbt"), "Time between tokens"),
 };
 
-let points = []; // of the last hour; of the last five minutes all, else those with distributions
-let server = null; // which one they are of
-let snapshot = null; // the last one with numbers
+let points = []; // of the last hour: all points of the last five minutes, and earlier points with distributions
+let server = null; // id of the server that sent them
+let snapshot = null; // the last snapshot with numbers
 let paused = false;
 
 // --- connection ---------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ async function* eventsOf(body) {
   }
 }
 
-// One connection, until it ends; returns why.
+// Reads one connection until it ends; returns the reason.
 async function watch() {
   const controller = new AbortController();
   let timer = setTimeout(() => controller.abort(), SILENCE_MS);
@@ -129,7 +129,7 @@ async function stayConnected() {
     const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
     showState(why === "full" ? "lost" : why);
     for (let left = wait; left > 0; left -= 1000) {
-      const reason = why === "full" ? "Too many dashboards are open at this server" : STATES[why];
+      const reason = why === "full" ? "Too many dashboards are open on this server" : STATES[why];
       showBanner(`${reason}. Trying again in ${Math.ceil(left / 1000)} s.`);
       await new Promise((resolve) => setTimeout(resolve, Math.min(left, 1000)));
     }
@@ -137,7 +137,7 @@ async function stayConnected() {
 }
 
 function askForKey() {
-  const note = apiKey ? "That key is not accepted. Try another one." : "It is kept in this tab until it is closed.";
+  const note = apiKey ? "That key is not accepted. Try another key." : "It is kept in this tab until you close the tab.";
   apiKey = null;
   store(sessionStorage, KEY, null);
   showState("connecting");
@@ -218,14 +218,14 @@ let windowS = HISTORY_S; // null: since the start
 
 const boundsOf = (name) => Object.keys(snapshot.metrics[`${DISTRIBUTIONS[name][1]}_bucket`] ?? {}).map((bound) => (bound === "+Inf" ? Infinity : Number(bound)));
 
-// What the last snapshot has, as points of the history have it.
+// Distributions of the last snapshot, in the form that points of the history have.
 function sumsNow() {
   const sums = { finished: snapshot.metrics["vllm:request_success_total"] ?? {} };
   for (const [name, [, metric]] of Object.entries(DISTRIBUTIONS)) sums[name] = Object.values(snapshot.metrics[`${metric}_bucket`] ?? {});
   return sums;
 }
 
-// The sums at the beginning of the window; null: all is in it.
+// The sums at the start of the window; null: the window contains all values.
 function sumsBefore() {
   return windowS === null ? null : points.findLast((point) => point.sums && point.at_s <= snapshot.at_s - windowS)?.sums ?? null;
 }
@@ -241,7 +241,7 @@ function showLatencies() {
     return numbersRow(label, name, [count(buckets.at(-1)?.[1] ?? 0), ...shown]);
   }));
   const ended = Object.entries(now.finished).map(([why, n]) => [why, n - (before?.finished[why] ?? 0)]).filter(([, n]) => n);
-  $("finished").textContent = `Requests ended by: ${ended.map(([why, n]) => `${why} ${count(n)}`).join(", ") || "none has ended"}.`;
+  $("finished").textContent = `Requests ended by: ${ended.map(([why, n]) => `${why} ${count(n)}`).join(", ") || "none yet"}.`;
   for (const name of ["ttft", "tbt"]) {
     const sum = `${DISTRIBUTIONS[name][1]}_sum`;
     charts[name].draw(between(name, before, now), before ? null : metric(sum));
@@ -249,7 +249,7 @@ function showLatencies() {
   showPercentiles(now);
 }
 
-// The quantiles of what came between points that are apart by a sixtieth of the window.
+// Draws the quantiles of the values between points that are a sixtieth of the window apart.
 function showPercentiles(now) {
   const name = $("percentiles-of").value, spanS = Math.max(SUMS_S, (windowS ?? LONG_HISTORY_S) / 60);
   const from = windowS === null ? -Infinity : snapshot.at_s - windowS, drawn = [];
@@ -272,7 +272,7 @@ $("window").addEventListener("change", () => {
 });
 $("percentiles-of").addEventListener("change", () => { if (snapshot) show(); });
 
-// Tokens a second between each point and the one before it.
+// Tokens per second between each point and the previous point.
 function rates(shown) {
   return shown.slice(1).map((point, i) => {
     const before = shown[i], s = Math.max(0.001, point.at_s - before.at_s);
@@ -333,7 +333,7 @@ function showTiers() {
   const moved = (way) => `${count(metric("aptjax:host_moved_blocks_total", [way]))} blocks and ${count(metric("aptjax:host_moved_slots_total", [way]))} slots`;
   const ways = Object.entries(snapshot.metrics["aptjax:restores_total"] ?? {}).filter(([, n]) => n).map(([way, n]) => `${count(n)} ${way}`);
   $("tiers-note").textContent = host
-    ? `Saved ${moved("save")}, loaded ${moved("load")}. Requests came back: ${ways.join(", ") || "none"}. ${count(metric("aptjax:host_lost_groups_total"))} groups lost.`
+    ? `Saved ${moved("save")}, loaded ${moved("load")}. Requests restored: ${ways.join(", ") || "none"}. ${count(metric("aptjax:host_lost_groups_total"))} groups lost.`
     : "There is no host memory (--swap-space).";
 }
 
@@ -352,10 +352,10 @@ function showObjectives() {
         const bar = html("progress");
         bar.max = all;
         bar.value = attained;
-        bar.setAttribute("aria-hidden", "true"); // the numbers beside it say the same
+        bar.setAttribute("aria-hidden", "true"); // the numbers beside it show the same
         cell.append(bar);
       }
-      cell.append(html("span", "note", all ? `${count(attained)} of ${count(all)}` : "none asked"));
+      cell.append(html("span", "note", all ? `${count(attained)} of ${count(all)}` : "no requests"));
       row.append(cell);
     }
     return row;
@@ -392,7 +392,7 @@ function kindCell(kind) {
   return cell;
 }
 
-// Rows that were there already stay the same elements, so that focus and selection survive.
+// Existing rows keep their elements, so that focus and selection survive.
 function fill(table, rows, keyOf, cellsOf, empty) {
   const body = table.tBodies[0], focused = document.activeElement?.closest("tr")?.dataset.key;
   const old = new Map([...body.rows].map((row) => [row.dataset.key, row]));
@@ -428,7 +428,7 @@ function showTables() {
     : `${idle ? "Idle. Last step: " : "Step "}${count(iteration.number)}, ${iteration.type}, ${iteration.rows === 1 ? "1 request" : `${iteration.rows} requests`}, ${iteration.step_ms === null ? "–" : seconds(iteration.step_ms / 1e3)}, decided in ${seconds(iteration.schedule_ms / 1e3)}`;
   fill($("batch"), idle ? [] : batch, (row, i) => row.request_id ?? `other ${i}`, (row) => [
     idCell(row.request_id), html("td", "", row.phase), kindCell(row.kind), html("td", "n", count(row.tokens)), html("td", "n", count(row.cached)),
-  ], "Nothing runs.");
+  ], "No request is running.");
   fill($("requests"), requests, (row) => `${row.request_id} ${row.arrival_s}`, (row) => [
     idCell(row.request_id),
     html("td", "", row.state),
@@ -481,8 +481,8 @@ function showDecisions(log) {
   const last = log.events.at(-1);
   $("decisions").hidden = $("request-strip").hidden = !last;
   $("request-note").textContent = !last
-    ? "It waits; nothing has been decided yet."
-    : `${last.event === "ended" ? `Ended (${last.reason}) after` : "So far"} ${seconds(last.until_ms / 1e3)}${log.num_dropped ? `; ${log.num_dropped} events are not kept` : ""}.`;
+    ? "It is waiting; nothing has been decided yet."
+    : `${last.event === "ended" ? `Ended (${last.reason}) after` : "So far"} ${seconds(last.until_ms / 1e3)}${log.num_dropped ? `; ${log.num_dropped} events were dropped` : ""}.`;
   const end = Math.max(1e-3, ...log.events.map((event) => event.until_ms));
   const strip = svg("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", "aria-hidden": "true" });
   for (const { event, at_ms: from, until_ms: until } of log.events) {
@@ -514,7 +514,7 @@ document.addEventListener("click", (event) => {
 $("request-close").addEventListener("click", () => $("request").close());
 $("request").addEventListener("close", () => { shownRequest = null; });
 $("request").addEventListener("click", (event) => { if (event.target === $("request")) $("request").close(); });
-$("key").addEventListener("cancel", (event) => event.preventDefault()); // there is nothing to see without one
+$("key").addEventListener("cancel", (event) => event.preventDefault()); // a key is required
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").textContent = paused ? "Resume" : "Pause";

@@ -1,7 +1,7 @@
 """The dashboard's data: a snapshot of the server each second while it has viewers, shared by all of them.
 
-1. The first `Viewer` starts the feed and the last one ends it. Without viewers only a point is recorded
-   every five seconds, so that charts have no holes.
+1. The first `Viewer` starts the feed and the last viewer stops it. Without viewers only a point is recorded every five
+   seconds, so that charts have no gaps.
 2. Each second one function runs in the engine's thread, between two steps, for under a millisecond. It copies the
    current values of `/metrics` (by the same code), the scheduler's decisions since the last snapshot, and the state of
    recent requests.
@@ -9,7 +9,8 @@
    operators see all ids. On a server with operators, tenants see only their own rows, tokens, queue and distributions,
    but no sums over all tenants, iteration numbers or past points.
 4. A viewer waits for the newest snapshot. A slow reader skips older snapshots and delays nobody.
-5. Snapshots hold the server's state (starting, serving, draining, stopped, engine ended); the last one ends the stream.
+5. Snapshots hold the server's state (starting, serving, stalled, draining, stopped, ended). The last snapshot ends the
+   stream.
 """
 
 import asyncio
@@ -85,7 +86,7 @@ class _Reading:
 
 
 class _Snapshot:
-    """One moment, for all viewers.
+    """State of the server at one moment, for all viewers.
 
     Args:
         common: state of the server, visible to every tenant.
@@ -137,7 +138,7 @@ class _Snapshot:
 class Viewer:
     """An asynchronous iterator of server-sent events, for one reader; made by `DashboardFeed.join`.
 
-    The first event, `history`, has past points; then follow `snapshot` events, always the newest.
+    The first event, `history`, has past points. Then `snapshot` events follow, always with the newest snapshot.
     """
 
     def __init__(self, feed: "DashboardFeed", caller: Caller) -> None:
@@ -170,7 +171,7 @@ class Viewer:
 
 
 class DashboardFeed:
-    """The snapshots of one server; for one event loop.
+    """The snapshots of one server. Used from one event loop only.
 
     Args:
         period_s: seconds between two snapshots.
@@ -210,7 +211,7 @@ class DashboardFeed:
             self._recording = asyncio.create_task(self._record())
 
     def stop_recording(self) -> None:
-        """Stop recording points, since the engine has ended or will end."""
+        """Stop recording points, since the engine has stopped or will stop."""
         if self._recording is not None:
             self._recording.cancel()
 
@@ -282,7 +283,7 @@ class DashboardFeed:
             await asyncio.sleep(_RECORD_S)
 
     def _keep(self, at_s: float, numbers: Numbers) -> dict[str, Any]:
-        """Add a point to the history, and drop outdated ones."""
+        """Add a point to the history, and drop outdated points."""
         point = _point(at_s, numbers)
         kept = point
         if at_s - self._sums_at_s >= _SUMS_S:
@@ -298,13 +299,14 @@ class DashboardFeed:
         return point
 
     def history(self) -> Rows:
-        """Return points of the last hour: all points of the last five minutes, and earlier points with distributions."""
+        """Return points of the last hour: all points of the last five minutes, and earlier points with
+        distributions."""
         return [*self._long_history, *self._history]
 
     async def _refresh(self, watch: IterationSubscription | None, *, last: bool = False) -> None:
         try:
             snapshot = await self._snapshot(watch, last=last)
-        except Exception as error:  # it must disturb neither calls nor shutdown
+        except Exception as error:  # it must not disturb calls or the shutdown
             log_failure(logger, "a snapshot for the dashboard", error)
             snapshot = _Snapshot(self._common(self._state()), {}, [], [], last=last)
         self._latest = snapshot
@@ -458,11 +460,11 @@ def _scope(caller: Caller) -> str | None:
 
 
 def _seen_by(caller: Caller, rows: Rows, *, others: bool) -> Rows:
-    """Return rows with the ids that the caller may see; with `others`, rows of other tenants are included without ids."""
+    """Return rows with the ids that the caller may see; `others` includes rows of other tenants, without ids."""
     shown = [row | {"request_id": caller.shown_id(row["request_id"])} for row in rows]
     if others:
         return shown
-    # The number of an iteration tells how many there were in which others ran.
+    # Iteration numbers would reveal how many iterations ran for other tenants.
     own = [row for row in shown if row["request_id"] is not None]
     return [{name: value for name, value in row.items() if name != "iteration"} for row in own]
 

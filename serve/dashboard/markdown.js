@@ -1,16 +1,16 @@
-// Markdown of a model, as nodes. What comes of it is made of the elements named here and of texts: no HTML of the model's is ever
-// parsed, no script, style or attribute of its can come up, and nothing is loaded. Images are shown as links, links lead to
-// http, https and mailto alone.
+// Markdown of a model, as nodes. The nodes are only text and the elements named here: HTML of the model is never parsed, it cannot
+// add scripts, styles or attributes, and nothing is loaded. Images are shown as links; links lead only to http, https and mailto.
 //
-// A text that grows is read on from its last block, so that the work is linear: fences here, other blocks by marked, up to a size.
+// A growing text is parsed again only from its last block, so that the work is linear: fences are parsed here, other blocks by
+// marked, up to a size.
 
 import { Marked } from "./marked.js";
 import { html } from "../dashboard/charts.js";
 
-const MOST_BLOCK = 16000; // characters of a block that is parsed; longer ones stay text
+const MOST_BLOCK = 16000; // characters of a block that is parsed; longer blocks stay text
 const MOST_PARSED = 300000; // characters of a text that is parsed
 const MOST_DEPTH = 16;
-const SLOW_MS = 60; // a block that took longer is the last one that is parsed
+const SLOW_MS = 60; // after a block that took longer, no further block is parsed
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`\n]*)$/;
 const SAFE = /^(https?:|mailto:)/i;
 const marked = new Marked({ gfm: true });
@@ -27,7 +27,7 @@ function element(name, children, attributes = {}) {
 
 function link(href, children) {
   let url = null;
-  try { url = new URL(href); } catch { /* not one that leads anywhere */ }
+  try { url = new URL(href); } catch { /* not a valid URL */ }
   if (!url || !SAFE.test(url.protocol)) return element("span", children);
   return element("a", children, { href: url.href, target: "_blank", rel: "noopener noreferrer nofollow" });
 }
@@ -79,7 +79,7 @@ function blocks(tokens, depth = 0) {
   });
 }
 
-// Code with its language and a button that copies it. `set` is given longer and longer texts.
+// Code with its language and a button that copies it. `set` gets longer and longer texts.
 class CodeView {
   constructor(language) {
     this.text = document.createTextNode("");
@@ -140,7 +140,7 @@ export class MarkdownView {
     this.at = 0; // where the last block begins
     this.view = null;
     this.kind = "";
-    this.line = 0; // where the last line begins that has been read
+    this.line = 0; // start of the last line that has been read
     this.budget = { isSpent: false };
   }
 
@@ -163,8 +163,8 @@ export class MarkdownView {
   }
 }
 
-// The block of `text` from `at` on: its kind, its text, and where the next one begins, null: it may go on. No block: null.
-// It has no end before `line`, where a line begins.
+// Returns the block of `text` that begins at `at`: its kind, its text, and where the next block begins, or null if this block may
+// continue; null: there is no block. The block does not end before `line`, the start of a line.
 function blockAt(text, at, line) {
   while (text[at] === "\n") at += 1;
   if (at >= text.length) return null;
@@ -194,12 +194,12 @@ function blockAt(text, at, line) {
   return { kind: "block", text: text.slice(at), end: null };
 }
 
-// Puts a text into the clipboard, and says so on the button.
+// Copies a text to the clipboard, and shows that on the button.
 export async function copy(text, button) {
   const label = button.textContent;
   try {
     await navigator.clipboard.writeText(text);
-  } catch { // pages over plain HTTP from elsewhere have no clipboard of this kind
+  } catch { // pages over plain HTTP from other machines have no clipboard API
     const area = element("textarea", []);
     area.value = text;
     area.className = "skip";

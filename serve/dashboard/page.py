@@ -1,5 +1,5 @@
-"""The static pages of the dashboard and the chat, without data, build step or files from other servers. `vendor/` has an
-unchanged third-party library with its licence."""
+"""The static pages of the dashboard and the chat. They contain no data, need no build step and load no files from other
+servers. `vendor/` has an unchanged third-party library with its licence."""
 
 import functools
 from pathlib import Path

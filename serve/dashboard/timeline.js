@@ -1,5 +1,5 @@
-// The timeline of one answer: the wait for the first token, every token at the time when it came, the objectives, and what the
-// scheduler did to the request meanwhile.
+// The timeline of one answer: the wait for the first token, every token at its arrival time, the objectives, and the scheduler's
+// decisions about the request.
 
 import { html, seconds, svg } from "../dashboard/charts.js";
 
@@ -9,7 +9,7 @@ const COLORS = { preempted: "queue", lost: "queue", converted: "hidden", switche
 const MOST_TICKS = 2000;
 
 export class Timeline {
-  // slo: the objectives that were asked for, milliseconds: ttft_ms, tbt_ms; undefined: the server's.
+  // slo: the requested objectives, milliseconds: ttft_ms, tbt_ms; undefined: the server's.
   constructor(slo) {
     this.node = html("details", "timeline"); // closed it is one line
     this.node.open = slo.ttft_ms !== undefined || slo.tbt_ms !== undefined;
@@ -28,7 +28,7 @@ export class Timeline {
     this.facts = null; // the server's timings
     this.reason = "";
     this.draw();
-    new ResizeObserver(() => this.draw()).observe(this.svg); // its letters keep their size
+    new ResizeObserver(() => this.draw()).observe(this.svg); // its text keeps its size
   }
 
   now() { return performance.now() - this.begun; }
@@ -39,20 +39,20 @@ export class Timeline {
     this.reason = reason;
     this.ended = this.now();
     this.facts = facts;
-    if (facts) { // the objectives that counted, among them the server's own
+    if (facts) { // the objectives in force, including the server's defaults
       this.ttft = facts.slo.ttft_ms;
       this.tbt = facts.slo.tbt_ms;
     }
   }
 
-  // events: of `GET /v1/requests/ID/decisions`; their times are the server's, since the arrival there.
+  // events: from `GET /v1/requests/ID/decisions`, with times since the arrival at the server.
   explain(events) {
     const shift = this.facts?.timings.ttft_ms && this.arrivals.length ? Math.max(0, this.arrivals[0][0] - this.facts.timings.ttft_ms) : 0;
     this.marks = events.filter(({ event }) => MARKS[event]).map(({ event, at_ms: at }) => [event, at + shift]);
     this.draw();
   }
 
-  // Tokens a second after the first ones; null: too few.
+  // Tokens per second after the first arrival; null: too few tokens.
   pace(count) {
     const [first, last] = [this.arrivals[0], this.arrivals.at(-1)];
     return this.arrivals.length > 1 && last[0] > first[0] ? `${+((1e3 * (count - first[1])) / (last[0] - first[0])).toPrecision(3)}` : null;
@@ -125,7 +125,7 @@ export class Timeline {
       if (facts.num_conversions) rest.push(`converted ${facts.num_conversions}×`);
       if (facts.num_kind_switches) rest.push(`switched kind ${facts.num_kind_switches}×`);
     }
-    if (["length", "stopped", "failed"].includes(this.reason)) rest.push({ length: "cut off by its limit of tokens", stopped: "stopped", failed: "not finished" }[this.reason]);
+    if (["length", "stopped", "failed"].includes(this.reason)) rest.push({ length: "cut off by the token limit", stopped: "stopped", failed: "not finished" }[this.reason]);
     this.verdict.replaceChildren();
     spoken.forEach((item, i) => this.verdict.append(i ? ", " : "", item));
     if (rest.length) this.verdict.append(`; ${rest.join(", ")}`);

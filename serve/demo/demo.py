@@ -1,8 +1,8 @@
 """`apt-jax demo`: one bursty load, four schedulers, over gRPC, on the bundled model with a small pool.
 
-The same arrivals of real prompts are replayed with first-come-first-served, Apt-Serve's scheduling with keys and
-values only and with the hybrid cache, and apt-plus. Rate and objectives come from the calibration of this machine, so
-that a slower machine shows the same picture.
+The same arrivals of real prompts are replayed with first-come-first-served, with Apt-Serve's scheduling (with keys and
+values only, and with the hybrid cache), and with apt-plus. Rate and objectives come from the calibration of this
+machine, so a slower machine shows the same picture.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def demo_config(model: str, num_blocks: int) -> EngineConfig:
     return EngineConfig(
         model=model,
         max_model_len=MAX_MODEL_LEN,
-        # A few texts are asked again and again: cached, they would not be the load that was reckoned.
+        # The few prompts repeat: with prefix caching, the load would be lower than calculated.
         cache=CacheConfig(num_blocks_override=num_blocks, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
     )
@@ -118,7 +118,7 @@ def make_workload(parts: EngineComponents, duration_s: float, seed: int) -> Work
 
 
 class DemoDisplay:
-    """Live progress of one run: requests sent, served, and with attained SLOs."""
+    """Live progress of one run: requests that are open, done, and within their SLOs."""
 
     def __init__(self, title: str, total: int, console: Console) -> None:
         self._bar = Progress(
@@ -229,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
     bars = starting_bars()
     try:
         parts = build_engine(demo_config(args.model, args.num_blocks), calibrate=False, progress=bars)
-        # Measured now, not taken from an earlier start: the machine may be faster or busier than it was.
+        # Measured now instead of loaded from an earlier start: the machine may be faster or busier than then.
         parts = recalibrate(parts, 8.0, functools.partial(bars, "calibrating"))
     finally:
         bars.close()
@@ -239,7 +239,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(
         f"[bold]{parts.model_name}[/bold]: ready after {time.monotonic() - started:.0f} s. A pool of {pool} blocks holds {pool // 2 * block} tokens "
         f"as keys and values, {pool_inputs} as hidden cache.\n"
-        f"{len(workload.arrivals)} requests at {workload.rate:.1f} a second in bursts; this machine sustains about {workload.kv_capacity:.1f} a second with keys and "
+        f"{len(workload.arrivals)} requests at {workload.rate:.1f} per second in bursts; this machine sustains about {workload.kv_capacity:.1f} per second with keys and "
         f"values, {workload.hybrid_capacity:.1f} with hidden cache.\n"
         f"Objectives: first token within {workload.slo.ttft_s:.2f} s, gaps within {workload.slo.tbt_s:.2f} s (P99)."
     )
@@ -251,7 +251,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(_table(runs))
     compiled = sum(s.compilations for s in stats.values())
     host = ", ".join(f"{s.host_p50_ms:.2f} ms p50, {s.host_p99_ms:.2f} ms p99" for s in list(stats.values())[-1:])
-    console.print(f"Programs compiled while serving: {compiled}. Host work an iteration under the last load: {host}.")
+    console.print(f"Programs compiled while serving: {compiled}. Host work per iteration in the last run: {host}.")
     last = runs[RUNS[-1][0]]
     for answer in last[:2]:
         console.print(
@@ -265,7 +265,7 @@ def run(args: argparse.Namespace) -> int:
     (args.output / "results.json").write_text(json.dumps(numbers, indent=1))
     write_json(args.json, numbers)
     console.print(
-        f"\nPlot: {picture}   numbers: {args.output / 'results.json'}   {time.monotonic() - started:.0f} s in all"
+        f"\nPlot: {picture}   numbers: {args.output / 'results.json'}   {time.monotonic() - started:.0f} s in total"
     )
     failed = [a.error for answers in runs.values() for a in answers if a.error]
     if failed:

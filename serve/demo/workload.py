@@ -1,6 +1,6 @@
 """A bursty workload derived from a machine's calibration, its open-loop replay, and a picture of the results.
 
-The demo and the quickstart notebook share it: the first sends over gRPC, the second through the Python API.
+The demo and the quickstart notebook share it: the demo sends over gRPC, the notebook through the Python API.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ ARRIVAL_CV = 2.0
 """Coefficient of variation of the gaps between arrivals; a Poisson process has 1."""
 
 LOAD = 0.72
-"""Mean arrival rate, divided by the geometric mean of the sustained rates of keys and values and the hidden cache."""
+"""Mean arrival rate, divided by the geometric mean of the sustained rates of the KV cache and of the hidden cache."""
 TTFT_IN_STEPS = 25.0
-"""TTFT SLO, in (decode step + full prefill step)."""
+"""TTFT SLO, as a multiple of (decode step + full prefill step)."""
 TBT_IN_STEPS = 5.0
-"""TBT SLO, in (decode step + full prefill step)."""
+"""TBT SLO, as a multiple of (decode step + full prefill step)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Workload:
     rate: float
     """Mean number of requests per second."""
     kv_capacity: float
-    """Requests per second that the pool sustains with keys and values only, by the cost model."""
+    """Requests per second that the pool sustains with keys and values only, according to the cost model."""
     hybrid_capacity: float
     """Requests per second that the pool sustains with the smaller hidden cache."""
 
@@ -75,9 +75,9 @@ def sustained_rate(
     prompt_len: float,
     output_len: float,
 ) -> float:
-    """Return the requests per second at which device and pool are fully used, by the cost model.
+    """Return the requests per second at which device and pool are fully used, according to the cost model.
 
-    A request holds about `prompt_len + output_len / 2` tokens while it decodes; as many run at once as fit.
+    A request holds about `prompt_len + output_len / 2` tokens while it decodes; as many requests run at once as fit.
     """
     held = prompt_len + output_len / 2
     blocks = np.ceil(held / hidden_block_size) if kind_hidden else 2 * np.ceil(held / block_size)
@@ -111,7 +111,7 @@ def derive_workload(
 ) -> Workload:
     """Return arrivals at a rate between the sustained rates of the KV cache and the hidden cache, with SLOs in steps.
 
-    Everything is a multiple of calibrated step times, so that a slower machine shows the same picture over a longer time.
+    All times are multiples of calibrated step times, so a slower machine shows the same picture over a longer time.
 
     Args:
         prompts: texts to draw from, with their lengths in tokens in `prompt_lens`.
@@ -130,7 +130,7 @@ def derive_workload(
     count = int(np.clip(rate * duration_s, min_requests, max_requests))
     shape = 1.0 / ARRIVAL_CV**2
     gaps = rng.gamma(shape, 1.0 / (shape * rate), count)
-    gaps *= count / rate / gaps.sum()  # the mean rate is exact, whatever the draw
+    gaps *= count / rate / gaps.sum()  # makes the mean rate exact
     at = np.cumsum(gaps) - gaps[0]
     order = rng.integers(0, len(prompts), count)
     arrivals = tuple(
@@ -207,7 +207,7 @@ def summary_of(answers: Sequence[Answer]) -> Summary:
 
 
 def plot_runs(runs: dict[str, list[Answer]], workload: Workload, path: Path | None = None) -> Any:
-    """Plot one row per policy: time to first token of every request over its arrival, and the attainment.
+    """Plot one row per policy: TTFT of every request against its arrival time, and SLO attainment.
 
     Returns:
         The matplotlib figure, also written to `path` if given.

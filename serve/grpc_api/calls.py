@@ -3,7 +3,7 @@
 A `GenerateCodec` converts the messages of one service; `GrpcCalls` serves each call with
 `serve.generate_call.run_generate`:
 
-* The requests of a client that does not read for too long are cancelled.
+* If a client does not read for too long, its requests are cancelled.
 * A failed write cancels the call's requests, because grpc.aio raises no CancelledError for a disconnect during a write.
 """
 
@@ -245,11 +245,10 @@ class _GrpcCall:
         return EngineCall(call_id, requests, deadline_s)
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
-        """Does nothing: gRPC cancels the coroutine of the call, and calls callbacks of the context only after its
-        end."""
+        """Do nothing: gRPC cancels the coroutine of the call, and runs callbacks of the context only after the call."""
 
     async def write(self, index: int, delta: OutputDelta, group: RequestStreamGroup) -> None:
-        if group.ended:  # before the client knows: it may use the id again
+        if group.ended:  # before the client learns it and may use the id again
             self.close()
         encoded = self._codec.messages(index, delta)
         if delta.prompt_logprobs is not None:  # they may be many
@@ -265,7 +264,7 @@ class _GrpcCall:
         return "cancelled" if gone else None
 
     async def fail(self, error: Exception) -> None:
-        self.close()  # here too before the client knows
+        self.close()  # also before the client learns it
         status = to_grpc_status(error, self.record.request_id)
         internal = status.code in _INTERNAL
         self.record.failed(error, status.code.name.lower(), internal=internal)

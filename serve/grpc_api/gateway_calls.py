@@ -1,4 +1,4 @@
-"""Required function calls from gateways, which ask for them with a JSON schema of an unbounded list of calls."""
+"""Function calls that gateways require by sending a JSON schema for an unbounded list of calls."""
 
 import contextlib
 import json

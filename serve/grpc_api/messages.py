@@ -95,7 +95,7 @@ def _sampling_fields(params: pb.SamplingParams) -> dict[str, Any]:
 def _structured_output_fields(message: pb.StructuredOutputs) -> dict[str, Any]:
     fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     constraint = message.WhichOneof("form")
-    if constraint is not None:  # also one that is empty or false
+    if constraint is not None:  # even if it is empty or false
         fields[constraint] = getattr(message, constraint)
     if constraint == "choice":
         fields["choice"] = list(message.choice.texts)
@@ -114,7 +114,7 @@ def structured_outputs(fields: Mapping[str, Any]) -> pb.StructuredOutputs:
         constraints.remove("json_object")
         del given["json_object"]
     if len(constraints) > 1:
-        raise ValueError(f"{' and '.join(constraints)} given; the message has room for one")
+        raise ValueError(f"{' and '.join(constraints)} given; the message can hold only one")
     if not isinstance(given.get("json", ""), str):
         given["json"] = json.dumps(given["json"])
     if "choice" in given:
@@ -254,7 +254,7 @@ def stats_response(stats: EngineStats, **facts: Any) -> pb.GetStatsResponse:
 
     Args:
         stats: the engine's counters and gauges.
-        facts: further fields of the message, which the server knows.
+        facts: further fields of the message, set by the server.
     """
     copied = {
         name: getattr(stats, name)

@@ -1,5 +1,5 @@
-"""A time limit for the request message of an RPC. gRPC has no such limit, so that a client could occupy all concurrent
-RPCs of the server by opening them without sending a request."""
+"""A time limit for the request message of an RPC. gRPC has no such limit, so a client could occupy all concurrent RPCs
+of the server by opening them without sending a request."""
 
 import asyncio
 import inspect
@@ -64,7 +64,7 @@ class RequestTimeout(grpc.aio.ServerInterceptor):
             # The receive operation of gRPC must not be cancelled: it ends with the RPC.
             await asyncio.wait({task}, timeout=self._limit_s)
             if not task.done():
-                limit = f"the request must come within {self._limit_s:g} s"
+                limit = f"the request must arrive within {self._limit_s:g} s"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, limit)
             request = task.result()
             if request is _MISSING:

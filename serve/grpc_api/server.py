@@ -36,8 +36,8 @@ from serve.security.tls import Tls
 if TYPE_CHECKING:  # it needs the extra `otel`
     from serve.observability.tracing import Tracer
 
-# Health services of other engines are never registered: gateways probe them first and would take this server for such an
-# engine.
+# Health services of other engines are never registered: gateways probe them first and would mistake this server for such
+# an engine.
 _SERVICES = (SERVICE, VLLM_SERVICE)
 
 
@@ -49,7 +49,7 @@ class ServerConfig:
     port: int = 50051
     """Port to listen on; 0: any free port."""
     max_concurrent_rpcs: int = 1024 + 64 + 64
-    """Maximum number of concurrent RPCs, of the server and per connection: a proxy may send all over one connection."""
+    """Maximum number of concurrent RPCs, in total and per connection: a proxy may send all RPCs over one connection."""
     max_connections: int = 1024 + 64 + 64
     """Maximum number of connections; further connections are closed at once."""
     max_message_bytes: int = 4 << 20
@@ -60,7 +60,7 @@ class ServerConfig:
     keepalive_timeout_s: float = 2.5
     """Seconds after which an unanswered probe closes the connection, which frees the cache blocks of its requests."""
     max_connection_age_s: float | None = None
-    """Age in seconds, +-10 %, at which a connection takes no new calls; its open calls go on. None: no limit."""
+    """Age in seconds, +-10 %, at which a connection stops accepting calls; its open calls continue. None: no limit."""
     write_stall_s: float = 30.0
     """Seconds after which the requests of a client that does not read are cancelled."""
     reflection: bool = True
@@ -86,7 +86,7 @@ class ServerConfig:
         age_s = self.max_connection_age_s
         return [
             *([] if age_s is None else [("grpc.max_connection_age_ms", int(age_s * 1e3))]),
-            ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
+            ("grpc.so_reuseport", 0),  # if the port is in use, fail instead of sharing it
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ("grpc.keepalive_permit_without_calls", 1),
@@ -116,7 +116,7 @@ def _probe(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise PortInUseError(
-            f"cannot listen on {host}:{port} for gRPC ({error.strerror}); choose another address (--grpc-port, 0 for any free one; --host): a second server needs a gRPC port of its own"
+            f"cannot listen on {host}:{port} for gRPC ({error.strerror}); choose another address (--grpc-port, 0 for any free port; --host): a second server needs its own gRPC port"
         ) from None
 
 
@@ -185,12 +185,12 @@ class GrpcServer:
         await self._set_health(serving=True)
 
     async def engine_lost(self) -> None:
-        """Set health to NOT_SERVING after the engine has died."""
+        """Set health to NOT_SERVING after the engine has failed."""
         await self._set_health(serving=False)
 
     async def stop(self, drain_s: float) -> None:
         """Set health to NOT_SERVING, reject new requests, wait at most `drain_s` seconds for requests in flight, then
-        close. A second call may shorten the wait."""
+        close the server. A second call may shorten the wait."""
         self._calls.service.drain()
         await self._health.enter_graceful_shutdown()
         if self._engine is not None:

@@ -111,7 +111,7 @@ class AptServe:
 
             # Not in a `finally`: if a client disconnects during a write, this generator is never resumed.
             context.add_done_callback(leave)  # type: ignore[arg-type]  # as for Generate
-            await context.send_initial_metadata(())  # tells the client that watching has begun
+            await context.send_initial_metadata(())  # shows the client that watching has begun
             num_own = 0
             async for batch in watch:
                 shown_id = self._calls.caller(context).shown_id  # its key may have been revoked

@@ -11,7 +11,7 @@ The messages are defined by the package smg-grpc-proto and have the same meaning
 * Stop strings are matched by this server. The output includes the token ids of the stop string; the gateway that
   detokenizes them must cut the text before it.
 * Unsupported features are rejected with INVALID_ARGUMENT and the reason: structural tags, inputs other than text and
-  token ids, transfer of caches, ranks other than 0. `spaces_between_special_tokens` and `grammar_from_first_token` are
+  token ids, cache transfer, ranks other than 0. `spaces_between_special_tokens` and `grammar_from_first_token` are
   ignored.
 
 Embed, FlushCache and SubscribeKvEvents are UNIMPLEMENTED; so are StartProfile and StopProfile without `--set profiler_dir`.
@@ -50,7 +50,7 @@ common: Any = common_pb2
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 
-_NOT_OFFERED = "this server generates text; it has no other methods than Generate, Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer"
+_NOT_OFFERED = "this server only generates text; it offers Generate, Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer"
 _CHUNK_BYTES = 64 << 10
 
 _OPTIONAL = ("temperature", "logprobs", "prompt_logprobs", "seed", "truncate_prompt_tokens")
@@ -375,8 +375,8 @@ class VllmEngine:
 def _tokenizer_path(parts: EngineComponents) -> str:
     """Return the path of the tokenizer's directory for gateways.
 
-    Gateways read the directory if it exists, and call GetTokenizer otherwise. So a tokenizer whose chat template comes
-    from elsewhere gets a path that does not exist.
+    Gateways read the directory if it exists, and call GetTokenizer otherwise. If the chat template comes from elsewhere,
+    the returned path therefore does not exist.
     """
     if parts.tokenizer is None or parts.tokenizer.path is None:
         return ""

@@ -54,7 +54,7 @@ class Connection:
         self.transport: asyncio.Transport | None = None
         """Transport of the connection; None until it is connected, that is, during the TLS handshake."""
         self.task: asyncio.Task[None] | None = None
-        """Task that makes the transport; None once it has ended."""
+        """Task that creates the transport; None once it has ended."""
         self.is_started = False
         """True once `task` has begun to run."""
         self._acceptor = acceptor
@@ -75,7 +75,7 @@ class Acceptor:
 
     Args:
         listener: a listening socket; closed by `close`.
-        make_protocol: makes the protocol of an accepted connection; the protocol must set the connection's transport
+        make_protocol: creates the protocol of an accepted connection; the protocol must set the connection's transport
             and call its `set_busy` and `closed`.
         max_connections: maximum number of connections in total.
         max_per_address: maximum number of connections per client.
@@ -192,11 +192,11 @@ class Acceptor:
             os.close(self._spares.pop())
 
     def _admit(self, accepted: socket.socket, address: str, *, must_reserve: bool = False) -> bool:
-        """Start to serve an accepted connection, or close it. Returns True if no other connection had to be closed."""
+        """Start serving an accepted connection, or close it. Returns True if there was a free regular place for it."""
         had_room, room = False, not must_reserve
         if room and self._by_address[address] >= self._max_per_address:
             room = self._end_first((other for other in self._idle if other.address == address), 1)
-        # The kernel gives the lowest free descriptor, so that all lower ones are in use.
+        # The kernel gives the lowest free descriptor, so all lower descriptors are in use.
         elif room and (len(self._open) >= self._max_connections or accepted.fileno() >= self._max_descriptor):
             room = self._end_first(self._idle, 1)
         else:
@@ -222,7 +222,7 @@ class Acceptor:
 
     @staticmethod
     def _on_connected(accepted: socket.socket, connection: Connection) -> None:
-        connection.task = None  # a cycle, which would keep the socket
+        connection.task = None  # breaks a cycle that would keep the socket open
         if not connection.is_started:  # cancelled before it began: nobody else closes the socket
             accepted.close()
 
@@ -233,7 +233,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 lambda: self._make_protocol(connection), accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
-        except (OSError, asyncio.CancelledError) as error:  # no TLS, too slow, gone, or one too many
+        except (OSError, asyncio.CancelledError) as error:  # not TLS, too slow, disconnected, or closed for another
             logger.debug("a connection was not made: %r", error)
             connection.closed()
         except BaseException:

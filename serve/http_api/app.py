@@ -1,8 +1,8 @@
 """The HTTP application: authentication, limits on request heads, and the endpoints.
 
-`HttpApp.__call__` checks every call before routing: whether it may come from a web page of another site, then the size
-of its head and, unless its raw path is in `OPEN_PATHS`, its API key.
-`serve.generate_call` serves completions to their end (`serve.http_api.calls`).
+`HttpApp.__call__` checks every call before routing: it rejects calls from web pages of other sites, then checks the
+size of the head and, unless the raw path is in `OPEN_PATHS`, the API key.
+`serve.generate_call` serves the calls that generate text (`serve.http_api.calls`).
 """
 
 import asyncio
@@ -219,7 +219,7 @@ class HttpApp:
             raise BadCallError(
                 431,
                 "headers_too_large",
-                f"the head of a request must fit {config.max_header_bytes >> 10} KiB and {config.max_headers} fields",
+                f"the head of a request must fit in {config.max_header_bytes >> 10} KiB and {config.max_headers} fields",
                 CLOSE_HEADERS,
             )
         scope[CALLER_KEY] = ANYBODY
@@ -355,7 +355,7 @@ class HttpApp:
     # --- for operators ---------------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
-        """Answer 200 unless the engine has died, also while loading and draining."""
+        """Answer 200 unless the engine has died, even while loading or draining."""
         engine = self._service.attached
         dead = engine is not None and engine.dead_reason is not None
         return Response(status_code=503 if dead else 200)
@@ -389,7 +389,7 @@ class HttpApp:
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
                 data, content_type = await self._metrics.scrape(engine, accept)
         except TimeoutError:
-            raise EngineClosedError("the engine does not answer") from None
+            raise EngineClosedError("the engine does not respond") from None
         return Response(data, headers={"content-type": content_type})
 
     async def _on_routing_error(self, request: Request, error: Exception) -> Response:
@@ -400,9 +400,9 @@ class HttpApp:
                 "not_found",
                 f"there is nothing at {path!r:.200}{hint(path, {known for _, known in self.paths if '{' not in known})}",
             ),
-            405: ("method_not_allowed", f"{path!r:.200} does not take this method"),
+            405: ("method_not_allowed", f"{path!r:.200} does not accept this method"),
         }
-        code, message = codes.get(error.status_code, ("refused", "the request cannot be taken"))
+        code, message = codes.get(error.status_code, ("refused", "the request cannot be handled"))
         if error.status_code == 404 and self._config.batches is None and path.startswith(("/v1/files", "/v1/batches")):
             message = "this server has no files and batches: start it with --batch-dir DIR"
         headers = error.headers

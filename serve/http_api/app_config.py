@@ -39,8 +39,8 @@ class Description(Protocol):
         """Return the path items, by path.
 
         Args:
-            operation: makes an operation from a name, a summary, the successful response and further statuses.
-            get, post: make a path item with one operation, in the same way as `serve.http_api.openapi`.
+            operation: creates an operation from a name, a summary, the successful response and further statuses.
+            get, post: create a path item with one operation, as in `serve.http_api.openapi`.
         """
         ...
 
@@ -87,7 +87,7 @@ class AppConfig:
     keys: ApiKeys | None = None
     """Accepted API keys; None: calls need no key."""
     tracer: "Tracer | None" = None
-    """Makes traces of calls; None: no traces."""
+    """Creates traces of calls; None: no traces."""
     memory: MemoryGate | None = None
     """Rejects new calls while memory is short; None: no limit."""
     profiler: Profiler | None = None

@@ -58,7 +58,9 @@ class BrowserRules:
             is_foreign = _only(scope, b"sec-fetch-site") == "cross-site"
         if is_foreign:
             raise BadCallError(
-                403, "origin_not_allowed", f"pages of this origin may not call; allow it ({ORIGIN_FLAG} ORIGIN)"
+                403,
+                "origin_not_allowed",
+                f"pages of this origin may not call this server; allow it ({ORIGIN_FLAG} ORIGIN)",
             )
 
     def _serves(self, host: str | None) -> bool:
@@ -76,7 +78,7 @@ def browser_rules(host: str, allowed_hosts: Iterable[str], origins: Iterable[str
         host: address that the server listens on. `Host` is checked if this is a loopback address or `allowed_hosts` has
             names.
         allowed_hosts: further accepted names; "*" turns the check of `Host` off.
-        origins: origins of other sites whose pages may call, or "*".
+        origins: origins of other sites whose pages may call the server, or "*".
 
     Raises:
         ConfigError: a name or origin is malformed.
@@ -110,7 +112,7 @@ def _only(scope: Scope, name: bytes) -> str | None:
 
 
 def _is_same(origin: str | None, scheme: str, host: str | None) -> bool:
-    """Return whether an origin is the server itself, by the `Host` of the call."""
+    """Return whether an origin is the server's own according to the call's `Host`."""
     theirs, ours = _ORIGIN.fullmatch(origin or ""), _HOST.fullmatch(host or "")
     if theirs is None or ours is None:
         return False

@@ -1,6 +1,6 @@
-"""Calls that generate text over HTTP: limits, reading bodies, writing responses and noticing disconnects.
+"""Calls that generate text over HTTP: limits, reading bodies, writing responses and detecting disconnects.
 
-The status is sent with the first token, so that a call that is rejected or fails while it waits gets an error status.
+The status is sent with the first token, so a call that is rejected or fails while it waits gets an error status.
 A later error is sent as an event, and the stream ends without the end marker of a successful stream.
 The differences between the endpoints are in `serve.http_api.endpoints`.
 """
@@ -94,7 +94,7 @@ async def read_body(config: AppConfig, request: Request, lease: BodyLease) -> by
                 lease.grow(len(piece))
                 data += piece
     except TimeoutError:
-        late = f"the body must come within {config.body_timeout_s:g} s"
+        late = f"the body must arrive within {config.body_timeout_s:g} s"
         raise BadCallError(408, "body_timeout", late, CLOSE_HEADERS) from None
     return bytes(data)
 

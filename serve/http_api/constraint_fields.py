@@ -114,10 +114,10 @@ def schemas() -> dict[str, Schema]:
     fields |= {"json_object": or_null(FLAG), "disable_any_whitespace": FLAG, "whitespace_pattern": whitespace}
     exactly_one = [object_of({name: kind}, required=(name,)) for name, kind in kinds.items()]
     others = {
-        name: or_null(kinds[ours]) | {"description": f"The same as `{OWN_FIELD}.{ours}`; instead of it."}
+        name: or_null(kinds[ours]) | {"description": f"The same as `{OWN_FIELD}.{ours}`; give only one of them."}
         for name, ours in OTHER_NAMES.items()
     }
-    others["grammar"] |= {"minLength": 0}  # llama.cpp's clients send an empty one for none
+    others["grammar"] |= {"minLength": 0}  # llama.cpp's clients send an empty string for no grammar
     return {
         OWN_FIELD: or_null({**object_of(fields, closed=True), "oneOf": exactly_one}),
         RESPONSE_FORMAT: or_null(_response_formats()),

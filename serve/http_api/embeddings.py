@@ -1,6 +1,6 @@
 """``/v1/embeddings``: pooled hidden states of texts, in OpenAI's format.
 
-Each input becomes a completion of one token that is not shown, so that it is tokenized, checked and scheduled like any
+Each input becomes a completion of one token, which is not shown. So it is tokenized, checked and scheduled like any
 prompt.
 """
 
@@ -38,7 +38,7 @@ _HERE = {name: Refused(harmless, f"can only be {' or '.join(map(json.dumps, harm
 }.items()}  # fmt: skip
 
 
-Dimensions = Annotated[int, Meta(ge=1, le=MAX_INTEGER, description="Keep the first ones.")] | None
+Dimensions = Annotated[int, Meta(ge=1, le=MAX_INTEGER, description="Keep only the first dimensions.")] | None
 
 
 class PooledBody(Addressed):
@@ -80,7 +80,7 @@ class EmbeddingsCall:
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
+    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
     return completion_is_slow("completion", {"prompt": body.get("input")})
 
 
@@ -129,13 +129,13 @@ def embed(
         parts, headers, arrival_s, tenant: see `serve.http_api.openai_request.read_call`.
         body: the other fields of the body.
         texts: a text, a list of texts, token ids or a list of token id lists.
-        name: returns the field name, for errors, of the text at an index such as ``[3]``, or of all texts for "".
+        name: returns the field name for errors: of one text for an index such as ``[3]``, of all texts for "".
 
     Raises:
         InvalidRequestError, UnknownModelError: see `read_call`.
     """
     if body.stream:
-        raise InvalidRequestError("stream", "is not possible for embeddings; leave it out")
+        raise InvalidRequestError("stream", "is not supported for embeddings; leave it out")
     asked = CompletionBody(
         **carried(body, Addressed),
         truncate_prompt_tokens=body.truncate_prompt_tokens,

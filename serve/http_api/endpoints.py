@@ -1,6 +1,6 @@
 """Differences between the endpoints that generate text: how a body is read, and how the response is written.
 
-Their calls are otherwise served in the same way (`serve.http_api.calls.HttpCall`). A new endpoint is an entry of
+Their calls are otherwise served in the same way (`serve.http_api.calls.HttpCall`). To add an endpoint, add an entry to
 `ENDPOINTS`.
 """
 
@@ -105,9 +105,9 @@ class Endpoint:
     is_slow: Callable[[Body], bool]
     """Returns whether `read` must run in a thread, because it waits for other processes or takes long."""
     respond: Callable[[EngineComponents, Any], ResponseBuilder]
-    """Makes the response builder of a call that `read` returned."""
+    """Creates the response builder for a call that `read` returned."""
     piecewise: bool = False
-    """True if a response that is not streamed is made from the pieces of output in which its only request was answered."""
+    """True if a response that is not streamed is built from the separate pieces of its only request's output."""
     stream_type: str = "text/event-stream; charset=utf-8"
     """Media type of a streamed response."""
 

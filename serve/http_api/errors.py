@@ -28,7 +28,7 @@ from serve.errors import (
 )
 
 DROPPED_REASON_KEYS = ("x-llm-d-request-dropped-reason", "x-request-dropped-reason")
-"""Response headers that tell why a request was not served because of the server's state, in llm-d's vocabulary."""
+"""Response headers with the reason in the server's state for not serving a request, in llm-d's vocabulary."""
 
 
 class Renamer(Protocol):
@@ -65,7 +65,7 @@ class HttpError:
     """Name of the invalid field, if any."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     starting: StartStatus | None = None
-    """Progress of the server's start, if the request came before its end."""
+    """Progress of the server's start, if the request arrived before the server was ready."""
 
     def body(self) -> dict[str, Any]:
         """Return the body in OpenAI's format."""
@@ -135,7 +135,7 @@ def to_http_error(error: BaseException, request_id: str) -> HttpError:
             return _final(404, str(error), "invalid_request_error", "request_not_found")
         case OperatorKeyError():
             return _final(403, str(error), "invalid_request_error", "operator_key_required")
-        case ProfilerStateError():  # not 409, which clients try again
+        case ProfilerStateError():  # not 409, which clients retry
             return _final(400, str(error), "invalid_request_error", "profiler_state")
         case ProfileWriteError():
             return _final(500, str(error), "server_error", "profile_not_written")

@@ -1,7 +1,7 @@
 """Output of a model as a list of items, of which at most one is open, for responses of the Responses and Messages APIs.
 
 An item begins with the first event of its kind, grows, and ends when an event of another kind or the start of another
-tool call follows. Items make the events of their beginning, growth and end, which are sent if the call streams.
+tool call follows. Items produce events when they begin, grow and end, which are sent if the call streams.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ class ItemStream:
 
     Args:
         call: the call that is answered.
-        make: makes an item from its first event, which is never a `CallArguments`, and its index in the response.
+        make: creates an item from its first event, which is never a `CallArguments`, and its index in the response.
         numbered: whether events have a `sequence_number`.
     """
 

@@ -57,10 +57,10 @@ def or_null(schema: Schema) -> Schema:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about the model that bounds of schemas depend on."""
+    """Facts about the model on which the bounds in schemas depend."""
 
     limits: RequestLimits | None = None
-    """Limits of the model; None while there is no engine, so that lengths and token ids are not bounded by a model."""
+    """Limits of the model; None while there is no engine, when no model limits lengths and token ids."""
     models: Sequence[str] = ()
     """Model names that requests may use; empty: any name."""
 

@@ -1,7 +1,7 @@
 """llama.cpp's ``/infill``, which its editor plugins call to fill in text between a prefix and a suffix.
 
-Request bodies are translated to completion requests. llama.cpp's order of samplers, time limits and options for cache and slots are ignored.
-Sampling options that are not given have llama.cpp's defaults.
+Request bodies are translated to completion requests. llama.cpp's sampler order, time limits and options for cache and
+slots are ignored. Sampling options that are not given have llama.cpp's defaults.
 """
 
 import dataclasses
@@ -61,9 +61,9 @@ class InfillBody(Addressed):
     also: ClassVar = {name: Generation.also[name] for name in _CONSTRAINTS}
     input_prefix: str = ""
     input_suffix: str = ""
-    prompt: Annotated[Text, Meta(description="The beginning of what is filled in.")] = None
+    prompt: Annotated[Text, Meta(description="The beginning of the text to fill in.")] = None
     input_extra: Annotated[list[FileBody], Meta(min_length=0, max_length=_MAX_FILES)] | None = None
-    n_predict: Annotated[Bits32, Meta(description="Below 0: as many as fit; 0: the prompt is cached.")] = None
+    n_predict: Annotated[Bits32, Meta(description="Below 0: as many as fit; 0: only cache the prompt.")] = None
     stream: Flag = None
     response_fields: Annotated[list[str], Meta(min_length=0, max_length=_MAX_SHOWN)] | None = None
     temperature: EngineField = None
@@ -84,7 +84,7 @@ class InfillCall(TranslatedCall):
     shown: tuple[str, ...] = ()
     """Fields to return in a response that is not streamed, as paths such as ``timings/prompt_n``; empty: all fields."""
     is_silent: bool = False
-    """True if the call only computes the prompt to cache it; the one generated token is not shown."""
+    """True if the call only computes the prompt to cache it; the single generated token is not shown."""
 
     @property
     def call_id(self) -> str:
@@ -92,7 +92,7 @@ class InfillCall(TranslatedCall):
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
+    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
     extra = body.get(_EXTRA)
     texts = [body.get(name) for name in (_PREFIX, _SUFFIX, "prompt")]
     return bool(extra) or sum(len(text) for text in texts if isinstance(text, str)) > LONG_PROMPT_CHARS
@@ -265,7 +265,7 @@ def answers() -> dict[str, Schema]:
         "stopping_word": STRING, "has_new_line": FLAG, "truncated": {"const": False}, "tokens_cached": COUNT,
         "timings": closed(timings),
     }  # fmt: skip
-    picked = {"type": "object", "description": f"With `{_SHOWN}`: those."}
+    picked = {"type": "object", "description": f"With `{_SHOWN}`: only those fields."}
     return {
         "Infill": {"anyOf": [closed(whole), picked]},
         "InfillChunk": {"anyOf": [closed({"content": STRING, **counts, "stop": {"const": False}}), closed(whole)]},

@@ -23,7 +23,7 @@ MAX_PRIORITY = 2**63 - 1
 TEXT: Schema = {"type": "string", "minLength": 1}
 
 
-# --- schemas of what other modules check -----------------------------------------------------------------------------
+# --- schemas of fields that other modules check ----------------------------------------------------------------------
 
 
 def _message() -> Schema:
@@ -115,7 +115,7 @@ def _functions() -> dict[str, Schema]:
     (function,) = (kind["properties"]["function"] for kind in _tool()["anyOf"] if "function" in kind["properties"])
     return {
         "functions": or_null(list_of(function, 0, chat.MAX_TOOLS))
-        | {"description": "In place of `tools`, as it was before; a call comes back as `function_call`."},
+        | {"description": "Older form of `tools`; a call is returned as `function_call`."},
         "function_call": {"anyOf": [{"enum": ["none", "auto", None]}, object_of({"name": STRING}, required=("name",))]},
     }
 
@@ -124,7 +124,7 @@ def prompts(facts: Facts) -> Schema:
     """Return the schema of `prompt`: a text, token ids, or a list of either."""
     most = facts.max_sequences
     kinds = [TEXT, list_of(TEXT, 1, most), facts.token_ids, list_of(facts.token_ids, 1, most)]
-    return {"anyOf": kinds, "description": "A text, texts, token ids, or lists of them."}
+    return {"anyOf": kinds, "description": "A text, a list of texts, token ids, or a list of token id lists."}
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Addressed(Record):
             Meta(
                 ge=-MAX_PRIORITY,
                 le=MAX_PRIORITY,
-                description="vLLM's: above 0 best effort, below 0 real time, where no class is named.",
+                description="As in vLLM: above 0 is best effort, below 0 real time, if no class is given.",
             ),
         ]
         | None
@@ -203,8 +203,8 @@ class Generation(Addressed):
     bad_words: EngineField = None
     allowed_token_ids: EngineField = None
     truncate_prompt_tokens: EngineField = None
-    n: Annotated[Any, _outputs("With the prompts at most {} answers.")] = None
-    best_of: Annotated[Any, _outputs("Equal to `n`, or left out.")] = None
+    n: Annotated[Any, _outputs("At most {} answers for all prompts together.")] = None
+    best_of: Annotated[Any, _outputs("Must equal `n` if given.")] = None
     stream: Flag = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = None
@@ -222,21 +222,23 @@ class CompletionBody(Generation):
         Any,
         shaped(
             lambda facts: or_null(integer(0, facts.max_output)) | {"default": SamplingParams().max_tokens},
-            "0 with `echo` or `prompt_logprobs` alone.",
+            "0 only with `echo` or `prompt_logprobs`.",
         ),
     ] = None
     logprobs: EngineField = None
     echo: Flag = None
     suffix: Annotated[
-        Text, Meta(description="Text after what is to be filled in; for models that have tokens for it.")
+        Text, Meta(description="Text after the part to fill in; for models with fill-in-the-middle tokens.")
     ] = None
 
 
 Messages = Annotated[Any, fixed(list_of(_message(), 1, chat.MAX_MESSAGES))]
 Tools = Annotated[Any, fixed(or_null(list_of(_tool(), 0, chat.MAX_TOOLS)))]
 ToolChoice = Annotated[Any, fixed(_tool_choice())]
-Parallel = Annotated[Flag, Meta(description="False: one call at most.")]
-Continues = Annotated[Flag, Meta(description="Go on with the last message; then without `add_generation_prompt`.")]
+Parallel = Annotated[Flag, Meta(description="False: at most one call.")]
+Continues = Annotated[
+    Flag, Meta(description="Continue the last message; requires `add_generation_prompt` to be false or absent.")
+]
 TemplateKwargs = Annotated[
     Any,
     fixed(
@@ -260,7 +262,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
 
 
 class ConversationBody(Record):
-    """Fields from which the prompt of a conversation is made. `ChatBody` repeats them, because records have only one base
+    """Fields that determine the prompt of a conversation. `ChatBody` repeats them, because records have only one base
     class."""
 
     needed: ClassVar = {"messages": "missing; give a list of messages"}
@@ -317,7 +319,7 @@ def elsewhere(**words: str) -> dict[str, Refused]:
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
     }
-    why, text = "is not supported here; use /v1/chat/completions", "Only chat completions have more."
+    why, text = "is not supported here; use /v1/chat/completions", "Only chat completions support other values."
     return {name: Refused(harmless, why, text) for name, harmless in alone.items()} | {
         name: Refused(None, f"is not a field of this API; use {word}", f"Use {word}.") for name, word in words.items()
     }

@@ -70,7 +70,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """
     surplus = _surplus(data)
     if surplus is not None:
-        raise InvalidRequestError("body", f"holds more than {surplus}; send less at once")
+        raise InvalidRequestError("body", f"contains more than {surplus}; send less at once")
 
     def constant(name: str) -> object:
         raise ValueError(f"{name} is not JSON")
@@ -78,7 +78,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
         if len(made) != len(items):
-            raise ValueError("a name comes twice in one object")
+            raise ValueError("a name is repeated in one object")
         return made
 
     try:
@@ -93,7 +93,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise InvalidRequestError("body", f"is not JSON: {error.msg} at character {error.pos}") from None
     except ValueError as error:
         ours = str(error).startswith(("a name", "NaN", "Infinity", "-Infinity"))
-        raise InvalidRequestError("body", str(error) if ours else "holds a number that is too long") from None
+        raise InvalidRequestError("body", str(error) if ours else "contains a number that is too long") from None
     if not isinstance(value, dict):
         raise InvalidRequestError("body", "is not a JSON object")
     return value
@@ -106,9 +106,10 @@ def _fraction(text: str) -> float:
 
 
 def _surplus(data: bytes) -> str | None:
-    """Return the text of the bound that a body exceeds, counted outside of strings; None if it exceeds no bound.
+    """Return the limit that a JSON body exceeds, as text for the error such as "65536 lists and objects", or None.
 
-    Takes time linear in the size of `data`. The counts are exact up to the first syntax error, where the parser stops.
+    Characters in strings are not counted. Takes time linear in the size of `data`. The counts are exact up to the first
+    syntax error, where the parser stops.
     """
     bounds = ((MAX_CONTAINERS, "lists and objects", b"[{"), (MAX_NAMES, "names", b":"), (MAX_VALUES, "values", b","))
     doubtful = [bound for bound in bounds if sum(map(data.count, bound[2])) > bound[0]]
@@ -140,7 +141,7 @@ class CompletionCall:
     """Deadline in seconds on the engine's clock; None if there is no deadline."""
     stream: bool
     include_usage: bool
-    """True if a stream ends with a chunk with the token usage."""
+    """True if the last chunk of a stream has the token usage."""
     continuous_usage: bool
     """True if every chunk of a stream has the token usage so far."""
     echoes: Sequence[str] | None
@@ -150,7 +151,7 @@ class CompletionCall:
     prompt_logprobs: bool = False
     """True if choices have the log probabilities of the prompt."""
     without_output: bool = False
-    """True if the response is only about the prompt, so that the one generated token is left out."""
+    """True if the response is only about the prompt, in which case the single generated token is left out."""
     token_ids: bool
     """True if choices have token ids."""
     tokens_as_ids: bool
@@ -162,16 +163,16 @@ class CompletionCall:
     renamed: Renamer
     """Renames the field of an error to its name in the body."""
     output: OutputPlan = OutputPlan()  # noqa: RUF009 - frozen
-    """How outputs are parsed: `output.parser()` makes the parser of one choice."""
+    """How outputs are parsed: `output.parser()` creates the parser of one choice."""
     functions: bool = False
-    """True if the body has `functions`, so that choices have `function_call` in place of `tool_calls`."""
+    """True if the body has `functions`, in which case choices have `function_call` instead of `tool_calls`."""
 
     def with_requests(self, requests: Sequence[EngineRequest]) -> "CompletionCall":
         return dataclasses.replace(self, requests=requests)
 
 
 def is_slow(kind: Kind, body: Body) -> bool:
-    """Return whether `read_call` waits for other processes or tokenizes long texts, so that it must run in a thread."""
+    """Return whether `read_call` waits for other processes or tokenizes long texts and so must run in a thread."""
     texts = body.get("prompt"), body.get("suffix") or ""
     return kind == "chat" or not all(isinstance(text, str) and len(text) <= LONG_PROMPT_CHARS for text in texts)
 
@@ -223,7 +224,7 @@ def build_call(
     kind: Kind = "chat" if isinstance(asked, ChatBody) else "completion"
     options = StreamOptions() if asked.stream_options is None else asked.stream_options
     if asked.stream_options is not None and not asked.stream:
-        raise InvalidRequestError("stream_options", "goes with stream=true alone")
+        raise InvalidRequestError("stream_options", "requires stream=true")
     constraint = read_constraint(given)
     fields = {
         "params": _sampling_fields(asked, constraint),
@@ -297,7 +298,7 @@ def check_model(parts: EngineComponents, model: object) -> None:
 
 def _check_best_of(parts: EngineComponents, best_of: object, n: int) -> None:
     if best_of is not None and check_integer("best_of", best_of, 1, parts.limits.max_sequences) != n:
-        raise InvalidRequestError("best_of", "is not supported beyond n; ask for n and choose by logprobs")
+        raise InvalidRequestError("best_of", "must equal n; raise n and choose by logprobs")
 
 
 def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def _sampling_fields(body: Generation, constraint: Constraint | None) -> dict[st
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
-        raise InvalidRequestError("top_logprobs", "goes with logprobs=true alone")
+        raise InvalidRequestError("top_logprobs", "requires logprobs=true")
     return fields
 
 
@@ -339,7 +340,7 @@ def _logit_bias(value: object) -> object:
         return value
     changed = {int(k) if _TOKEN_ID.fullmatch(k) else k: v for k, v in value.items()}
     if len(changed) != len(value):
-        raise InvalidRequestError("logit_bias", "a token id comes twice")
+        raise InvalidRequestError("logit_bias", "a token id is given twice")
     return changed
 
 
@@ -354,7 +355,7 @@ def _nested_slo(body: Generation, part: str) -> object:
 
 
 def _slo_names(body: Generation, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the names under which the client sent latency objectives, by their names in errors."""
+    """Return the names under which the client sent latency objectives, by the names that errors have for them."""
     names: dict[str, str] = {}
     for part, flat in _SLO_PARTS.items():
         sent = [flat] if getattr(body, flat) is not None else []
@@ -372,7 +373,7 @@ def _slo_value(body: Generation, part: str) -> object:
     """
     nested, flat = _nested_slo(body, part), getattr(body, _SLO_PARTS[part])
     if nested is not None and flat is not None:
-        raise InvalidRequestError(_SLO_PARTS[part], f"stands in slo.{part} too; give it once")
+        raise InvalidRequestError(_SLO_PARTS[part], f"is also given in slo.{part}; give it once")
     return flat if nested is None else nested
 
 
@@ -417,7 +418,7 @@ def _around_middle(parts: EngineComponents, body: CompletionBody, suffix: str) -
             raise InvalidRequestError(name, "cannot be given together with suffix")
     texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError("prompt", "must be a text, or a list of texts, where there is a suffix")
+        raise InvalidRequestError("prompt", "must be a text or a list of texts if there is a suffix")
     return [prompt_around(parts, text, suffix) for text in texts]
 
 
@@ -487,7 +488,7 @@ def _echoes(parts: EngineComponents, requests: Iterable[EngineRequest]) -> Seque
 
 
 def _echo(tokenizer: Tokenizer, request: EngineRequest) -> str:
-    """Return the text of a prompt of token ids. An incomplete character at its end is left to the output."""
+    """Return the text of a prompt of token ids. An incomplete character at its end is left for the output."""
     text = tokenizer.decode(request.prompt_token_ids.tolist(), skip_special_tokens=False)
     if request.grammar is not None:
         return text

@@ -59,7 +59,7 @@ class CompletionResponseBuilder:
 
     def event(self, index: int, delta: OutputDelta) -> bytes:
         """Return the next chunk of choice `index` as JSON. Chunks between the first and the last usually differ only in
-        their text, so that the rest is encoded only once."""
+        their text, so the rest is encoded only once."""
         call, begun = self._call, self._begun[index]
         varies = call.token_ids or call.continuous_usage or delta.logprobs is not None or not call.output.is_plain
         if varies or delta.finished or not begun:
@@ -121,7 +121,7 @@ class CompletionResponseBuilder:
         return {**chunk, "choices": [], "usage": self._usage()}
 
     def whole(self, deltas: Sequence[OutputDelta]) -> dict[str, Any]:
-        """Return the response that is not streamed.
+        """Return a response that is not streamed.
 
         Args:
             deltas: complete output of each choice.
@@ -168,7 +168,7 @@ class CompletionResponseBuilder:
         }
 
     def _shown(self, delta: OutputDelta) -> OutputDelta:
-        """Return the output that the client sees: without text and tokens if it asked for no token, else unchanged."""
+        """Return the output to show to the client: without text and tokens if it asked for none, else unchanged."""
         if not self._call.without_output:
             return delta
         return dataclasses.replace(
@@ -274,7 +274,7 @@ class CompletionResponseBuilder:
             for token_id, one in entry.items():
                 text = (one.decoded_token or "").removeprefix(" ")
                 entry[token_id] = dataclasses.replace(one, decoded_token=text)
-        # A tokenizer may change the text; offsets are made right for the last tokens, next to the output.
+        # A tokenizer may change the text; offsets are aligned with the end of the echo, where the output follows.
         ends = list(itertools.accumulate(map(len, pieces)))
         missing = ends[-1] - len(echo)
         starts = [min(max(end - len(piece) - missing, 0), len(echo)) for end, piece in zip(ends, pieces, strict=True)]
@@ -305,8 +305,8 @@ class CompletionResponseBuilder:
         ]
 
     def _by_text(self, entry: dict[int, Logprob]) -> dict[str, float]:
-        """Return log probabilities by text. Of several tokens with the same text the first in `entry` counts: the sampled
-        token, else the most likely one."""
+        """Return log probabilities by text. If several tokens have the same text, the first in `entry` counts: the
+        sampled token, else the most likely token."""
         named: dict[str, float] = {}
         for token_id, one in entry.items():
             named.setdefault(self._token(token_id, one), _finite(one.logprob))

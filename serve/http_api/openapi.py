@@ -3,9 +3,9 @@
 The bounds come from the code that enforces them (`apt_jax.validation`, `apt_jax.text.chat`,
 `serve.http_api.openai_request`) and, once there is an engine, from its model: lengths, vocabulary, names. Values that a
 schema forbids are rejected with status 400, except for an objective in a header if the body has the same objective. The
-reverse does not hold: a schema cannot express that a prompt must leave room for `max_tokens`, that two fields exclude
-each other, that 1.0 is not an integer or that a grammar must compile. Fields that a schema does not list are ignored,
-unless it allows no further fields. The pages of the dashboard and the chat are not described.
+reverse does not hold: a schema cannot express that the prompt and `max_tokens` must fit the model's length, that two
+fields exclude each other, that 1.0 is not an integer or that a grammar must compile. Fields that a schema does not list
+are ignored, unless it allows no further fields. The pages of the dashboard and the chat are not described.
 """
 
 from collections.abc import Iterable
@@ -49,20 +49,20 @@ _NUMBER: Schema = {"type": "number"}
 _OPEN: Schema = {"type": "object"}
 
 _ERRORS: dict[int, tuple[str, str]] = {
-    400: ("BadRequest", "The request can never be served as it stands; `param` is the field that is wrong."),
+    400: ("BadRequest", "The request is invalid and can never be served unchanged; `param` is the invalid field."),
     401: ("Unauthorized", "No valid API key."),
     403: ("Forbidden", "The call is for operators, or comes from a web page of another origin."),
     404: ("NotFound", "No such model, request or path."),
-    405: ("MethodNotAllowed", "This path does not take this method."),
-    408: ("Timeout", "The deadline has passed, or head or body came too slowly."),
+    405: ("MethodNotAllowed", "This path does not accept this method."),
+    408: ("Timeout", "The deadline has passed, or the head or body arrived too slowly."),
     413: ("TooLarge", "The body is too large."),
     415: ("UnsupportedMediaType", "The body must be JSON and not compressed."),
     421: ("Misdirected", "This host is not served here."),
-    429: ("QueueFull", "There is too much to do, or the objective is out of reach."),
+    429: ("QueueFull", "The server is overloaded, or the objective cannot be met."),
     431: ("HeadTooLarge", "The head of the request is too large."),
     500: ("Failed", "This request failed because of its own content; do not send it again."),
-    503: ("Unavailable", "Starting, draining, or the engine has ended."),
-    507: ("DiskFull", "There is no room on the disk, or in the key's share of it: delete files."),
+    503: ("Unavailable", "The server is starting or draining, or its engine has stopped."),
+    507: ("DiskFull", "The disk, or the key's share of it, is full: delete files."),
 }  # fmt: skip
 _LATER = (429, 503)
 _ALWAYS = (400, 403, 405, 408, 421, 431, 500)
@@ -80,7 +80,7 @@ def document(
     """Return the whole document.
 
     Args:
-        limits: limits of the model; None while there is no engine, so that lengths and ids are not bounded by a model.
+        limits: limits of the model; None while there is no engine, when no model limits lengths and token ids.
         models: model names that requests may use; empty: any name.
         has_keys: whether calls need an API key.
         profiles: whether the profiling paths exist (`serve.observability.profiler`).
@@ -94,8 +94,8 @@ def document(
             "title": "apt-jax",
             "version": apt_jax.__version__,
             "description": (
-                "OpenAI's completions, chat completions and responses, and Anthropic's messages, with latency objectives. Fields that no schema names are ignored. "
-                "A request that its schema allows may be refused with 400 all the same, for what a schema cannot say: the "
+                "OpenAI's completions, chat completions and responses, and Anthropic's messages, with latency objectives. Fields that no schema lists are ignored. "
+                "A request that matches its schema may still be rejected with 400, for reasons that a schema cannot express: the "
                 "prompt and `max_tokens` together exceed the model's length, two fields exclude each other, a grammar does "
                 "not compile, 1.0 is given for an integer."
             ),
@@ -152,8 +152,8 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
             lambda name, summary, good, more: _operation(name, summary, good, more, has_keys), get, post
         )
     profiling = {
-        "/start_profile": profile("StartProfile", "Begin a profile; 400 where one is being taken."),
-        "/stop_profile": profile("StopProfile", "End the profile; 400 where none is being taken."),
+        "/start_profile": profile("StartProfile", "Start a profile; 400 if one is being taken."),
+        "/stop_profile": profile("StopProfile", "Stop the profile; 400 if none is being taken."),
     }
     decisions = {
         "operationId": "Decisions",
@@ -171,36 +171,36 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
         "/v1/chat/completions": post("ChatCompletion", "Answer a conversation.", _generated("ChatCompletion", decisions), 429, parameters=_slo_headers()),
         "/v1/responses": post("Responses", "Answer a conversation (OpenAI's Responses API); nothing is stored.", _generated("Responses", decisions, responses_schemas.EVENT), 429, parameters=_slo_headers()),
         "/v1/messages": post("Messages", "Answer a conversation (Anthropic's Messages API).", _generated("Messages", decisions, messages_schemas.EVENT), 429, parameters=_slo_headers()),
-        "/v1/messages/count_tokens": post("CountTokens", "Length of the prompt that a conversation makes.", _good("CountTokens")),
+        "/v1/messages/count_tokens": post("CountTokens", "Number of prompt tokens of a conversation.", _good("CountTokens")),
         "/v1/embeddings": post("Embedding", "Embed texts: their pooled hidden states.", {**_good("Embedding"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         "/v1/score": post("Score", "Similarity of texts: the cosine of their embeddings.", {**_good("Score"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers()),
         **{
-            path: post(name, "Documents by their similarity to a query.", {**_good("Rerank"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers(), body="Rerank")
+            path: post(name, "Rank documents by their similarity to a query.", {**_good("Rerank"), "links": {"decisions": decisions}}, 429, parameters=_slo_headers(), body="Rerank")
             for path, name in zip(rerank.PATHS, ("Rerank", "RerankBare", "RerankV2"), strict=True)
         },
         "/load": get("Load", "Number of calls that are being served.", _good("Load")),
         "/server_info": get("ServerInfo", "Facts about the server.", _good("ServerInfo"), 503),
-        "/v1/models": get("Models", "The model that is served, once for each of its names, and its LoRA adapters, whose `parent` it is.", {**_good("Models"), "links": {"model": model}}, 503),
-        "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may hold slashes.")]),
+        "/v1/models": get("Models", "The served model, once for each of its names, and its LoRA adapters, with the model as `parent`.", {**_good("Models"), "links": {"model": model}}, 503),
+        "/v1/models/{name}": get("Model", "A model.", _good("Model"), 404, 503, parameters=[_in_path("name", name_schema, "It may contain slashes.")]),
         "/v1/requests/{request_id}/decisions": get(
-            "Decisions", "Timeline of one of the last requests.", _good("Decisions"), 404, 503,
+            "Decisions", "Timeline of a recent request.", _good("Decisions"), 404, 503,
             parameters=[_in_path("request_id", STRING, "The `id` of an answer, or the `request_id` of its request.")],
         ),
-        "/tokenize": post("Tokenize", "Text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
-        "/detokenize": post("Detokenize", "Token ids to text.", _good("Detokenize")),
+        "/tokenize": post("Tokenize", "Convert a text or a conversation to token ids.", {**_good("Tokenize"), "links": {"detokenize": detokenize}}),
+        "/detokenize": post("Detokenize", "Convert token ids to text.", _good("Detokenize")),
         "/tokenizer_info": get("TokenizerInfo", "Settings of the tokenizer.", _good("TokenizerInfo"), 404, 503),
-        llama_infill.PATH: post("Infill", "Fill in between two texts (llama.cpp's API).", _without_last(_generated("Infill", decisions)), 429, parameters=_slo_headers()),
+        llama_infill.PATH: post("Infill", "Fill in the text between two texts (llama.cpp's API).", _without_last(_generated("Infill", decisions)), 429, parameters=_slo_headers()),
         **_ollama_paths(get, post, decisions),
-        "/": _with_redirect(get("Index", "Names of pages and APIs; for browsers the chat.", _good("Index"), open_=True)),
-        "/health": get("Health", "Liveness: 200 also while loading and draining.", {"description": "Alive."}, 503, open_=True),
+        "/": _with_redirect(get("Index", "Paths of pages and APIs; browsers are redirected to the chat.", _good("Index"), open_=True)),
+        "/health": get("Health", "Liveness: 200 even while loading or draining.", {"description": "Alive."}, 503, open_=True),
         "/ping": {
-            **get("Ping", "The same as /health, as SageMaker asks for it.", {"description": "Alive."}, 503, open_=True),
+            **get("Ping", "The same as /health, for SageMaker.", {"description": "Alive."}, 503, open_=True),
             "post": _operation("PingPost", "The same as /health.", {"description": "Alive."}, (503,), needs_key=False),
         },
         "/version": get("Version", "The version of the package.", _good("Version")),
         "/ready": get("Ready", "Readiness for new requests.", {"description": "Ready."}, 503, open_=True),
-        "/metrics": get("Metrics", "Numbers for Prometheus, in the format that it accepts.", {
-            "description": "The exposition.",
+        "/metrics": get("Metrics", "Metrics for Prometheus, in a format that it accepts.", {
+            "description": "The metrics.",
             "content": {name: {"schema": STRING} for name in ("text/plain", "application/openmetrics-text")},
         }, 503),
         "/openapi.json": get("OpenApi", "This document.", {"description": "OpenAPI 3.1.", "content": {_JSON: {"schema": _OPEN}}}),
@@ -211,7 +211,7 @@ def _paths(models: list[str], has_keys: bool, profiles: bool, batches: Descripti
 
 def _with_redirect(path: Schema) -> Schema:
     for operation in path.values():
-        operation["responses"]["307"] = {"description": "To the chat, for those who accept HTML."}
+        operation["responses"]["307"] = {"description": "To the chat, for clients that accept HTML."}
     return path
 
 
@@ -225,17 +225,17 @@ def _ollama_paths(get: Any, post: Any, decisions: Schema) -> Schema:
         good = _generated(name, decisions)
         del good["content"]["text/event-stream"]
         good["content"]["application/x-ndjson"] = {"x-line-schema": {"anyOf": [ref(name), ref(ollama_schemas.ERROR)]}}
-        return {**good, "description": "The answer; unless `stream` is false a line for each piece of it."}
+        return {**good, "description": "The answer; unless `stream` is false, one line for each piece of it."}
 
     return {
         "/api/chat": post("OllamaChat", "Answer a conversation (Ollama's API).", streamed("OllamaChat"), 429, parameters=_slo_headers()),
         "/api/generate": post("OllamaGenerate", "Answer or continue a text (Ollama's API).", streamed("OllamaGenerate"), 429, parameters=_slo_headers()),
         "/api/embed": post("OllamaEmbed", "Embed texts (Ollama's API).", _good("OllamaEmbed"), 429, parameters=_slo_headers()),
         "/api/embeddings": post("OllamaEmbeddings", "Embed a text (Ollama's older API).", _good("OllamaEmbeddings"), 429, parameters=_slo_headers()),
-        "/api/show": post("OllamaShow", "The model (Ollama's API).", _good("OllamaShow")),
+        "/api/show": post("OllamaShow", "Facts about the model (Ollama's API).", _good("OllamaShow")),
         "/api/tags": get("OllamaTags", "The names of the model, and its adapters (Ollama's API).", _good("OllamaTags"), 503),
-        "/api/ps": get("OllamaPs", "What is loaded (Ollama's API).", _good("OllamaPs"), 503),
-        "/api/version": get("OllamaVersion", "The version of Ollama whose API this is.", _good("OllamaVersion")),
+        "/api/ps": get("OllamaPs", "The loaded model and its adapters (Ollama's API).", _good("OllamaPs"), 503),
+        "/api/version": get("OllamaVersion", "The Ollama version whose API the server offers.", _good("OllamaVersion")),
     }  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _operation(name: str, summary: str, good: Schema, more: Iterable[int], needs
         prefix = ollama_schemas.PREFIX
     bad = {str(s): {"$ref": f"#/components/responses/{prefix}{_ERRORS[s][0]}"} for s in statuses}
     if name.removesuffix("Head") in ("Health", "Ping", "PingPost", "Ready"):
-        bad["503"] = {"description": "No; without a body."}
+        bad["503"] = {"description": "Not healthy or not ready; without a body."}
     return {
         "operationId": name,
         "summary": summary,
@@ -278,26 +278,26 @@ def _generated(name: str, link: Schema, event: str | None = None) -> Schema:
     )
     return {
         **good,
-        "description": "The answer; with `stream` as server-sent events, sent as it grows.",
+        "description": "The answer; with `stream`, its pieces as server-sent events as they are generated.",
         "headers": {"x-request-id": _header("The `id` of the answer.", STRING)},
         "links": {"decisions": link},
     }
 
 
 def _error(status: int, schema: str) -> Schema:
-    headers = {"retry-after": _header("Seconds after which to come again.", COUNT | {"minimum": 1})}
+    headers = {"retry-after": _header("Seconds after which to retry.", COUNT | {"minimum": 1})}
     if status not in _LATER:
-        headers = {"x-should-retry": _header("The same would fail again.", {"const": "false"})}
+        headers = {"x-should-retry": _header("The same request would fail again.", {"const": "false"})}
     if status in _LATER:
         reasons = {"enum": [f"rejected-{why}" for why in ("saturated", "ttl-expired", "shutting-down", "no-endpoints")]}
         headers |= {
-            key: {"description": "Why, where the engine did not take it.", "schema": reasons}
+            key: {"description": "Reason, if the engine did not accept the request.", "schema": reasons}
             for key in DROPPED_REASON_KEYS
         }
     if status == 401:
         headers["www-authenticate"] = _header("How to send a key.", {"const": "Bearer"})
     if status == 405:
-        headers["allow"] = _header("Methods that the path takes.", STRING)
+        headers["allow"] = _header("Methods that the path accepts.", STRING)
     return {
         "description": _ERRORS[status][1],
         "headers": headers,
@@ -322,10 +322,10 @@ def _slo_headers() -> list[Schema]:
     tier = {"type": "string", "enum": sorted(objectives.TIERS)}
     bounds = f"in {REQUEST_FIELDS['slo_ttft_ms'].range}"
     texts = {
-        **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
-        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens, milliseconds {bounds}; where the body has none. The first of these names that is there counts."),
-        objectives.TIER_KEY: "Class of the request, where the body has none.",
-        objectives.QUEUE_TTL_KEY: "Longest time in the queue (1500ms, 2s, 1m30s), where that is shorter than --set max_queue_s; then 429.",
+        **dict.fromkeys(objectives.TTFT_KEYS, f"Objective for the first token in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first counts."),
+        **dict.fromkeys(objectives.TBT_KEYS, f"Objective for the P99 of the gaps between tokens in milliseconds, {bounds}, if the body has none. If several of these headers are sent, the first counts."),
+        objectives.TIER_KEY: "Class of the request, if the body has none.",
+        objectives.QUEUE_TTL_KEY: "Maximum time in the queue (1500ms, 2s, 1m30s), if shorter than --set max_queue_s; after it, 429.",
     }  # fmt: skip
     ttl = {"type": "string", "pattern": f"^{objectives.DURATION_PATTERN}$", "examples": ["1500ms", "1m30s"]}
     schemas = {objectives.TIER_KEY: tier, objectives.QUEUE_TTL_KEY: ttl}

@@ -1,16 +1,16 @@
-"""Paths of other servers that this server does not have, with the replacements that the 404 response names."""
+"""Paths of other servers that this server does not have, with the hints that 404 responses give."""
 
 import difflib
 from collections.abc import Collection
 
 _CHOSEN = "the model is chosen when the server starts"
-_NO_CLASSES = "models that classify are not served"
-_MEDIA = "models of images, sound and video are not served"
+_NO_CLASSES = "classification models are not served"
+_MEDIA = "image, audio and video models are not served"
 _NOT_STORED = "nothing is stored; send the whole conversation to /v1/responses"
 _NO_SLEEP = "the server does not sleep"
-_NO_SESSIONS = "there are no sessions; the prefix cache keeps what prompts have in common"
+_NO_SESSIONS = "there are no sessions; the prefix cache reuses prefixes that prompts have in common"
 _ADAPTERS = "adapters are loaded at the start (--lora-modules)"
-_PREFIXES = "the prefix cache makes room by itself"
+_PREFIXES = "the prefix cache evicts prefixes automatically"
 _DISCONNECT = "close the connection of a request to cancel it"
 _PROFILER = "start the server with --set profiler_dir=DIR"
 _WEIGHTS = "weights are read when the server starts"
@@ -33,7 +33,7 @@ ELSEWHERE: dict[str, str] = {
     "/reset_prefix_cache": _PREFIXES,
     "/reset_mm_cache": _MEDIA,
     "/reset_encoder_cache": _MEDIA,
-    "/collective_rpc": "use /server_info and /metrics; workers take no calls by name",
+    "/collective_rpc": "use /server_info and /metrics; workers do not accept calls by name",
     "/start_profile": _PROFILER,
     "/stop_profile": _PROFILER,
     "/abort_requests": _DISCONNECT,
@@ -91,8 +91,8 @@ ELSEWHERE: dict[str, str] = {
     "/info": "use /server_info",
     "/embed": "use /v1/embeddings",
     "/predict": _NO_CLASSES,
-    "/embed_all": "use /v1/embeddings, which returns one vector a text",
-    "/embed_sparse": "use /v1/embeddings, which returns one vector a text",
+    "/embed_all": "use /v1/embeddings, which returns one vector per text",
+    "/embed_sparse": "use /v1/embeddings, which returns one vector per text",
     "/similarity": "use /v1/score",
     "/decode": "use /detokenize",
     "/chat_tokenize": "use /tokenize with messages",
@@ -108,10 +108,10 @@ ELSEWHERE: dict[str, str] = {
     "/v1/chat/completions/": _NOT_STORED,
     "/v1/assistants": "nothing is stored; use /v1/responses",
     "/v1/threads": "nothing is stored; use /v1/responses",
-    "/v1/vector_stores": "nothing is stored; use /v1/embeddings and a vector store of your own",
-    "/v1/uploads": "use /v1/files, where the server has files",
+    "/v1/vector_stores": "nothing is stored; use /v1/embeddings and your own vector store",
+    "/v1/uploads": "use /v1/files, if the server has files",
     "/v1/containers": _NO_TOOLS,
-    "/v1/evals": "answers are not judged here; /v1/score compares texts",
+    "/v1/evals": "outputs are not evaluated here; /v1/score compares texts",
     "/v1/fine_tuning": "models are not trained here",
     "/v1/organization": "there are no accounts; API keys are in a file (--api-key-file)",
     # Anthropic and Cohere
@@ -132,7 +132,7 @@ ELSEWHERE: dict[str, str] = {
     "/docs": "/openapi.json describes the API",
     "/redoc": "/openapi.json describes the API",
 }
-"""Hint for each path, which also applies to all paths below it. A path that ends with a slash is only for paths below."""
+"""Hint for each path and all paths below it. If the path ends with a slash, the hint is only for the paths below it."""
 
 _PREFIXES_OF_CLIENTS = ("/v1", "/api", "/openai", "/v1beta")
 """Prefixes that clients with a wrong base URL put before a path, possibly several times."""

@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 connection, with the limits that a public server needs.
 
 * The number of connections is limited (`serve.http_api.acceptor`).
-* The size of the head of a request and the time to receive it are limited.
+* The size of a request's head and the time to receive it are limited.
 * A client that reads nothing of its response for some seconds is disconnected, which cancels its request. Unread output
   is limited by small buffers in this process and the kernel. A stalled client on this machine is detected before they
   are full (`serve.http_api.stalled_clients`).
@@ -70,7 +70,7 @@ class ConnectionLimits:
 
 class StrictConnection(h11.Connection):
     """h11's parser, which also rejects heads that a proxy may interpret differently: both `content-length` and
-    `transfer-encoding`, lines that end without CR, header values that continue on the next line."""
+    `transfer-encoding`, lines that end without a CR, or header values that continue on the next line."""
 
     has_other_version = False
     """True if the last head had a major HTTP version other than 1."""
@@ -79,8 +79,7 @@ class StrictConnection(h11.Connection):
         """See `h11.Connection`.
 
         Raises:
-            h11.RemoteProtocolError: the request is malformed, has another HTTP version or can be interpreted in two
-                ways.
+            h11.RemoteProtocolError: the request is malformed or ambiguous, or has another HTTP version.
         """
         unread = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         event = super().next_event()
@@ -99,7 +98,7 @@ class LimitedHttpProtocol(H11Protocol):
     """Protocol of one HTTP connection.
 
     Args:
-        connection: the connection as the acceptor knows it.
+        connection: the acceptor's record of the connection.
         limits: limits of connections.
         stalled: detects clients that have stopped reading; shared by all connections.
         *args, **kwargs: see `H11Protocol`.
@@ -160,8 +159,8 @@ class LimitedHttpProtocol(H11Protocol):
         self._note_request()  # the next request may have arrived already
 
     def eof_received(self) -> None:
-        """See `asyncio.Protocol`. Tells the application of the disconnect at once, because the connection is closed only
-        after all output has been written, which may never happen."""
+        """See `asyncio.Protocol`. Notifies the application of the disconnect at once, because the connection is closed
+        only after all output has been written, which may never happen."""
         self._abandon_request()
 
     def pause_writing(self) -> None:
@@ -188,12 +187,12 @@ class LimitedHttpProtocol(H11Protocol):
         """Respond to a request that cannot be parsed; see `H11Protocol`."""
         if len(self.conn.trailing_data[0]) > self._limits.max_header_bytes:
             self._reject(
-                431, "headers_too_large", f"the head of a request must fit {self._limits.max_header_bytes >> 10} KiB"
+                431, "headers_too_large", f"the head of a request must fit in {self._limits.max_header_bytes >> 10} KiB"
             )
         elif isinstance(self.conn, StrictConnection) and self.conn.has_other_version:
             self._reject(505, "http_version_not_supported", "only HTTP/1.1 and HTTP/1.0 are served here")
         else:
-            self._reject(400, "malformed_request", "this is no HTTP/1.1 request")
+            self._reject(400, "malformed_request", "this is not a valid HTTP/1.1 request")
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._head_is_late)
@@ -204,7 +203,7 @@ class LimitedHttpProtocol(H11Protocol):
             return
         if self._received:
             self._reject(
-                408, "headers_timeout", f"the head of a request must come within {self._limits.header_timeout_s:g} s"
+                408, "headers_timeout", f"the head of a request must arrive within {self._limits.header_timeout_s:g} s"
             )
         else:
             self.transport.close()
@@ -227,11 +226,11 @@ class LimitedHttpProtocol(H11Protocol):
             self._write_timer = self.loop.call_later(_STALL_TICK_S, self._check_writes, least, since_s)
 
     def _cut_off(self) -> None:
-        logger.info("a client took nothing for %g s and is cut off", self._limits.write_stall_s)
+        logger.info("a client that read nothing for %g s is disconnected", self._limits.write_stall_s)
         self.transport.abort()
 
     def _abandon_request(self) -> None:
-        """Tell the application that the client has disconnected. Output that it still sends is discarded."""
+        """Notify the application that the client has disconnected. Further output of the application is discarded."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -270,7 +269,7 @@ class LimitedHttpProtocol(H11Protocol):
         try:
             for level, option, value in options:
                 connection.setsockopt(level, option, value)
-        except OSError:  # the peer has gone already
+        except OSError:  # the peer has already disconnected
             logger.debug("the options of a connection could not be set")
 
     def _tcp_options(self) -> list[tuple[int, int, int]]:
@@ -281,7 +280,7 @@ class LimitedHttpProtocol(H11Protocol):
             # the client has acknowledged earlier ones, which takes up to 40 ms.
             (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         ]
-        # Not every system has these.
+        # Not every system has these options.
         for name, value in (
             ("TCP_KEEPIDLE", limits.keepalive_time_s),
             ("TCP_KEEPINTVL", max(1, limits.keepalive_timeout_s // 2)),

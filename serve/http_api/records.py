@@ -54,7 +54,7 @@ HIDDEN = Meta(extra={"hidden": True})
 
 
 def shaped(shape: Callable[[Facts], Schema], description: str | None = None) -> Meta:
-    """Return the metadata of a field whose schema `shape` makes from facts about the model."""
+    """Return the metadata of a field whose schema `shape` derives from facts about the model."""
     return Meta(extra={"shape": shape}, description=description)
 
 
@@ -75,9 +75,9 @@ def read(record: type[R], body: Mapping[str, Any]) -> R:
             raise InvalidRequestError(name, why)
     try:
         return msgspec.convert(body, record)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # of a lone surrogate
+    except (msgspec.ValidationError, UnicodeEncodeError):  # from a lone surrogate
         _explain(record, body, "")
-        raise InvalidRequestError("body", "holds a name or word that is not valid Unicode") from None
+        raise InvalidRequestError("body", "contains a name or string that is not valid Unicode") from None
 
 
 def reject(refused: Mapping[str, Refused], body: Mapping[str, Any], prefix: str = "") -> None:
@@ -103,7 +103,7 @@ def carried(body: Record, base: type[Record]) -> dict[str, Any]:
 
 
 def quoted(value: object) -> str:
-    """Return a client's value for an error message: the first 40 characters of a text, else the kind of the value."""
+    """Return a client's value for an error message: the first 40 characters of a string, else the type of the value."""
     return repr(value[:40]) if isinstance(value, str) else json_kind(value)
 
 
@@ -112,7 +112,7 @@ def equal_in_json(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) is isinstance(other, bool)
 
 
-# --- what is wrong ---------------------------------------------------------------------------------------------------
+# --- error messages --------------------------------------------------------------------------------------------------
 
 
 def _explain(kind: Any, value: Any, field: str, bounds: Meta | None = None) -> None:
@@ -147,7 +147,7 @@ def _explain(kind: Any, value: Any, field: str, bounds: Meta | None = None) -> N
         check_integer(field, value, int(bounds.ge or 0), int(bounds.le or 0))
     elif kind is str:
         if high is not None and (not isinstance(value, str) or len(value) > high):
-            raise InvalidRequestError(field, f"must be a text of at most {high} characters")
+            raise InvalidRequestError(field, f"must be a string of at most {high} characters")
         if not isinstance(value, str):
             raise InvalidRequestError(field, f"{json_kind(value)} is not text")
         if low and not value:
@@ -166,7 +166,7 @@ def _explain(kind: Any, value: Any, field: str, bounds: Meta | None = None) -> N
 
 
 def _is_alike(kind: Any, value: object) -> bool:
-    """Return whether a value has the JSON type of a member of a union, so that errors refer to this member."""
+    """Return whether a value has the JSON type of this member of a union, in which case errors refer to this member."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     kind = get_origin(kind) or kind

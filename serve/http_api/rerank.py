@@ -28,7 +28,7 @@ _DOCUMENT = {"anyOf": [TEXT, object_of({"text": TEXT}, required=("text",))]}
 class RerankBody(PooledBody, kw_only=True):
     query: Annotated[str, fixed(TEXT)]
     documents: Annotated[list[Any], shaped(lambda facts: list_of(_DOCUMENT, 1, facts.max_sequences - 1))]
-    top_n: Annotated[int, Meta(ge=0, le=MAX_INTEGER, description="Results in the answer; 0: all.")] | None = None
+    top_n: Annotated[int, Meta(ge=0, le=MAX_INTEGER, description="Maximum number of results; 0: all.")] | None = None
     return_documents: Flag = True
 
 
@@ -43,7 +43,7 @@ class RerankCall(ScoreCall):
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
+    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
     return scores_are_slow({"text_1": body.get("query"), "text_2": body.get("documents")})
 
 

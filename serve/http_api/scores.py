@@ -26,7 +26,7 @@ SIDES = ("text_1", "text_2")
 
 
 def texts_of(facts: Facts) -> Schema:
-    """Return the schema of a text or a list of texts with room for at least one text of the other field."""
+    """Return the schema of a text or a list of texts; the limit leaves at least one text for the other field."""
     return {"anyOf": [TEXT, list_of(TEXT, 1, facts.max_sequences - 1)]}
 
 
@@ -45,7 +45,7 @@ class ScoreCall(EmbeddingsCall):
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether `read_call` tokenizes long texts, so that it must run in a thread."""
+    """Return whether `read_call` tokenizes long texts and so must run in a thread."""
     return any(embeddings_is_slow({"input": body.get(side)}) for side in SIDES)
 
 
@@ -64,7 +64,9 @@ def read_call(
         if not texts:
             raise InvalidRequestError(side, "has no text")
     if len(first) not in (1, len(second)):
-        raise InvalidRequestError("text_1", f"has {len(first)} texts and text_2 {len(second)}; give one, or as many")
+        raise InvalidRequestError(
+            "text_1", f"has {len(first)} texts and text_2 has {len(second)}; give one text, or as many"
+        )
     return score(parts, asked, first, second, ("text_1[{}]", "text_2"), headers, arrival_s, tenant)
 
 

@@ -2,8 +2,8 @@
 
 It starts and stops like `serve.grpc_api.server`, which may share its engine:
 
-1. `HttpServer.start` binds the port and answers at once: `/health` is 200, `/ready` 503, and completions get 503 while
-   the model loads.
+1. `HttpServer.start` binds the port and answers at once: while the model loads, `/health` is 200, `/ready` is 503 and
+   completions get 503.
 2. `HttpServer.serve` attaches the engine when it is ready; `/ready` becomes 200.
 3. `HttpServer.stop` sets `/ready` to 503, rejects new completions, waits for completions in flight for a limited time,
    cancels the rest and closes.
@@ -45,7 +45,7 @@ class HttpConfig:
     port: int = 8000
     """Port to listen on; 0: any free port."""
     uds: str | None = None
-    """Path of a Unix socket to listen on, in place of `host` and `port`."""
+    """Path of a Unix socket to listen on, instead of `host` and `port`."""
     idle_timeout_s: float = 60.0
     """Seconds after which a connection without a request is closed."""
     tls: Tls | None = None
@@ -93,7 +93,7 @@ class _Uvicorn(uvicorn.Server):
     async def main_loop(self) -> None:
         """See `uvicorn.Server`. It ends as soon as `stop` is called, without waiting for the next tick."""
         while not self._stopping.is_set():
-            await self.on_tick(0)  # the date of headers
+            await self.on_tick(0)  # updates the date in headers
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 1.0)
 
@@ -108,7 +108,7 @@ class _Uvicorn(uvicorn.Server):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 while state.connections or state.tasks:
                     await asyncio.sleep(_CLOSE_TICK_S)
-        # Calls that still read a body or prepare a request see a disconnect, and end by themselves.
+        # Calls that are still reading a body or preparing a request see a disconnect, and end by themselves.
         for connection in list(state.connections):
             connection.transport.abort()
         if state.tasks:
@@ -151,7 +151,7 @@ class HttpServer:
         return self.app.num_open
 
     async def start(self) -> None:
-        """Bind the port and start to answer; `/ready` is 503.
+        """Bind the port and start answering calls; `/ready` is 503.
 
         Raises:
             PortInUseError: the address cannot be bound.
@@ -174,7 +174,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number is taken
+            timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number is accepted
             ssl_context_factory=None if config.tls is None else lambda *_: config.tls.context,  # type: ignore[union-attr]
         )
         self._uvicorn = server = _Uvicorn(settings, limits, StalledClientDetector(limits.write_stall_s))
@@ -206,7 +206,7 @@ class HttpServer:
         if server is not None and running is not None:
             if self._socket_file is not None:
                 self._socket_file.remove()
-            # The ends of all responses are written; uvicorn waits until they have been sent.
+            # All responses are written to their end; uvicorn waits until they have been sent.
             server.stop()
             await asyncio.shield(running)
         self.app.close()

@@ -19,13 +19,13 @@ _PROBE_TIMEOUT_S = 1.0
 class SocketFile:
     """A listening Unix socket, which only this user can connect to.
 
-    The socket file of a server that has ended is replaced. `remove` keeps a file that has replaced this socket's file.
+    The socket file of a stopped server is replaced. `remove` keeps a file that has replaced this socket's file.
 
     Args:
         path: path of the socket file.
 
     Raises:
-        PortInUseError: another server listens on the path, or the socket cannot be made.
+        PortInUseError: another server listens on the path, or the socket cannot be created.
     """
 
     def __init__(self, path: str) -> None:
@@ -61,7 +61,7 @@ class SocketFile:
         return status.st_dev, status.st_ino
 
     def _remove_stale(self) -> None:
-        """Remove the socket file of a server that has ended.
+        """Remove the socket file of a server that has stopped.
 
         Raises:
             OSError: another server listens on the socket, or the file is not a socket or cannot be removed.
@@ -71,7 +71,7 @@ class SocketFile:
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
-            raise OSError("it is there, and not a socket")
+            raise OSError("it exists and is not a socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(_PROBE_TIMEOUT_S)
             try:

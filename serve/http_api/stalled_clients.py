@@ -2,8 +2,8 @@
 
 TCP cannot tell a stalled client from a slow one until the buffers of both ends are full, which takes hundreds of tokens,
 and HTTP/1.1 has no ping (gRPC has one: `serve.grpc_api.server`). If both ends are on the same machine, for example with a
-gateway or a sidecar, Linux reports the number of bytes that the other end has received but not read. The number of
-acknowledged bytes minus this number is what the client has read, which must grow while unread bytes are left.
+gateway or a sidecar, Linux reports the number of bytes that the other end has received but not read. Subtracted from
+the number of acknowledged bytes, it gives the number of bytes read, which must grow while there are unread bytes.
 
 Clients on other machines or behind network address translation are not checked.
 """
@@ -98,7 +98,7 @@ class _Reader:
 
     def has_stopped(self, acknowledged: int | None, unread: int | None, now_s: float, limit_s: float) -> bool:
         """Return whether the client has read nothing for `limit_s` seconds although bytes were unread."""
-        # More bytes may be unread than were acknowledged before; the first measurement starts the clock anyway.
+        # More bytes may be unread now than were acknowledged a moment ago. The first measurement starts the clock.
         read = max((acknowledged or 0) - (unread or 0), 0)
         if not acknowledged or not unread or read > self._read:
             self._read, self._read_at_s = max(read, self._read), now_s

@@ -16,7 +16,7 @@ from serve.http_api.tool_calls.other_forms import with_tools
 from serve.http_api.unsupported_fields import REFUSED
 from serve.tokenizer_settings import tokenizer_settings
 
-MISSING = "missing; give prompt, a text, or messages"
+MISSING = "missing; give a text as prompt, or messages"
 
 
 class TokenizeBody(Record):
@@ -80,7 +80,7 @@ def tokenize(parts: EngineComponents, body: Body) -> bytes:
             text = check_text("prompt", text)
             check_text_length(parts.limits, tokenizer, text)
             token_id = tokenizer.special_id(text)
-            # A special token as the whole text asks for its id; lm-eval does this.
+            # If the whole text is a special token, return its id: lm-eval asks for ids in this way.
             special = asked.add_special_tokens is not False
             ids = tokenizer.encode(text, add_special_tokens=special) if token_id is None else [token_id]
     strings = b"null"

@@ -1,8 +1,8 @@
 """Functions shared by the readers of other APIs, whose bodies become chat completions.
 
-Further fields of chat completions that an API does not define keep their meaning: objectives, vLLM's sampling parameters,
-constraints. If the API has its own name for such a field, the field is rejected and the error gives that name, so that no
-field is ignored that would change the output.
+Fields of chat completions that an API does not define (objectives, vLLM's sampling parameters, constraints) keep their
+meaning. If the API has its own name for such a field, the field is rejected and the error gives that name, so that no
+field that would change the output is ignored.
 """
 
 import dataclasses
@@ -130,15 +130,17 @@ def leave_out_tools(field: str, kinds: Collection[str], are_others: bool) -> Non
     """
     for kind in kinds:
         if not are_others:
-            raise InvalidRequestError(field, f"the tool {quoted(kind)} is not supported; only tools of the client are")
+            raise InvalidRequestError(
+                field, f"the tool {quoted(kind)} is not supported; only tools that the client runs are"
+            )
         if kind not in _left_out and len(_left_out) < _MAX_LEFT_OUT:
             _left_out.add(kind)
             _logger.warning("requests list the tool %s, which this server does not run: it is left out", quoted(kind))
 
 
 def set_thinking(chat: dict[str, Any], wanted: bool) -> None:
-    """Set the variable `enable_thinking`, by which most chat templates turn thinking on or off, unless the body sets it
-    itself."""
+    """Set the variable `enable_thinking`, which turns thinking on or off in most chat templates, unless the body sets
+    it."""
     given = chat.get("chat_template_kwargs")
     if given is None or isinstance(given, Mapping):
         chat["chat_template_kwargs"] = {"enable_thinking": wanted, **(given or {})}

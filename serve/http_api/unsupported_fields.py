@@ -9,22 +9,22 @@ from serve.http_api.records import Refused
 
 def _refused(*harmless: object, way_out: str = "") -> Refused:
     why = f"is not supported; {way_out}" if way_out else "is not supported"
-    return Refused(harmless, why, "Not supported; these values ask for nothing.")
+    return Refused(harmless, why, "Not supported; these values have no effect.")
 
 
 REFUSED = {
     # OpenAI
     "audio": _refused(),
     "modalities": _refused(["text"]),
-    "moderation": _refused(way_out="no model here moderates"),
+    "moderation": _refused(way_out="moderation models are not served"),
     "web_search_options": _refused(),
     # vLLM
     "chat_template": _refused(way_out="operators choose it (--chat-template)"),
     "documents": _refused([], way_out="put them into a message"),
-    "ec_transfer_params": _refused({}, way_out="the server has no encoder apart"),
+    "ec_transfer_params": _refused({}, way_out="the server has no separate encoder"),
     "include_reasoning": _refused(True, way_out="leave out reasoning_content when reading the answer"),
     "kv_transfer_params": _refused({}, way_out="caches are not moved between servers"),
-    "logits_processors": _refused([], way_out="code of requests is not run; use logit_bias, bad_words or a constraint"),
+    "logits_processors": _refused([], way_out="requests cannot run code; use logit_bias, bad_words or a constraint"),
     "logprob_token_ids": _refused(way_out="use top_logprobs, or logprobs of completions"),
     "prompt_embeds": _refused(way_out="send text or token ids"),
     "repetition_detection": _refused(way_out="use repetition_penalty or max_tokens"),
@@ -33,7 +33,7 @@ REFUSED = {
     "thinking_token_budget": _refused(-1, way_out="use max_tokens, or enable_thinking in chat_template_kwargs"),
     "truncation_side": _refused("left", way_out="truncate_prompt_tokens keeps the last tokens"),
     "use_beam_search": _refused(False, way_out="use n with a temperature, or a temperature of 0"),
-    "watermarking": _refused(False, way_out="outputs are not marked"),
+    "watermarking": _refused(False, way_out="outputs are not watermarked"),
     # SGLang
     "custom_logit_processor": _refused(),
     "custom_params": _refused({}),

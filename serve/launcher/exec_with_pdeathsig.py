@@ -1,9 +1,9 @@
-"""Replace this process by COMMAND. The kernel kills COMMAND when process PARENT ends for any reason.
+"""Replace this process by COMMAND. The kernel kills COMMAND when process PARENT exits for any reason.
 
     python exec_with_pdeathsig.py PARENT CPUS COMMAND...
 
-CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run as a file, on Linux; elsewhere a parent that
-is killed leaves COMMAND running.
+CPUS are comma-separated numbers of CPUs to bind COMMAND to, or empty. Run this as a file. On systems other than Linux,
+COMMAND keeps running if the parent is killed.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def _main(parent: int, cpus: str, command: list[str]) -> None:
     if sys.platform == "linux":
         if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             sys.exit("prctl: the kernel has no PR_SET_PDEATHSIG")
-        if os.getppid() != parent:  # it ended before that
+        if os.getppid() != parent:  # the parent exited before the call
             sys.exit(1)
         if cpus:
             os.sched_setaffinity(0, map(int, cpus.split(",")))

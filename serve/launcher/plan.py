@@ -36,7 +36,7 @@ _BANNER = re.compile("^$|[\u2800-\u28ff]")
 _GATEWAY_FLAGS = (
     "--load-monitor-interval=1",
     "--worker-startup-check-interval=1",
-    "--worker-startup-timeout-secs=86400",  # loading may take as long as it takes
+    "--worker-startup-timeout-secs=86400",  # loading may take long
     "--health-check-interval-secs=2",
     "--health-check-timeout-secs=2",
     "--health-failure-threshold=2",
@@ -47,7 +47,7 @@ _GATEWAY_FLAGS = (
     "--retry-max-retries=2",
     "--shutdown-grace-period-secs=5",
 )
-"""Dead, silent and failing replicas are detected, and restarted ones used, within seconds.
+"""Flags of the gateway: within seconds it detects dead, silent and failing replicas, and uses restarted replicas.
 
 A request is sent at most twice (smg counts the first attempt as a retry), so a request that kills its replica kills at
 most two.
@@ -85,7 +85,7 @@ def plan(
         check: checks the flags of a replica; raises ConfigError.
 
     Raises:
-        ConfigError: flags are wrong, there are too few devices, or no gateway is installed.
+        ConfigError: a flag is invalid, there are too few devices, or no gateway is installed.
         CommandError: a port is in use.
     """
     num_nodes, rank = args.nnodes, args.node_rank
@@ -96,7 +96,7 @@ def plan(
     if with_gateway:
         _check_gateway(args)
     elif not headless and (args.tls_cert is not None or args.tls_key is not None):
-        raise ConfigError("--tls-cert: the launcher cannot ask for health over TLS; start apt-jax serve itself")
+        raise ConfigError("--tls-cert: the launcher cannot probe health over TLS; start apt-jax serve instead")
     added = ["--headless"] if headless and not args.headless else []
     check(argparse.Namespace(**{**vars(args), "headless": True}) if added else args)
     if headless:
@@ -186,20 +186,20 @@ def _check_gateway(args: argparse.Namespace) -> None:
     ):
         if value is not None:
             raise ConfigError(
-                f"{flag}: the gateway has neither keys nor TLS; put a proxy that has before it, or start a single replica with apt-jax serve"
+                f"{flag}: the gateway has neither keys nor TLS; put a proxy with them in front of it, or start a single replica with apt-jax serve"
             )
     if args.uds is not None:
         raise ConfigError(f"{UDS_FLAG}: the gateway listens on a port; start a single replica with apt-jax serve")
     for flag, values in ((HOSTS_FLAG, args.allowed_hosts), (ORIGIN_FLAG, args.cors_allow_origin)):
         if values:
             raise ConfigError(
-                f"{flag}: the gateway does not check what browsers send; put a proxy that does before it, or start a single replica with apt-jax serve"
+                f"{flag}: the gateway does not check requests of browsers; put a proxy that does in front of it, or start a single replica with apt-jax serve"
             )
     host = _gateway_host(args)
     if not is_loopback(host):
         if not args.insecure_open:
             raise ConfigError(
-                f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+                f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or allow this (--insecure-open)"
             )
         logger.warning("%s can be reached from other machines, by everybody (--insecure-open)", host)
 
@@ -241,20 +241,21 @@ def _divide_gpus(count: int, size: int, env: Mapping[str, str]) -> list[dict[str
         return [dict(env)] * count
     if count * size > len(gpus):
         raise ConfigError(
-            f"{counted(count, 'replica')} of {counted(size, 'device')} must have {count * size}, and {len(gpus)} can be seen ({', '.join(gpus)}): lower --replicas or -tp, or have CUDA_VISIBLE_DEVICES name more"
+            f"{counted(count, 'replica')} of {counted(size, 'device')} need {count * size}, but {len(gpus)} are visible ({', '.join(gpus)}): lower --replicas or -tp, or list more in CUDA_VISIBLE_DEVICES"
         )
     return [{**env, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * size : (i + 1) * size])} for i in range(count)]
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """Return the NVIDIA GPUs that JAX would use in this environment, as named in CUDA_VISIBLE_DEVICES, without importing JAX."""
+    """Return the NVIDIA GPUs that JAX would use in this environment, as named in CUDA_VISIBLE_DEVICES, without importing
+    JAX."""
     platforms = env.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return []
     given = env.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         names = [name.strip() for name in given.split(",")]
-        # CUDA reads up to the first name that is none.
+        # CUDA stops at the first invalid name.
         return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
     if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
         return []
@@ -263,13 +264,13 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     except OSError:
         return []
     found = re.findall(r"UUID: ((?:GPU|MIG)-[^)\s]+)", listed.stdout)
-    # A GPU that is cut is used by its parts, which follow it.
+    # A partitioned GPU is used through its MIG instances, which follow it in the list.
     return [a for a, b in itertools.pairwise([*found, ""]) if not (a.startswith("GPU") and b.startswith("MIG"))]
 
 
 def _divide_cpus(count: int) -> list[Sequence[int]]:
-    """Divide the CPUs among replicas by whole cores, since more threads than cores slow every step. (): all replicas share
-    all CPUs."""
+    """Divide the CPUs among replicas by whole cores, since more threads than cores slow every step. (): all replicas
+    share all CPUs."""
     if sys.platform != "linux" or count == 1:
         return [()] * count
     cpus = sorted(os.sched_getaffinity(0), key=_core)
@@ -289,11 +290,11 @@ def _core(cpu: int) -> tuple[int, ...]:
 
 
 def _take_port(host: str, port: int, flag: str, held: contextlib.ExitStack) -> int:
-    """Reserve the port, or a free one for 0, until `held` is closed.
+    """Reserve the port, or any free port for 0, until `held` is closed.
 
     Raises:
-        ConfigError: there is no such port.
-        CommandError: it cannot be bound.
+        ConfigError: the port number is invalid.
+        CommandError: the port cannot be bound.
     """
     if not 0 <= port < 65536:
         raise ConfigError(f"port {port} must lie in [0, 65535] ({flag})")
@@ -310,7 +311,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _near(host: str) -> str:
-    """The address by which this machine reaches a server bound to `host`."""
+    """Return the address by which this machine reaches a server bound to `host`."""
     return {"0.0.0.0": _LOCAL, "::": "::1", "": _LOCAL}.get(host, host)  # noqa: S104  # nothing is bound here
 
 
@@ -331,7 +332,7 @@ def _replica_probe(address: str) -> Callable[[], bool]:
 
 
 def _gateway_probe(host: str, port: int, count: int) -> Callable[[], bool]:
-    """Return a health probe: the gateway is healthy once it knows all replicas, and later as long as it has one."""
+    """Return a health probe: the gateway is healthy once it has all replicas, and then as long as it has any."""
     seen_all = False
 
     def ask() -> bool:

@@ -1,10 +1,10 @@
 """Supervision of the replicas and the gateway of `apt-jax launch`.
 
-1. All replicas are started; the gateway once they are healthy.
-2. A process that ends is restarted after 1 s, 2 s, 4 s, up to 60 s; `STEADY_S` of health reset the count.
-3. At SIGTERM or SIGINT the replicas drain; then the gateway ends. A second signal kills all.
+1. All replicas are started; the gateway is started once they are healthy.
+2. A process that exits is restarted after 1 s, 2 s, 4 s, up to 60 s; after `STEADY_S` of health the count starts again.
+3. At SIGTERM or SIGINT the replicas drain; then the gateway is stopped. A second signal kills all processes.
 
-The kernel kills all child processes when this process ends (serve/launcher/exec_with_pdeathsig.py).
+The kernel kills all child processes when this process exits (serve/launcher/exec_with_pdeathsig.py).
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class ProcessSpec:
     is_healthy: Callable[[], bool] | None
     """Health probe, called in a thread; None: no probe."""
     keeps_json: bool = False
-    """Forward lines that are JSON objects without the prefix."""
+    """Forward lines that are JSON objects unchanged, without the prefix."""
     hides: re.Pattern[str] | None = None
     """Pattern of output lines that are dropped."""
 
@@ -68,20 +68,20 @@ class Supervisor:
         self.was_healthy = False
         """True if any run was healthy."""
         self.code: int | None = None
-        """Exit code after `stop`; None: it was not running then."""
+        """Exit code after `stop`; None: the process was not running then."""
         self._is_healthy = False
-        """True if the present run is healthy."""
+        """True if the current run is healthy."""
         self._max_restarts = max_restarts
         self._process: asyncio.subprocess.Process | None = None
         self._may_start, self._stopping = asyncio.Event(), asyncio.Event()
         self._last_lines: dict[str, collections.deque[str]] = {}
 
     async def run(self) -> None:
-        """Run the process from `start` until it ends after `stop`.
+        """Run the process from `start` until it exits after `stop`.
 
         Raises:
             ConfigError: the program does not accept its flags.
-            CommandError: the program ended too often.
+            CommandError: the program exited too many times in a row.
         """
         await self._may_start.wait()
         failures = 0
@@ -98,7 +98,7 @@ class Supervisor:
                     f"{name} {how}, {counted(failures, 'time')} in a row (--max-restarts {self._max_restarts}); last log line: {self._last_log_line()}"
                 )
             delay_s = min(2.0 ** (failures - 1), _MAX_RESTART_DELAY_S)
-            logger.warning("%s %s; it is started again in %g s", name, how, delay_s)
+            logger.warning("%s %s; it is restarted in %g s", name, how, delay_s)
             self.code = None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
@@ -107,7 +107,7 @@ class Supervisor:
         self._may_start.set()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End the process by a signal and do not restart it."""
+        """Stop the process with a signal and do not restart it."""
         self._stopping.set()
         self._may_start.set()
         self._signal(number)
@@ -130,7 +130,7 @@ class Supervisor:
         wrapper = str(Path(__file__).with_name("exec_with_pdeathsig.py"))
         self._last_lines = {name: collections.deque(maxlen=1) for name in ("stdout", "stderr")}
         self.code, self._is_healthy = None, False
-        # A process group of its own: Ctrl-C is for the launcher, which forwards it once.
+        # A separate process group: Ctrl-C reaches only the launcher, which forwards it once.
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", wrapper, str(os.getpid()), cpus, *program.command,
             env=program.env, process_group=0, stdin=asyncio.subprocess.DEVNULL,
@@ -147,7 +147,7 @@ class Supervisor:
         health = asyncio.create_task(self._wait_healthy())
         try:
             code = await process.wait()
-            await asyncio.wait(pumps, timeout=1.0)  # others may hold the other end
+            await asyncio.wait(pumps, timeout=1.0)  # other processes may keep the pipes open
         finally:
             self._signal(signal.SIGKILL)
             for task in (*pumps, health):
@@ -204,15 +204,15 @@ async def launch(
     """Run processes until a signal; return the exit code.
 
     Args:
-        replicas: programs that end first.
-        gateway: program that ends after the replicas.
-        max_restarts: maximum number of successive restarts of one program.
-        drain_s: time that replicas have to end after the first signal.
+        replicas: programs that are stopped first.
+        gateway: program that is stopped after the replicas; None: no gateway.
+        max_restarts: maximum number of consecutive restarts of one program.
+        drain_s: time in seconds that replicas have to exit after the first signal.
         where: line to print when all programs with a probe are healthy.
 
     Raises:
         ConfigError: a program does not accept its flags.
-        CommandError: a program ended too often.
+        CommandError: a program exited too many times in a row.
     """
     replica_supervisors = [Supervisor(program, max_restarts) for program in replicas]
     gateway_supervisors = [] if gateway is None else [Supervisor(gateway, max_restarts)]
@@ -232,7 +232,7 @@ async def launch(
         await asyncio.wait({first, *jobs.values()}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if first.done():
-            _say(f"stopping: open requests have {drain_s:g} s to end")
+            _say(f"stopping: open requests have {drain_s:g} s to finish")
         for group, limit_s in ((replica_supervisors, drain_s + _GRACE_S), (gateway_supervisors, _GRACE_S)):
             for supervisor in group:
                 supervisor.stop()
@@ -258,11 +258,14 @@ async def launch(
 
 
 async def _start(replica_supervisors: list[Supervisor], gateway_supervisors: list[Supervisor], where: str) -> None:
-    """Start the replicas, then the gateway, with a progress bar over replicas with a probe."""
+    """Start the replicas, wait until all that have a health probe are healthy, then do the same for the gateway.
+
+    A progress bar counts the programs that have a probe.
+    """
     groups = [
         [k for k in group if k.program.is_healthy is not None] for group in (replica_supervisors, gateway_supervisors)
     ]
-    columns, lines = shutil.get_terminal_size()  # some terminals say that they have no size
+    columns, lines = shutil.get_terminal_size()  # some terminals report a size of 0
     with tqdm(
         total=sum(map(len, groups)),
         desc="starting",
@@ -288,7 +291,7 @@ def _exit_text(code: int | None) -> str:
         return "has not run"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+    return f"exited with code {code}"
 
 
 def _say(line: str) -> None:

@@ -1,7 +1,7 @@
-"""The log: one line for each call that has ended, as text or as JSON. It never holds a prompt, an output or a key.
+"""The log: one line for each call that has ended, as text or as JSON. It never contains a prompt, an output or a key.
 
 Calls that succeeded, were cancelled by their client or were rejected are logged at INFO. Internal failures are logged
-at ERROR, once, with the stack but not the text of the exception, which may hold anything. Lines of cancelled and
+at ERROR, once, with the stack but not the text of the exception, which may contain anything. Lines of cancelled and
 rejected calls are rate-limited: ten lines per second for each reason, and one line with the number of omitted lines.
 While the server starts, the limit is one line in ten seconds, so that lines about its progress stay visible.
 """
@@ -39,7 +39,7 @@ def configure(log_format: Format, level: str) -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in ("apt_jax", "serve"):
         logging.getLogger(name).setLevel(level.upper())
-    for name in ("uvicorn", "python_multipart"):  # they warn of every line that is no HTTP or no form
+    for name in ("uvicorn", "python_multipart"):  # they warn about every line that is not valid HTTP or form data
         logging.getLogger(name).setLevel("ERROR")
 
 
@@ -56,7 +56,7 @@ def announcer(log_format: Format) -> Callable[[str], None]:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Write a line at once; drop it if that fails, so that a full disk or a closed pipe does not end a server.
+    """Write a line at once; drop it if that fails, so that a full disk or a closed pipe does not stop a server.
 
     A dropped line is not kept in the buffer of the stream, which Python would try to write at exit.
     """
@@ -101,7 +101,7 @@ class _Json(JsonFormatter):
 
 
 class CallLog:
-    """The log lines of one protocol's calls; one event loop.
+    """The log lines of one protocol's calls. Used from one event loop only.
 
     Args:
         logger: logger of the protocol.
@@ -185,11 +185,11 @@ class CallLog:
             "%s: %s", counted(left_out, "more request"), reason, extra={"reason": reason, "left_out": left_out}
         )
         if reason == _STARTING and not self._closed:
-            self._begin_start_window()  # this was its line
+            self._begin_start_window()  # the line just logged is the first of the next window
 
 
 def _headline(record: CallRecord) -> tuple[str, str]:
-    """Return a name of the call and how it ended, without text that its client wrote."""
+    """Return the call's name and how it ended, without text from its client."""
     if record.outcome == "succeeded":
         return f"request {record.request_id}", record.reason
     call = record.method if record.http_method is None else f"{record.http_method} {record.method}"

@@ -1,5 +1,5 @@
 """The record of one call, of any protocol, from which its log line (`serve.observability.call_log`) and its trace
-(`serve.observability.tracing`) are made. It holds no prompt, output or key.
+(`serve.observability.tracing`) are made. It contains no prompt, output or key.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class CallRecord:
     param: str | None = None
     """Name of the invalid field, for rejected requests."""
     outcome: Literal["succeeded", "cancelled", "rejected", "failed"] = "failed"
-    """How the call ended. "rejected": the client can correct the request, or send it again later."""
+    """Outcome of the call. "rejected": the client can correct the request, or send it again later."""
     before_start: bool = False
     """True if the call was rejected because the server was starting."""
     error: BaseException | None = None
@@ -82,13 +82,13 @@ class CallRecord:
 
         Args:
             error: exception that ended the call.
-            reason, code: status and error code that the client is sent.
-            internal: the fault is the server's.
+            reason, code: status and error code that are sent to the client.
+            internal: True if the server caused the error.
         """
         self.reason, self.code = reason, code
         self.before_start = isinstance(error, EngineStartingError)
         if isinstance(error, InvalidRequestError):
-            self.param = error.field  # a name of ours; its message may quote the client
+            self.param = error.field  # the server's name of a field; the message may quote the client
             self.code = error.code
         failed = internal and not isinstance(error, EngineClosedError)
         self.outcome = "failed" if failed else "rejected"
@@ -128,7 +128,7 @@ class CallRecord:
 
     @property
     def num_blocks(self) -> int | None:
-        """Number of cache blocks freed by the call's requests; None: not known, as for a request cancelled just now."""
+        """Number of cache blocks freed by the call's requests; None: not known, such as right after a cancellation."""
         known = [m.num_blocks for m in self.metrics if m is not None and m.num_blocks is not None]
         return sum(known) if known else None
 

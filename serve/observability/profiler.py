@@ -1,7 +1,7 @@
 """JAX profiles on demand, of host and device, for TensorBoard's plug-in xprof and for Perfetto.
 
 At most one profile runs at a time, and it stops by itself after `max_s` seconds. Starting and stopping write files in a
-separate thread while the engine continues. Python calls are not recorded, as that would slow down all of them.
+separate thread while the engine continues. Python calls are not recorded, because that would slow them all down.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 
 class Profiler:
-    """Takes profiles of this process; one event loop.
+    """Takes profiles of this process. Used from one event loop only.
 
     Args:
         directory: parent of the profiles' directories; created if it does not exist.
         max_s: time in seconds after which a profile stops by itself.
-        max_kept: number of profiles kept on disk; older ones are removed when a profile has been written.
+        max_kept: number of profiles kept on disk; older profiles are removed when a profile has been written.
 
     Raises:
-        ConfigError: the directory cannot be made.
+        ConfigError: the directory cannot be created.
     """
 
     def __init__(self, directory: str | Path, *, max_s: float = _MAX_S, max_kept: int = _MAX_KEPT) -> None:
@@ -50,7 +50,7 @@ class Profiler:
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{directory}: cannot be made ({error.strerror}) ({FLAG})") from None
+            raise ConfigError(f"{directory}: cannot be created ({error.strerror}) ({FLAG})") from None
         self.max_s = max_s
         self._max_kept = max_kept
         self._running: Path | None = None
@@ -68,11 +68,11 @@ class Profiler:
 
         Raises:
             ProfilerStateError: a profile is already running.
-            ProfileWriteError: the profile's directory cannot be made.
+            ProfileWriteError: the profile's directory cannot be created.
         """
         if self._running is not None:
             raise ProfilerStateError(
-                f"a profile is being taken already; it ends by itself {self.max_s:g} s after its beginning"
+                f"a profile is already running; it stops by itself {self.max_s:g} s after its start"
             )
         return await self._whole(self._start())
 
@@ -92,8 +92,8 @@ class Profiler:
                 await self.stop()
         except (ProfilerStateError, TimeoutError):
             pass
-        except Exception as error:  # shutdown goes on
-            log_failure(logger, "the profile could not be ended", error)
+        except Exception as error:  # shutdown continues
+            log_failure(logger, "stopping the profile", error)
         finally:
             self._thread.shutdown(wait=False)
 
@@ -103,7 +103,7 @@ class Profiler:
             loop = asyncio.get_running_loop()
             self._running = directory = await loop.run_in_executor(self._thread, self._begin)
             self._end = loop.call_later(self.max_s, self._stop_by_itself)
-        logger.info("a profile begins: %s", directory)
+        logger.info("a profile has started: %s", directory)
         return directory
 
     async def _stop(self) -> Path:
@@ -123,9 +123,9 @@ class Profiler:
 
     def _check(self, *, running: bool) -> None:
         if running and self._running is None:
-            raise ProfilerStateError("no profile is being taken")
+            raise ProfilerStateError("no profile is running")
         if not running and self._running is not None:
-            raise ProfilerStateError("a profile is being taken already")
+            raise ProfilerStateError("a profile is already running")
 
     def _begin(self) -> Path:
         name = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H-%M-%S.%f}"
@@ -134,7 +134,7 @@ class Profiler:
             directory.mkdir(mode=0o700)
         except OSError as error:
             raise _not_written(directory, error) from error
-        import jax  # here: reading flags needs no JAX
+        import jax  # imported here, because reading flags needs no JAX
 
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
@@ -144,8 +144,8 @@ class Profiler:
     def _finish(self, directory: Path) -> None:
         try:
             _stop_trace()
-        except Exception as error:  # JAX's own types and those of Python's files
-            shutil.rmtree(directory, ignore_errors=True)  # a part of one cannot be read, and its room may be needed
+        except Exception as error:  # JAX's own error types, and OSError
+            shutil.rmtree(directory, ignore_errors=True)  # an incomplete profile is useless, and takes disk space
             raise _not_written(directory, error) from error
         kept = sorted(path for path in self._root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
         for old in kept[: -self._max_kept]:

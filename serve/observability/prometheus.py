@@ -111,7 +111,7 @@ class ServerMetrics:
             sums.prompt_tokens.add(delta.request.prompt_token_ids.size)
             sums.generation_tokens.add(len(times_s))
             sums.params_max_tokens.add(delta.request.params.max_tokens)
-            if "#" not in delta.request.label:  # once a prompt
+            if "#" not in delta.request.label:  # once per prompt
                 sums.params_n.add(delta.request.num_outputs)
             if times_s:
                 sums.prefill_s.add(times_s[0] - metrics.first_scheduled_s)

@@ -73,10 +73,10 @@ class Scrape(Collector):
         stats, parts = self._stats, self._parts
         yield self._families.gauge(
             "vllm:num_requests_running",
-            "Requests that have begun and not ended; waiting ones apart.",
+            "Requests that have started and not ended, without waiting requests.",
             [((), stats.num_running + stats.num_ending)],
         )
-        yield self._families.gauge("vllm:num_requests_waiting", "Requests without cache.", [((), stats.num_waiting)])
+        yield self._families.gauge("vllm:num_requests_waiting", "Requests without a cache.", [((), stats.num_waiting)])
         yield self._families.gauge(
             "vllm:kv_cache_usage_perc",
             "Share of the block pool in use, 0 to 1.",
@@ -89,7 +89,7 @@ class Scrape(Collector):
             (("be", "running"), stats.num_running_best_effort),
         ]
         yield self._families.gauge(
-            "aptjax:class_requests", "Requests that wait and run, by class.", of_classes, ("class", "state")
+            "aptjax:class_requests", "Waiting and running requests, by class.", of_classes, ("class", "state")
         )
         groups = (parts.limits.max_pool_tokens or 0) // parts.executor.block_size
         facts = {
@@ -100,14 +100,14 @@ class Scrape(Collector):
         }
         yield self._families.gauge(
             "vllm:cache_config_info",
-            "The cache; num_gpu_blocks counts blocks of block_size tokens of its smallest kind.",
+            "Cache configuration; num_gpu_blocks counts blocks of block_size tokens of the most compact cache kind.",
             [(tuple(facts.values()), 1)],
             tuple(facts),
         )
         blocks = [((kind,), count) for kind, count in stats.blocks_by_kind.items()]
         yield self._families.gauge(
             "aptjax:blocks",
-            "Blocks of the pool: in use by kind, free ones with cached prefixes, other free ones.",
+            "Blocks of the pool: in use by kind, free with cached prefixes, and otherwise free.",
             [*blocks, (("cached",), stats.cached_blocks), (("free",), stats.free_blocks - stats.cached_blocks)],
             ("kind",),
         )
@@ -121,20 +121,20 @@ class Scrape(Collector):
         if parts.config.cache.prefix_cache_dir is not None:
             yield self._families.gauge(
                 "aptjax:disk_used_bytes",
-                "Bytes of all files of cached prefixes, as far as this server knows.",
+                "Bytes of all files of cached prefixes known to this server.",
                 [((), stats.disk_bytes)],
             )
         if stats.expected_wait_s is not None:
             yield self._families.gauge(
                 "aptjax:expected_wait_seconds",
-                "How long a new request with objectives would wait for others, by the cost model.",
+                "Time that a new request with objectives would wait for others, according to the cost model.",
                 [((), stats.expected_wait_s)],
             )
         served = [((phase,), error) for phase, error in sorted(stats.cost_errors.items())]
         if served:
             yield self._families.gauge(
                 "aptjax:cost_model_serving_error_ratio",
-                "Mean relative error of the step times that the scheduler reckons with, over the last steps served.",
+                "Mean relative error of the step times that the scheduler expects, over the last steps served.",
                 served,
                 ("phase",),
             )
@@ -146,7 +146,7 @@ class Scrape(Collector):
             ]
             yield self._families.gauge(
                 "aptjax:cost_model_error_ratio",
-                "Mean relative error of predicted step times, on the calibration's points held back.",
+                "Mean relative error of predicted step times, on the held-out points of the calibration.",
                 errors,
                 ("phase",),
             )
@@ -154,7 +154,7 @@ class Scrape(Collector):
     def _counters(self) -> Iterable[Metric]:
         stats, sums = self._stats, self._sums
         for name, text, value in (
-            ("vllm:num_preemptions", "Times that a request's cache was taken away.", stats.num_preemptions),
+            ("vllm:num_preemptions", "Times that a request was preempted and lost its cache.", stats.num_preemptions),
             ("vllm:prompt_tokens", "Prompt tokens of requests that have delivered a token.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Tokens delivered.", stats.generation_tokens),
             (
@@ -162,10 +162,10 @@ class Scrape(Collector):
                 "Tokens of requests that were scheduled for the first time.",
                 stats.prefix_cache_queries,
             ),
-            ("vllm:prefix_cache_hits", "Those of them whose cache was there.", stats.prefix_cache_hits),
+            ("vllm:prefix_cache_hits", "Queried tokens that were found in the cache.", stats.prefix_cache_hits),
             (
                 "aptjax:cache_conversions",
-                "Times that a running request went from layer inputs to keys and values.",
+                "Times that the cache of a running request was converted from layer inputs to keys and values.",
                 stats.num_conversions,
             ),
             (
@@ -175,12 +175,12 @@ class Scrape(Collector):
             ),
             (
                 "aptjax:scheduler_fallbacks",
-                "Iterations that fcfs scheduled, because the policy raised or its plan broke a promise.",
+                "Iterations that fcfs scheduled, because the policy raised an error or its plan broke a rule.",
                 stats.fallback_iterations,
             ),
             (
                 "aptjax:requests_refused",
-                "Requests that the engine did not take: queue full, too large, id in use.",
+                "Requests that the engine rejected: queue full, too large, id in use.",
                 stats.num_rejected,
             ),
             (
@@ -222,7 +222,7 @@ class Scrape(Collector):
         hits += [(("host",), stats.host_hit_tokens)] if stats.host_blocks else []
         yield self._families.counter(
             "aptjax:cache_hit_tokens",
-            "Positions of new and of preempted requests whose cache was there, by where.",
+            "Positions of new and preempted requests that were found in the cache, by tier.",
             hits,
             ("tier",),
         )
@@ -231,17 +231,23 @@ class Scrape(Collector):
         if self._parts.config.cache.prefix_cache_dir is not None:
             yield from self._disk()
         ends = [((reason,), stats.finished.get(reason, 0)) for reason in _REASONS]
-        yield self._families.counter("vllm:request_success", "Ended requests.", ends, ("finished_reason",))
+        yield self._families.counter(
+            "vllm:request_success", "Ended requests by finish reason.", ends, ("finished_reason",)
+        )
         pairs = [(o, c) for o in _OBJECTIVES for c in CLASSES]
         for name, text, counter in (
-            ("aptjax:slo_attained", "Requests that met this objective of theirs.", sums.attained),
-            ("aptjax:slo_missed", "Requests that did not, the refused and broken off ones among them.", sums.missed),
+            ("aptjax:slo_attained", "Requests that attained this objective.", sums.attained),
+            (
+                "aptjax:slo_missed",
+                "Requests that missed this objective, also by being rejected or aborted.",
+                sums.missed,
+            ),
         ):
             yield self._families.counter(name, text, [(pair, counter[pair]) for pair in pairs], ("slo", "class"))
         switches = list(stats.kind_switches.items())
         yield self._families.counter(
             "aptjax:cache_kind_switch",
-            "Times that a request came back with another kind of cache.",
+            "Times that a request resumed with another cache kind.",
             switches,
             ("from", "to"),
         )
@@ -253,7 +259,7 @@ class Scrape(Collector):
         }
         yield self._families.counter(
             "aptjax:scheduler_decision",
-            "Steps by type, and requests preempted or put off.",
+            "Steps by type, and requests preempted or deferred.",
             [((action,), count) for action, count in actions.items()],
             ("action",),
         )
@@ -283,14 +289,14 @@ class Scrape(Collector):
         )
         yield self._families.counter(
             "aptjax:host_hit_tokens",
-            "Positions copied from host memory in place of being computed.",
+            "Positions copied from host memory instead of being computed.",
             [((), stats.host_hit_tokens)],
         )
         ways = [((way,), stats.restores.get(way, 0)) for way in RESTORES]
         yield self._families.counter(
             "aptjax:restores",
-            "Requests that found cache in host memory alone: copied as keys and values or as layer inputs, or computed again "
-            "because that took less time.",
+            "Requests whose cache was found only in host memory: copied as keys and values or as layer inputs, or computed "
+            "again because that took less time.",
             ways,
             ("way",),
         )
@@ -318,7 +324,7 @@ class Scrape(Collector):
         )
         yield self._families.counter(
             "aptjax:disk_unwritten_groups",
-            "Groups of blocks that were not written, as the disk failed, was full or too slow.",
+            "Groups of blocks that were not written because the disk failed, was full or was too slow.",
             [((), stats.num_unwritten_groups)],
         )
 
@@ -384,6 +390,6 @@ class Scrape(Collector):
                 sums.params_n,
             ),
             ("vllm:iteration_tokens_total", "Tokens per step.", stats.step_tokens),
-            ("aptjax:scheduler_step_seconds", "The policy's time for a decision.", stats.schedule_s),
+            ("aptjax:scheduler_step_seconds", "Time that the policy takes for a decision.", stats.schedule_s),
         ):
             yield self._families.histogram(name, text, values)

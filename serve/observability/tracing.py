@@ -1,8 +1,9 @@
 """OpenTelemetry traces of calls (the extra `otel`): one span per call, with child spans for each request's phases.
 
 Spans are made from recorded times when a call has ended, so tracing adds no work per token. A thread of the library
-sends them over OTLP and HTTP, up to 512 at a time. At most 2,048 spans are queued; beyond that the oldest are dropped.
-A slow or unreachable collector delays no call; the log says when it starts to fail and when it works again.
+sends them over OTLP and HTTP, up to 512 at a time. At most 2,048 spans are queued; if there are more, the oldest are
+dropped. A slow or unreachable collector delays no call; it is logged when the collector starts to fail and when it
+works again.
 
 Attributes have vLLM's names if vLLM has one (`gen_ai.*`), else `aptjax.*`; docs/serving.md lists them.
 """
@@ -43,7 +44,7 @@ _Attributes = dict[str, AttributeValue]
 
 
 class Tracer:
-    """Makes and sends the spans; one event loop.
+    """Makes and sends the spans. Used from one event loop only.
 
     Args:
         endpoint: URL of the collector; without a path, ``/v1/traces`` is appended.
@@ -76,7 +77,7 @@ class Tracer:
             self._make(record)
         except Exception as error:  # tracing must not disturb calls
             if not self._has_failed:
-                log_failure(logger, "making a trace (told once)", error)
+                log_failure(logger, "making a trace (logged once)", error)
             self._has_failed = True
 
     def _make(self, record: CallRecord) -> None:
@@ -147,11 +148,11 @@ class _Exporter(SpanExporter):
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             if self._num_lost:
-                logger.warning("%s takes traces again; lost: %s", self._where, counted(self._num_lost, "span"))
+                logger.warning("%s accepts traces again; lost: %s", self._where, counted(self._num_lost, "span"))
             self._num_lost = 0
         else:
             if not self._num_lost:
-                logger.warning("%s does not take traces; they are lost until it does (%s)", self._where, FLAG)
+                logger.warning("%s does not accept traces; they are lost until it does (%s)", self._where, FLAG)
             self._num_lost += len(spans)
         return result
 
@@ -165,14 +166,14 @@ class _Exporter(SpanExporter):
 
 
 def _checked(endpoint: str) -> tuple[str, str]:
-    """Return the whole URL, and its host and port for the log, as the other parts may be secret."""
+    """Return the complete URL, and only its host and port for the log, because the other parts may be secret."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port, parts = None, None, urlsplit("")
     if parts.scheme not in ("http", "https") or not host:
-        raise ConfigError(f"the collector of traces must have an address such as http://127.0.0.1:4318 ({FLAG})")
+        raise ConfigError(f"the trace collector must have an address such as http://127.0.0.1:4318 ({FLAG})")
     if parts.path in ("", "/"):
         parts = parts._replace(path=_PATH)
     return parts.geturl(), host if port is None else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""Make the Python stubs from the .proto files again: `python serve/protos/generate.py` at the top of the repository.
+"""Regenerate the Python stubs from the .proto files: `python serve/protos/generate.py` at the top of the repository.
 
 Needs grpcio-tools (dependency group `dev`). The stubs are committed; a test compares them with the .proto file.
 """

@@ -1,10 +1,10 @@
 """API key authentication, with one list of keys for every protocol, and the rights of a key's owner.
 
 A protocol's server passes the `authorization` header to `ApiKeys.caller_of`. Endpoints that need no key are listed
-there by exact name, so that new endpoints need one by default.
+there by exact name, so that new endpoints need a key by default.
 
-The owner of a key is a tenant. Every lookup by id uses tenant and id (`Caller.engine_id`), and every shown id
-goes through `Caller.shown_id`, so that a tenant cannot reach requests of another tenant. Operators can reach all requests.
+The owner of a key is a tenant. Every lookup by id uses tenant and id (`Caller.engine_id`), and every shown id goes
+through `Caller.shown_id`, so that a tenant cannot reach requests of another tenant. Operators can reach all requests.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class Caller(NamedTuple):
 
 
 ANYBODY = Caller(tenant=None, is_operator=True)
-"""The caller of a server without keys."""
+"""The caller of every call on a server without keys."""
 
 
 class ApiKeys:
@@ -58,8 +58,8 @@ class ApiKeys:
         operators: keys of operators, each of which is also a tenant.
 
     Raises:
-        ConfigError: the lists are empty, a key is too short or has characters that a header cannot carry, or a key is in both
-            lists.
+        ConfigError: the lists are empty, a key is too short or has characters that a header cannot carry, or a key is
+            in both lists.
     """
 
     def __init__(self, keys: Sequence[str], operators: Sequence[str] = ()) -> None:
@@ -67,7 +67,7 @@ class ApiKeys:
             raise ConfigError(f"there is no API key ({FLAG})")
         self._tenants, self._operators = _digests(keys, FLAG), _digests(operators, OPERATOR_FLAG)
         if set(self._tenants) & set(self._operators):
-            raise ConfigError(f"a key of an operator is also one of a tenant ({OPERATOR_FLAG}, {FLAG})")
+            raise ConfigError(f"an operator's key is also a tenant's key ({OPERATOR_FLAG}, {FLAG})")
 
     @classmethod
     def load(cls, path: str | None, operator_path: str | None = None, key: str | None = None) -> "ApiKeys":
@@ -98,8 +98,8 @@ class ApiKeys:
         return self.caller_of(authorization) is not None
 
     def caller_of(self, authorization: str | bytes | None) -> Caller | None:
-        """Return the owner of the key, whose name reveals nothing about the key; None: the key is not accepted. The time does
-        not depend on the keys."""
+        """Return the owner of the key, whose name reveals nothing about the key; None: the key is not accepted. The
+        time does not depend on the keys."""
         if authorization is None:
             return None
         raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization
@@ -119,7 +119,8 @@ def require_operator(keys: ApiKeys | None, caller: Caller, *, totals: bool = Fal
     Args:
         keys: accepted keys; None: the server has no keys.
         caller: owner of the call's key.
-        totals: True if the call only shows sums over all tenants, which every key may see on a server without operators.
+        totals: True if the call only shows sums over all tenants, which every key may see on a server without
+            operators.
 
     Raises:
         OperatorKeyError: the call is for operators.

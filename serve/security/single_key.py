@@ -1,7 +1,7 @@
 """A single API key of a server, from its environment or, for local tests, from the command line.
 
 The variable is removed from the environment when it is read, so that child processes do not inherit it. Every user of
-the machine can read the command line in the list of processes; the server warns of this.
+the machine can read the command line in the list of processes; the server warns about this.
 """
 
 import logging

@@ -40,7 +40,7 @@ class Tls:
             ConfigError: see the class; the old certificate and key stay in use.
         """
         cert, key, client_ca = self._files
-        _context(cert, key, client_ca)  # both files belong together
+        _context(cert, key, client_ca)  # checks that certificate and key match
         self._pem = _pem(*self._files)
         self.context.load_cert_chain(cert, key, password="")
 
@@ -53,7 +53,7 @@ class Tls:
         )
 
     def _grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Return the configuration for a handshake; gRPC calls this at each one."""
+        """Return the configuration for a handshake; gRPC calls this for each handshake."""
         cert, key, client_ca = self._pem
         return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
 
@@ -68,7 +68,7 @@ def _context(cert: str, key: str, client_ca: str | None) -> ssl.SSLContext:
         context.load_cert_chain(cert, key, password="")
     except (ssl.SSLError, OSError):
         raise ConfigError(
-            f"{cert} and {key}: no PEM certificate and its key without passphrase ({CERT_FLAG}, {KEY_FLAG})"
+            f"{cert} and {key}: not a PEM certificate and its key without passphrase ({CERT_FLAG}, {KEY_FLAG})"
         ) from None
     if client_ca is not None:
         try:

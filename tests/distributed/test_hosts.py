@@ -273,7 +273,7 @@ def test_a_rank_of_another_version(ranks, monkeypatch, what):
     for error in ranks.ended().values():
         assert isinstance(error, HostError)
         assert f"has version of {what} 9.9, rank 0 has " in str(error)
-        assert "install the same on all hosts" in str(error)
+        assert "install the same version on all hosts" in str(error)
 
 
 def test_a_host_that_never_appears(ranks):
@@ -318,7 +318,7 @@ def test_a_name_that_is_loopback_here(ranks, key, monkeypatch):
     parallel = ParallelConfig(
         nnodes=2, tensor_parallel_size=2, master_addr="host0", master_port=ranks.port, join_key_file=key
     )
-    with pytest.raises(ConfigError, match=r"host0 is 127\.0\.0\.1 on this host, where no other can reach it"):
+    with pytest.raises(ConfigError, match=r"host0 is 127\.0\.0\.1 on this host, which other hosts cannot reach"):
         join(EngineConfig(model="x", parallel=parallel), MODEL, RESOLVED)
 
 
@@ -329,7 +329,7 @@ def test_two_processes_that_are_the_same_rank(ranks, caplog):
     until(has_joined(caplog, 1))
     ranks.start(1, nnodes=3, name="twin")
     until(lambda: "twin" in ranks.results)
-    assert "node_rank=1 is not free: another process is that rank (--node-rank)" in str(ranks.results["twin"])
+    assert "node_rank=1 is not available: another process has it (--node-rank)" in str(ranks.results["twin"])
     ranks.start(2, nnodes=3)  # nobody else is harmed
     there = ranks.ended()
     assert isinstance(there[0], Leader)
@@ -378,7 +378,7 @@ def test_a_port_of_something_else(ranks, said):
                     connection.sendall(said)
         (error,) = ranks.ended().values()
     assert isinstance(error, HostError)
-    assert "is no apt-jax" in str(error)
+    assert "is not apt-jax" in str(error)
 
 
 # --- strangers and the join key --------------------------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_an_unauthenticated_message_ends_no_rank_and_learns_nothing(ranks, key, 
     with contextlib.suppress(transport.StreamError):
         answers += [str(answer) for answer in stranger]
     close()
-    until(lambda: "is at --master-port and was rejected" in caplog.text)
+    until(lambda: "connected to --master-port and was rejected" in caplog.text)
     assert not any(word in "".join(answers) for word in ("version", "dtype", "accepted", "failed"))
     assert ranks.results == {}
     ranks.start(1, key=key)
@@ -667,7 +667,7 @@ def test_D5_a_process_that_stops_or_dies_is_noticed(start_ranks, monkeypatch, ho
         finally:
             process.kill()
     assert took_s < (5.0 if how is signal.SIGSTOP else 1.5)
-    what = "has ended" if how is signal.SIGKILL else "has said nothing for 3 s"
+    what = "has ended" if how is signal.SIGKILL else "has not answered for 3 s"
     assert replicas[0].lost[1].endswith(f"rank 0 at 127.0.0.1:{replicas[0].port} {what}")
     assert replicas[1].lost[0].endswith("has not answered for 3 s or has ended")
 

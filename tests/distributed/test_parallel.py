@@ -127,7 +127,7 @@ def test_too_few_devices_are_named():
 
 def test_where_layer_inputs_cannot_be_cut_the_kind_is_not_offered():
     assert parallel.hidden_refusal(MODELS["olmo2"], 1) is None
-    assert "norm of keys" in str(parallel.hidden_refusal(MODELS["olmo2"], 2))
+    assert "key norm" in str(parallel.hidden_refusal(MODELS["olmo2"], 2))
     narrow: ModelConfig = MODELS["opt"]
     assert parallel.hidden_refusal(narrow, 8) is None
     assert "width of 64" in str(parallel.hidden_refusal(narrow, 6))

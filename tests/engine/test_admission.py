@@ -138,7 +138,7 @@ class TestTenants:
         for num in range(waiting + 1):
             check({}, tenant="a", num_waiting=num, num_of_tenant=num)
         waiting += 2
-        with pytest.raises(QueueFullError, match="the queue has 911 requests of this API key, its share"):
+        with pytest.raises(QueueFullError, match="the queue already has 911 requests of this API key, its full share"):
             check({}, tenant="a", num_waiting=waiting, num_of_tenant=waiting)
         check({}, tenant="b", num_waiting=waiting, num_of_tenant=0)
 
@@ -217,7 +217,7 @@ class TestObjectives:
                 check({}, admission=admission, ttft_s=0.001, now_s=now_s)
         assert admission.num_slo_at_risk_admitted == 4
         assert len(caplog.records) == 2
-        assert "within 1 ms is asked for, about 22 ms" in caplog.text
+        assert "within 1 ms is requested, but about 22 ms" in caplog.text
 
     @pytest.mark.parametrize(
         ("field", "value"), [("slo_admission", "maybe"), ("max_queue_s", 0.0), ("max_queue_s", math.inf)]

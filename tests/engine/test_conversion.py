@@ -308,7 +308,7 @@ def test_broken_promises_are_named():
     check_plan(dataclasses.replace(view, free_blocks=blocks), wanted)
     for changes, message in (
         ({"free_blocks": blocks - 1}, "blocks needed"),
-        ({"can_convert": False}, "nothing can be"),
+        ({"can_convert": False}, "can_convert is False"),
         ({"total_blocks": 6}, "never end"),
     ):
         with pytest.raises(AssertionError, match=message):

@@ -904,7 +904,7 @@ def test_M5_a_broken_promise_of_the_policy_stays_off_the_device(name, overlap, c
     h.drain()
     h.assert_all_as_expected()
     assert h.engine.stats().num_invalid_plan_rows == 1
-    assert "broke a promise" in caplog.text
+    assert "violated the contract of Plan" in caplog.text
     count = itertools.count()
     h = Harness(policy=ScriptedPolicy(plan), overlap=overlap)
     h.add()

@@ -70,7 +70,7 @@ def test_preemptions_keep_the_adapter(seed):
 
 def test_unknown_adapters_are_refused_and_others_cost_nothing():
     served = Served(adapters=ADAPTERS)
-    with pytest.raises(InvalidRequestError, match="'dutch' is no adapter of this engine"):
+    with pytest.raises(InvalidRequestError, match="'dutch' is not an adapter of this engine"):
         served.add(prompt(9), adapter="dutch")
     plain = Served()
     plain.serve(prompt(9))

@@ -78,7 +78,7 @@ def test_an_op_falls_back_in_the_layers_whose_rules_it_lacks(
     assert ops.prefill(_prefill(LogitModifiers(window=4096))) == "kernel"
     assert not ops.branches
     (line,) = caplog.messages
-    assert line == "attention: decode_kv of kernels cannot do window; xla does in the layers that need it"
+    assert line == "attention: decode_kv of kernels does not support window; xla is used in the layers that need it"
 
 
 def test_prefill_falls_back_where_there_are_layer_inputs_alone(kernels: KernelBackend) -> None:
@@ -96,7 +96,7 @@ def test_what_is_no_rule_falls_back_in_all_layers(kernels: KernelBackend) -> Non
 
 def test_a_backend_that_was_asked_for_must_do_all(kernels: KernelBackend) -> None:
     needed = {"decode_kv": frozenset({"window", "alibi"}), "prefill": frozenset({"window"})}
-    with pytest.raises(ConfigError, match=r"'kernels' cannot do what this model needs: alibi, window; use xla"):
+    with pytest.raises(ConfigError, match=r"'kernels' lacks features of this model: alibi, window; use xla"):
         choose_attention("gpu", "kernels", None, needed)
 
 
@@ -167,7 +167,7 @@ def test_a_tpu_generation_that_was_not_checked_gets_one_line(kind, chip, caplog)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (chip is None)
     if chip is None:
-        assert lines[0].startswith("TPU v9: apt-jax is checked for TPUs v5e, v5p, v6e alone")
+        assert lines[0].startswith("TPU v9: apt-jax is checked only for TPUs v5e, v5p, v6e;")
         assert "--attention-backend xla" in lines[0]
 
 

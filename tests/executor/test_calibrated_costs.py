@@ -184,7 +184,7 @@ def test_steps_that_take_too_long_are_told_from_others(monkeypatch, caplog) -> N
     machine = Processor(buckets=MACHINES["processor"].buckets, slowness=10.0)
     with caplog.at_level(logging.INFO, "apt_jax.executor.calibrate"):
         model, _, points = calibrated(machine, monkeypatch, budget_s=10.0)
-    assert "too slow for the time given, and told from others: prompts of 1024, 2048 tokens" in caplog.text
+    assert "too slow for the budget, estimated from other sizes: prompts of 1024, 2048 tokens" in caplog.text
     assert max(p.time_s for p in points if p.is_prefill) < 6.0
     rows = np.array([2048]), np.zeros(1, int), np.zeros(1, int)
     assert 1 / 3 < model.programs.step_s(*rows) / true_s(machine, *rows) < 3  # little is known of it

@@ -185,7 +185,7 @@ def test_hybrid_means_kv_where_less_than_half_is_saved():
 @pytest.mark.parametrize("name", ["narrow", "wide"])
 def test_attention_that_cannot_do_it_is_refused(name):
     plain = dataclasses.replace(attention_ops("cpu", "xla"), name="plain", extras=frozenset())
-    with pytest.raises(ConfigError, match=r"'plain' cannot do .*input width.*xla"):
+    with pytest.raises(ConfigError, match=r"'plain' lacks .*input width.*xla"):
         executor_of(name, mode="hidden", ops=plain)
     assert executor_of(name, mode="hidden", ops="triton-interpret").attention_name == "triton-interpret"
 

@@ -1,4 +1,4 @@
-"""Preparation beside serving: with a fake engine, and with a real executor that compiles no step."""
+"""Background preparation: with a fake engine, and with a real executor that compiles no step."""
 
 import concurrent.futures
 import dataclasses
@@ -108,7 +108,7 @@ def test_a_program_that_cannot_be_compiled_ends_the_engine_with_its_reason() -> 
     preparation = BackgroundPreparation(engine)
     preparation.start()
     _until(lambda: engine.failed)
-    assert engine.failed == ["preparation beside serving failed: RuntimeError: no such instruction and more"]
+    assert engine.failed == ["background preparation failed: RuntimeError: no such instruction and more"]
     assert not programs[2].compiled.is_set()
 
 
@@ -145,7 +145,7 @@ def test_serving_goes_on_without_a_program_that_memory_is_lacking_for(caplog: py
         _until(lambda: caplog.messages)
     assert engine.added == [(p.name, False) for p in programs[:2]]  # never the last: steps must not run the third
     (line,) = caplog.messages
-    assert "serving goes on without 1 program" in line
+    assert "serving continues without 1 program" in line
     assert preparation.stop()
     assert engine.failed == []
 

@@ -1,4 +1,4 @@
-"""Step costs told from the steps that a server runs."""
+"""Step costs estimated from the steps that a server runs."""
 
 import dataclasses
 from typing import Any
@@ -171,7 +171,7 @@ def _prepare(engine: Any, caplog: pytest.LogCaptureFixture, until_said: str) -> 
 
 
 def test_a_loaded_server_learns_its_costs_without_a_pause(busy: Any, caplog: pytest.LogCaptureFixture):
-    _prepare(busy, caplog, "told from")
+    _prepare(busy, caplog, "estimated from")
     assert busy.expected is busy.parts.costs is not None
     assert not any("not known yet" in line for line in caplog.messages)
 
@@ -184,5 +184,5 @@ def test_a_fit_that_fails_ends_nothing(
         raise error
 
     monkeypatch.setattr("apt_jax.frontend.served_steps.fit_cost_model", fail)
-    _prepare(busy, caplog, "could not be told from")
+    _prepare(busy, caplog, "could not be estimated from")
     assert busy.parts.cost_model is None

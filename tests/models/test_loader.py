@@ -346,7 +346,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
         return match(*args)
 
     monkeypatch.setattr(loader, "_match", cut_after_the_checks)
-    assert "became shorter while it was read" in _refusal(tmp_path)
+    assert "was truncated while it was being read" in _refusal(tmp_path)
 
 
 def test_F2_mutated_files_load_equal_or_are_refused(tmp_path):

@@ -91,14 +91,14 @@ def test_parts_of_fused_tensors(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is set (whole modules)"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices is set"),
         ({"lora_bias": True}, "lora_bias is set"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changes the weights below"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' changes the base weights"),
         ({"r": 0}, "r=0 must be an integer"),
-        ({"r": 5}, "rank 5 is asked for"),
+        ({"r": 5}, "rank 5 is configured for"),
         ({"lora_alpha": "8"}, "lora_alpha='8' must be"),
         ({"rank_pattern": {"(a+)+": 4}}, "with at most 3 repeats"),
-        ({"alpha_pattern": {"(": 4}}, "which is no pattern"),
+        ({"alpha_pattern": {"(": 4}}, "which is not a valid pattern"),
         ({"alpha_pattern": {"fc1": -1}}, "must be a positive number"),
-        ({"target_modules": ["q_proj", "v_proj", "fc2"]}, "target_modules does not have"),
+        ({"target_modules": ["q_proj", "v_proj", "fc2"]}, "target_modules does not list"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path, fields, said):
@@ -124,8 +124,8 @@ def test_modules_without_tensors_may_be_listed_as_in_peft(tmp_path):
         ),
         ({"base_model.model.model.decoder.embed_tokens.lora_embedding_A": (4, 48)}, "neither lora_A nor lora_B"),
         ({f"base_model.model.{Q}.lora_magnitude_vector": (16,)}, "neither lora_A nor lora_B"),
-        ({f"{'a.' * 500_000}lora_A.weight": (4, 48)}, "has a name of 1000013 characters, at most 1024 are read"),
-        ({f"base_model.model.{Q}.lora_B.weight": None}, "is missing of 1 module"),
+        ({f"{'a.' * 500_000}lora_A.weight": (4, 48)}, "has a name of 1000013 characters; at most 1024 are supported"),
+        ({f"base_model.model.{Q}.lora_B.weight": None}, "is missing for 1 module"),
         ({f"base_model.model.{Q}.lora_A.weight": (4, 12)}, "not [r, 16] and [16, r]; is it of another model?"),
         ({f"base_model.model.{Q}.lora_B.weight": (16, 3)}, "not [r, 16] and [16, r]"),
         ({f"{Q}.lora_A.weight": (4, 16)}, "are the same tensor"),
@@ -157,13 +157,13 @@ def test_a_scale_that_overflows_is_refused(tmp_path):
     config.write_text(json.dumps(fields | {"lora_alpha": 8}))
     load(tmp_path)
     config.write_text(json.dumps(fields | {"lora_alpha": 16}))
-    with pytest.raises(ModelLoadError, match=r"lora_B.weight is not finite times its scale, 2 \("):
+    with pytest.raises(ModelLoadError, match=r"lora_B.weight is not finite after multiplication by its scale, 2 \("):
         load(tmp_path)
 
 
 def test_bounds_and_damage(tmp_path):
     write_adapter(tmp_path, MODULES, rank=8)
-    with pytest.raises(ModelLoadError, match=r"has rank 8, and max_lora_rank=4 \(--max-lora-rank\)"):
+    with pytest.raises(ModelLoadError, match=r"has rank 8, but max_lora_rank=4 \(--max-lora-rank\)"):
         load(tmp_path, max_rank=4)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)

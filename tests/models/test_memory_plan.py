@@ -73,7 +73,7 @@ def test_host_memory_holds_blocks_of_all_devices(num_devices):
 def test_what_is_advised_helps_and_what_would_not_is_not(trouble, advised):
     with pytest.raises(ConfigError) as refused:
         plan(**trouble)
-    ways = str(refused.value).partition("what helps: ")[2]
+    ways = str(refused.value).partition("possible remedies: ")[2]
     named = {name for name in HELPS if name in ways}
     assert named == advised | {"devices with more memory"}
     for name in named:

@@ -299,7 +299,7 @@ def test_a_model_that_one_rank_cannot_load(model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--nnodes=2", "-tp=3"], "does not divide among 2 (-tp, --nnodes)"),
+        (["--nnodes=2", "-tp=3"], "must be a multiple of nnodes=2 (-tp, --nnodes)"),
         (["--nnodes=2", "--node-rank=2", "-tp=2", "--headless"], "node_rank=2 must lie in [0, 2)"),
         (["--nnodes=2", "--node-rank=1", "-tp=2"], "node_rank=1 serves nothing: add --headless"),
         (["--nnodes=2", "-tp=2", "--headless"], "node_rank=0 serves: leave out --headless"),

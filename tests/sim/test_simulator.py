@@ -577,9 +577,9 @@ class TestHostMemory:
 
     def test_what_is_not_known_is_refused(self):
         hardware = dataclasses.replace(load_hardware("opt-13b", "a100-40gb"), name="abacus")
-        with pytest.raises(ConfigError, match="nothing is known of copies between host and abacus"):
+        with pytest.raises(ConfigError, match="the bandwidth between host and abacus is unknown"):
             with_transfers(hardware.step_costs(), hardware)
-        with pytest.raises(ConfigError, match="size of blocks of 'other'"):
+        with pytest.raises(ConfigError, match="block size in bytes of 'other'"):
             block_bytes(dataclasses.replace(hardware, model="other"))
         with pytest.raises(ConfigError, match="--no-enable-prefix-caching or --swap-space"):
             SimulationConfig(swap_space=1.0, enable_prefix_caching=False)

@@ -504,7 +504,7 @@ def test_a_template_without_a_place_for_tools_gets_them_as_text(templates):
         ([{"type": "web_search", "function": {"name": "x"}}], r"\[0\] must be"),
         ([WEATHER, {"type": "function", "function": {"name": 1}}], r"\[1\] must be"),
         ([WEATHER] * 129, "at most 128"),
-        ([{**WEATHER, "extra": {1, 2}}], "JSON does not have"),
+        ([{**WEATHER, "extra": {1, 2}}], "that is not JSON"),
         ([{**WEATHER, "extra": "\ud800"}], "not Unicode"),
         ([{**WEATHER, "extra": "x" * 300_000}], "KiB"),
     ],
@@ -530,7 +530,7 @@ def test_tools_nested_too_deeply_are_refused(tools_template):
         ({"function": {"name": "f", "arguments": "{"}}, "arguments are not JSON"),
         ({"function": {"name": "f", "arguments": "[1]"}}, "not a JSON object"),
         ({"function": {"name": "f", "arguments": "[" * 100_000}}, "not JSON"),
-        ({"function": {"name": "f", "arguments": '{"x": NaN}'}}, "JSON does not have"),
+        ({"function": {"name": "f", "arguments": '{"x": NaN}'}}, "that is not JSON"),
     ],
 )
 def test_malformed_calls_are_refused(tools_template, call, says):

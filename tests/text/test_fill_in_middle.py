@@ -97,7 +97,9 @@ def test_files_come_first_as_in_llama_cpp():
 def test_a_vocabulary_without_the_tokens_is_told_of():
     for tokenizer in (None, byte_level("<|fim_prefix|>", "<|fim_suffix|>")):
         assert not fills_in_middle(tokenizer)
-        with pytest.raises(InvalidRequestError, match="suffix: the model's vocabulary has no tokens to fill in"):
+        with pytest.raises(
+            InvalidRequestError, match="suffix: the model's vocabulary has no fill-in-the-middle tokens"
+        ):
             fill_in_middle(tokenizer, "suffix")
 
 

@@ -342,7 +342,7 @@ def test_a_temperature_that_is_too_small_is_raised_and_said_so_once(caplog, monk
     with caplog.at_level("WARNING", logger="apt_jax.validation"):
         assert [build(params={"temperature": t}).params.temperature for t in (1e-8, 0.001, 0.00999)] == [0.01] * 3
     assert [record.getMessage() for record in caplog.records] == [
-        "temperature 1e-08 is raised to 0.01, below which results may overflow (1 time since this was last said)"
+        "temperature 1e-08 is raised to 0.01, below which results may overflow (1 time since the last such message)"
     ]
     assert build(params={"temperature": 0.0}).params.is_greedy
 
@@ -445,7 +445,7 @@ def test_R6_n_outputs_are_n_requests():
 
 def test_what_other_engines_take_is_refused_with_the_reason():
     refused("structural_tag", params={"structured_outputs": {"structural_tag": "{}"}})
-    assert str(unsupported("mm_inputs")).startswith("mm_inputs: the model takes text alone")
+    assert str(unsupported("mm_inputs")).startswith("mm_inputs: the model accepts only text")
 
 
 def test_R14_an_unknown_parameter_names_the_nearest():

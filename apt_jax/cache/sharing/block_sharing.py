@@ -15,8 +15,8 @@ otherwise into a new group, which begins as a copy of the shared group.
 
 A request gets blocks as follows:
 
-* `FindBlock`: a best-effort request takes free groups. If one group is missing, the last group of the request, which it
-  does not fill, is placed at the right end of the real-time request's group with the most empty slots.
+* `FindBlock`: a best-effort request takes free groups. If it lacks one group, its last, partly filled group is placed
+  at the right end of a real-time request's group, the group with the most empty slots.
 * `FindPreemptBlock`: a real-time request takes free groups; if there are too few, it shares groups of best-effort
   requests that do not run, groups with the most empty slots first.
 
@@ -112,8 +112,8 @@ class BlockSharing:
         return [place for place in zip(slots.tolist(), entries.tolist(), strict=True) if place[0] not in running]
 
     def lone_groups(self, kind: int, *, down: bool) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Return unshared groups of requests of one class, most empty slots first; ties: the latest request, its last
-        group first.
+        """Return unshared groups of requests of one class, most empty slots first. Ties: latest request first, then its
+        last group first.
 
         Args:
             kind: cache kind of the groups.
@@ -165,7 +165,7 @@ class BlockSharing:
         Args:
             owners: (n,) owner of each row.
             slots: (n,) slot of each row; changed in place if a row takes one.
-            num_tokens: (n,) number of positions that each row needs in all.
+            num_tokens: (n,) total number of positions that each row needs.
             kinds: (n,) cache kind of each row.
             best_effort: (n,) True: best-effort request; False: real-time request.
             copies: (n,) True: the first new group of the row begins as a copy; None: no group does.
@@ -207,8 +207,8 @@ class BlockSharing:
         num_tokens: NDArray[np.int32],
         kinds: NDArray[np.int8],
     ) -> bool:
-        """Return True if slots and blocks suffice for `rows`, which share no groups, after the maximum demand of
-        `others`."""
+        """Return True if slots and blocks suffice for `rows`, which share no groups, even if `others` need as many
+        blocks as they possibly can."""
         cache = self._cache
         halves, sizes = np.asarray(cache.blocks_per_group, np.int32), np.asarray(cache.block_sizes, np.int32)
 
@@ -226,15 +226,15 @@ class BlockSharing:
         return need <= self._groups.num_free and fresh <= len(cache.free_slots)
 
     def reserve(self, owner: int, num_tokens: int, kind: int, running: set[int], *, copied: bool = False) -> bool:
-        """Restore a request's missing positions and make room for [0, num_tokens).
+        """Restore a request's missing positions, and reserve blocks for positions [0, num_tokens).
 
         Args:
             owner: owner of the request; it takes a slot at the first call.
-            num_tokens: number of positions in all, at least as many as it has.
+            num_tokens: total number of positions, at least as many as it has.
             kind: cache kind; the kind that it holds, if it holds cache.
             running: slots of the requests of this step whose blocks have been reserved; their groups stay unchanged.
                 The request's own slot is added.
-            copied: whether the first new group begins as a copy, so that it must not be shared.
+            copied: True: the first new group begins as a copy, so it must not be shared.
 
         Returns:
             False: too few blocks or no slot is free, and nothing has changed.
@@ -260,7 +260,7 @@ class BlockSharing:
         if lacking > len(entries) - copied:
             return False
         if not fresh and any(self.preempted.is_saved_now((slot, e)) for e in entries[len(entries) - lacking :]):
-            return False  # what it lacks is copied as a whole: nobody else can have the group
+            return False  # this group is copied as a whole, so it cannot be shared
         found = self._find(kind, lacking, running | {slot}, num_tokens, entries, down=down) if lacking else []
         if len(found) < lacking:
             return False
@@ -288,10 +288,10 @@ class BlockSharing:
         return True
 
     def _moves(self, slot: int, num_tokens: int, running: set[int], room: int, *, down: bool) -> list[int]:
-        """Return the block table entries whose shared group a request leaves for a new group.
+        """Return the block table entries at which a request replaces a shared group with a new group.
 
         It leaves groups in which it needs slots of a request that also runs. A best-effort request also leaves groups
-        in which it needs slots of a request that does not run, if there are enough free groups for all of them.
+        in which it needs slots of a request that does not run, if there are enough free groups to replace all of them.
         Otherwise, and for real-time requests, the slots of the other user are checkpointed.
         """
         must: list[int] = []
@@ -335,7 +335,7 @@ class BlockSharing:
         other, their_entry = place
         first = int(tables[other, 0, their_entry])
         node = groups.prefixes.node_of.get(first)
-        if node is not None:  # what is registered behind it can no longer be found either
+        if node is not None:  # its descendants can no longer be found either
             groups.drop(node)
         groups.is_expected[first] = False
         groups.generation[first] += 1
@@ -350,7 +350,7 @@ class BlockSharing:
             self._shared_by.setdefault(each, set()).add(first)
 
     def _move(self, slot: int, entry: int, ids: NDArray[np.int32]) -> None:
-        """Replace a shared group of a request by a new group, which begins as a copy."""
+        """Replace a shared group of a request with a new group, which begins as a copy."""
         old = self._cache.tables[slot, : ids.size, entry].copy()
         self._leave(slot, int(old[0]))
         self.preempted.transfers.copies += zip(old.tolist(), ids.tolist(), strict=True)
@@ -375,7 +375,7 @@ class BlockSharing:
     # --- slots of others ---------------------------------------------------------------------------------------------
 
     def _make_room(self, slot: int) -> None:
-        """Checkpoint slots of other requests that the request will overwrite, with new or loaded positions."""
+        """Checkpoint slots of other requests that the request will overwrite with new or loaded positions."""
         size = self._cache.block_sizes[self._cache.kind[slot]]
         for first in list(self._shared_by.get(slot, ())):
             own, other = self.shared[first].sides(slot)
@@ -424,8 +424,8 @@ class BlockSharing:
             require(
                 self.preempted.on_device(pair.up) + self.preempted.on_device(pair.down) <= size, "a slot has two owners"
             )
-            require(self._groups.num_refs[first] == 2, "a shared group has not two holders")
-            require(not self._groups.prefixes.is_registered[first], "a shared group can be found")
+            require(self._groups.num_refs[first] == 2, "a shared group does not have two holders")
+            require(not self._groups.prefixes.is_registered[first], "a shared group is registered")
         by_slot: dict[int, set[int]] = {}
         for first, pair in self.shared.items():
             for slot, _ in (pair.up, pair.down):

@@ -1,7 +1,7 @@
 """The preemption table (BROS §5.2): missing slots of requests, and transfers of slots to and from host memory.
 
 Only slots that another request is about to overwrite are saved (*lazy checkpointing*): always the latest positions of a
-request in a group. In host memory they have the same slots of a block as on the device.
+request in a group. They occupy the same slots of a block in host memory as on the device.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from apt_jax.cache.sharing.host_blocks import HostBlocks
 from apt_jax.core.step import NULL_BLOCK
 
 Place = tuple[int, int]
-"""A request's slot, its index among requests with cache, and an entry of its block table."""
+"""A request's cache slot, and the index of an entry of its block table."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +46,7 @@ class SlotTransfers:
     loads: list[tuple[int, int, int, int, int]] = dataclasses.field(default_factory=list)
     """Loads as (host block, block on the device, first slot, number of slots, kind)."""
     lost: list[int] = dataclasses.field(default_factory=list)
-    """Owners whose slots could not be saved, as host memory was full; release their cache before the step runs."""
+    """Owners whose slots could not be saved because host memory was full; release their cache before the step runs."""
 
 
 class PreemptionTable:
@@ -75,7 +75,7 @@ class PreemptionTable:
     # --- looking -----------------------------------------------------------------------------------------------------
 
     def used(self, place: Place, num_tokens: int | None = None) -> int:
-        """Return the number of positions that a request has in a group, or will have with `num_tokens` in all."""
+        """Return the number of positions that a request has in a group, or will have with `num_tokens` in total."""
         slot, entry = place
         size = self._cache.block_sizes[self._cache.kind[slot]]
         tokens = int(self._cache.num_tokens[slot]) if num_tokens is None else num_tokens
@@ -158,10 +158,10 @@ class PreemptionTable:
         positions."""
         table = self.of_slot.pop(slot, {})
         for entry, checkpoint in table.items():
-            require(checkpoint.host.size, "a request goes on whose slots were lost")
+            require(checkpoint.host.size, "a request continues although its slots were lost")
             place, begin = (slot, entry), checkpoint.kept
             ids = self._cache.tables[slot, : checkpoint.host.size, entry]
-            if checkpoint.step == self._step:  # what this step saves has not been overwritten yet
+            if checkpoint.step == self._step:  # this step's saves have not been overwritten yet
                 if begin == 0:
                     self.transfers.copies += zip(checkpoint.blocks.tolist(), ids.tolist(), strict=True)
                 begin = checkpoint.kept_before
@@ -191,7 +191,7 @@ class PreemptionTable:
     def _slots(self, slot: int, begin: int, end: int) -> tuple[int, int]:
         """Return the first slot and the number of slots of positions [begin, end) of a request's group."""
         size = self._cache.block_sizes[self._cache.kind[slot]]
-        # Slots that are saved are those of a group that the request took itself, from its own end.
+        # Slots are saved only from groups that the request fills from its own end.
         return (size - end if self._grows_down[slot] else begin), end - begin
 
     def take_transfers(self) -> SlotTransfers:
@@ -214,11 +214,15 @@ class PreemptionTable:
         cache, tables = self._cache, self._cache.tables
         used: list[int] = [block for host in self._unloaded for block in host.tolist()]
         for slot, table in self.of_slot.items():
-            require(table and cache.owner[slot] != NO_OWNER, "a checkpoint of nobody")
+            require(
+                table and cache.owner[slot] != NO_OWNER, "a free slot has checkpoints, or a slot has an empty table"
+            )
             for entry, checkpoint in table.items():
                 require(entry < cache.num_groups[slot], "a checkpoint of a group that is not held")
-                require(checkpoint.kept < self.used((slot, entry)), "a checkpoint of nothing")
-                require((tables[slot, 0, entry] == NULL_BLOCK) == (checkpoint.kept == 0), "a hole that is none")
+                require(checkpoint.kept < self.used((slot, entry)), "a checkpoint has no saved positions")
+                require(
+                    (tables[slot, 0, entry] == NULL_BLOCK) == (checkpoint.kept == 0), "holes and checkpoints differ"
+                )
                 used += checkpoint.host.tolist()
         require(len(set(used)) == len(used), "a host block is owned twice")
         require(not self._host.is_free(np.array(used, np.int32)).any(), "a host block is both owned and free")

@@ -82,7 +82,7 @@ class BatchBuilder:
         convert = self._plans.converted_rows(plan, rows)
         begins = self._states.prefixes.converted_rows(rows, kind)
         found, sources = self._prefixes.attach(rows, slots, kind, begins)
-        if begins is not None:  # they hold layer inputs for now
+        if begins is not None:  # they hold layer inputs until converted
             begins &= found > 0
             kind = np.where(begins, np.int8(HIDDEN), kind)
             convert |= begins
@@ -98,7 +98,7 @@ class BatchBuilder:
         inputs: dict[int, NDArray[np.int32]] = {}
         if not convert.any():
             ok = self._reserver.reserve(demand)
-        else:  # after the others: the blocks that conversions give back are for the next step
+        else:  # last, because the blocks that conversions free cannot be used in this step
             ok, others = np.zeros(rows.size, np.bool_), np.flatnonzero(~convert)
             other_demand = demand.part(others)
             ok[others] = self._reserver.reserve(other_demand)
@@ -282,7 +282,7 @@ class BatchBuilder:
         states.in_flight[sampling] += 1
         last = sampling[num_tokens >= table.max_tokens_total.take(sampling)]
         for row in last.tolist():
-            # Its last token is in flight, no later step will read its cache, and steps run in order.
+            # Its last token is in flight, so no later step reads its cache, and steps run in order.
             states.release(row, ENDING)
         return filled
 

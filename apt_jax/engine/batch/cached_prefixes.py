@@ -46,7 +46,7 @@ class CachedPrefixes:
             begins: (n,) True: the row begins with layer inputs that are converted; None: no row does.
 
         Returns:
-            (n,) positions that need not be computed, and by row the group that its first new group is a copy of.
+            (n,) numbers of positions that need not be computed, and by row the group to copy into its first new group.
         """
         found = np.zeros(rows.size, np.int32)
         sources: dict[int, CopySource] = {}
@@ -61,7 +61,7 @@ class CachedPrefixes:
         for i in np.flatnonzero(found).tolist():
             row, owner = int(rows[i]), int(self._table.rank[rows[i]])
             of_kind, is_converted = int(kind[i]), begins is not None and bool(begins[i])
-            if loads:  # those of a request before it may have taken, or brought, what this one finds
+            if loads:  # earlier rows may have evicted or loaded groups of its prefix
                 found[i] = min(found[i], self._table.cached_prefix_tokens[row, of_kind])
                 self._from_host[row] = min(int(self._table.host_prefix_tokens[row, of_kind]), int(found[i]))
             if hits.is_converted(row, of_kind) != is_converted:

@@ -18,7 +18,7 @@ class PlanFilter:
         limits: limits of a step.
         policies: receives reports of violations.
         is_offered: (num_kinds,) True: the cache kind is available.
-        can_convert: whether rows may be converted to keys and values.
+        can_convert: True: rows may be converted to keys and values.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PlanFilter:
         self._place = np.zeros(states.capacity, np.int32)  # scratch of `_is_plain`
 
     def may_preempt(self, row: int) -> bool:
-        """Return True if a row holds cache, else report a violation."""
+        """Return True if a row holds cache; otherwise report a violation and return False."""
         states = self._states
         if 0 <= row < states.capacity and states.status[row] == RUNNING:
             return True
@@ -111,7 +111,7 @@ class PlanFilter:
             self._place = np.zeros(states.capacity, np.int32)
         table, n = states.table, rows.size
         order = np.arange(n, dtype=np.int32)
-        self._place[rows] = order  # of a row that is there twice the last place stays
+        self._place[rows] = order  # a duplicate row keeps its last place
         left = table.num_tokens.take(rows) - table.num_cached.take(rows)
         ok = states.status.take(rows) == RUNNING
         ok &= self._place.take(rows) == order

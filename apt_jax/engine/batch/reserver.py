@@ -28,9 +28,10 @@ class Demand:
     found: NDArray[np.int32]
     """Cached positions attached to the rows that begin; 0 for running rows."""
     sources: Mapping[int, CopySource]
-    """Group that the first new group of a row is a copy of, by row."""
+    """Group to copy into the first new group of a row, by row."""
     first: NDArray[np.int32]
-    """(m,) rows that get blocks in plan order with real-time rows, before best-effort rows (`Plan.num_first`)."""
+    """(m,) rows that get blocks before best-effort rows, together with real-time rows in plan order
+    (`Plan.num_first`)."""
 
     def part(self, index: NDArray[np.intp]) -> "Demand":
         """Return the demand of some rows, with a copy of their slots."""
@@ -60,8 +61,8 @@ class Reserver(Protocol):
     def __init__(self, states: RequestStates, host_memory: HostMemory | None) -> None: ...
 
     def reserve(self, demand: Demand) -> NDArray[np.bool_]:
-        """Reserve blocks for rows, in order. Rows that must wait return their cached prefix, so that others may get the
-        blocks.
+        """Reserve blocks for rows, in order. Rows that must wait release their cached prefixes, so that other rows may
+        get the blocks.
 
         Returns:
             (n,) True: the row can run; False: it must wait.
@@ -108,7 +109,7 @@ class PlainReserver:
 
 
 def give_back_prefixes(cache: HybridCache, table: RequestTable, demand: Demand, ok: NDArray[np.bool_]) -> bool:
-    """Return the cached prefixes of the rows that must wait; returns True if there were any.
+    """Release the cached prefixes of the rows that must wait; returns True if there were any.
 
     Args:
         cache: the cache that holds the prefixes.

@@ -42,7 +42,7 @@ class SharedReserver:
         """See `Reserver`; slots of the rows that are in host memory are restored."""
         table, rows, slots, found = self._table, demand.rows, demand.slots, demand.found
         best_effort = table.best_effort[rows]
-        if demand.first.size:  # they have their turn among real-time ones
+        if demand.first.size:  # they get blocks together with real-time rows
             best_effort &= ~np.isin(rows, demand.first)
         copied = np.isin(rows, list(demand.sources))
         is_lost, ok = self._lost_slots(slots), np.zeros(rows.size, np.bool_)
@@ -56,7 +56,7 @@ class SharedReserver:
                 demand.kind[index],
                 best_effort[index],
                 copied[index],
-                running=slots[ok | (found > 0)].tolist(),  # what they have found is not taken from them
+                running=slots[ok | (found > 0)].tolist(),  # keeps their cached prefixes
             )
             slots[index] = their_slots
 
@@ -66,7 +66,7 @@ class SharedReserver:
         for row in rows[is_lost].tolist():
             self._states.preempt(row, RecomputeCause.PREFIX_LOST)
         for owner in self._sharing.preempted.transfers.lost:
-            if self._cache.slot_of(owner) != NO_SLOT:  # it has not given its cache back already
+            if self._cache.slot_of(owner) != NO_SLOT:  # its cache has not been released yet
                 self._states.preempt(self._row_of(owner), RecomputeCause.MEMORY)
         return ok
 

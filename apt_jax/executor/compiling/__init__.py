@@ -1,1 +1,1 @@
-"""Compiling: the sizes that programs are compiled for, their options and order, and the executables on disk."""
+"""Compilation: the sizes that programs are compiled for, their options and order, and the executables on disk."""

@@ -14,25 +14,26 @@ _Length = TypeVar("_Length", int, NDArray[np.int32])
 _SPARSE_ROWS = 64
 """Number of rows below which reading the weights takes most of a step's time on GPUs."""
 _FLAT_TOKENS = (64, 128)
-"""Tokens of prompts below `_STEEP_TOKENS`, on GPUs: an H100 reads weights as long as it multiplies 240 tokens by them, an
-A100 as long as 150."""
+"""Prompt buckets below `_STEEP_TOKENS`, in tokens, on GPUs. Reading the weights takes as long as multiplying them by
+240 tokens on an H100, 150 on an A100."""
 _STEEP_TOKENS = 256
 _OCTAVE = (16, 18, 21, 24, 28)
-"""Sixteenths between a power of two and the next: steps of 12 to 17 %."""
+"""Buckets from a power of two to the next, in sixteenths of the former: increments of 12 to 17 %."""
 _PREFIX_ROOMS = (8192, 32_768)
-"""Sizes of hidden prefixes, in positions of all rows, with programs of their own; another program takes any size."""
+"""Total padded lengths of hidden prefixes, in positions, with programs of their own; another program takes any
+length."""
 _SPARSE_PREFIX = 4
-"""Prompt sizes with hidden prefixes grow by such factors: what is computed of a prefix takes most of such a step."""
+"""Factor between prompt sizes with hidden prefixes; they are sparse because the prefixes take most of such a step."""
 _CONVERT_TOKENS = (128, 1024)
-"""About how many layer inputs the programs convert that compute keys and values from them."""
+"""Approximate numbers of layer inputs that the conversion programs convert to keys and values."""
 
 CHANGES_PER_CALL = 4096
-"""Entries of per-slot arrays that one program changes, if they do not fit into a step."""
+"""Number of entries of a per-slot array that one program changes; used for changes that do not fit into a step."""
 
 
 def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, sparse_below: int = 0) -> list[int]:
-    """Powers of two from `smallest`, and last the smallest multiple of `multiple` that holds `largest`; below
-    `sparse_below`, of which it is a multiple by a power of four, powers of four alone."""
+    """Return powers of two from `smallest`, and last the smallest multiple of `multiple` that is at least `largest`.
+    Below `sparse_below`, which is `smallest` times a power of four, each bucket is four times the previous bucket."""
     buckets = []
     size = smallest
     while size < largest:
@@ -43,8 +44,9 @@ def power_of_two_buckets(smallest: int, largest: int, multiple: int = 1, *, spar
 
 
 def prompt_buckets(largest: int) -> list[int]:
-    """Tokens of prompts of a step on GPUs, up to `largest`: few where reading the weights takes the time, above that such
-    that few prompts are padded by more than 15 % (`python -m benchmarks.gpu.bounds --only buckets`)."""
+    """Return the buckets of prompt tokens of a step on GPUs, up to `largest`: few where reading the weights takes most
+    of the time, and above that so dense that few prompts are padded by more than 15 %
+    (`python -m benchmarks.gpu.bounds --only buckets`)."""
     buckets, octave = list(_FLAT_TOKENS), _STEEP_TOKENS
     while octave < largest:
         buckets += [octave * part // _OCTAVE[0] for part in _OCTAVE]
@@ -56,29 +58,30 @@ class PromptSize(NamedTuple):
     """Limits of a program for prompt chunks."""
 
     tokens: int
-    """Padded tokens of all chunks."""
+    """Padded number of tokens of all chunks."""
     prefix_room: int | None
-    """Positions of all hidden prefixes, each rounded up to a multiple of `PREFIX_STEP`; None: any number."""
+    """Maximum total length of the hidden prefixes, each rounded up to a multiple of `PREFIX_STEP`; None: no maximum."""
 
     def holds(self, tokens: int, prefix: int) -> bool:
         return self.tokens >= tokens and (self.prefix_room is None or self.prefix_room >= prefix)
 
     @property
     def cost(self) -> tuple[int, bool, int]:
-        """Orders sizes by the time of a step that they all hold."""
+        """Sort key: of several sizes that hold a step, the smallest key takes the least time."""
         return self.tokens, self.prefix_room is None, self.prefix_room or 0
 
 
 def prefix_sizes(
     prompts: Sequence[int], *, max_num_seqs: int, max_model_len: int, in_pieces: bool, few_tokens: int
 ) -> list[PromptSize]:
-    """Sizes of programs for prompts with hidden prefixes, on GPUs; the last holds every step.
+    """Return the sizes of programs for prompts with hidden prefixes, on GPUs; the last size holds every step.
 
-    Any number of positions is held beside many tokens alone, where there are most of them.
+    Only the largest number of tokens has several maximum prefix lengths; smaller sizes hold only the shortest prefixes.
 
     Args:
-        prompts: tokens of prompts of a step, ascending.
-        in_pieces: kernels for prefixes are launched as often as positions may need; else the device counts.
+        prompts: buckets of prompt tokens of a step, ascending.
+        in_pieces: True: kernels are launched for the maximum prefix length of a program, so shorter lengths are worth a
+            program; False: the device counts the launches.
         few_tokens: number of tokens up to which the number of launches does not depend on the prefixes.
     """
     coarse, size = [prompts[-1]], prompts[0]
@@ -97,16 +100,16 @@ def prefix_sizes(
 
 
 PREFIX_STEP = 256
-"""Granularity of the room for a hidden prefix in positions: a multiple of every tile of the kernels."""
+"""Hidden prefixes are padded to a multiple of this number of positions, a multiple of every tile of the kernels."""
 
 
 def padded_prefix(length: _Length) -> _Length:
-    """Room that hidden prefixes take, each."""
+    """Return the padded length of a hidden prefix, or of each of several."""
     return -(-length // PREFIX_STEP) * PREFIX_STEP
 
 
 def bucket_for(buckets: Sequence[int], size: int) -> int:
-    """The smallest bucket that holds `size`."""
+    """Return the smallest bucket that holds `size`."""
     return next(b for b in buckets if b >= size)
 
 
@@ -121,7 +124,8 @@ class Buckets:
     prefill: list[int]
     """Numbers of tokens of prompt chunks."""
     prefixed: list[PromptSize]
-    """Sizes of programs for prompts with hidden prefixes; `prefill` has the sizes for prompts without."""
+    """Sizes of programs for prompts with hidden prefixes; `prefill` has the sizes for prompts without hidden
+    prefixes."""
     scored: list[int]
     """Numbers of tokens of prompt chunks in steps that return the hidden states of all tokens."""
     copies: list[int]
@@ -143,12 +147,12 @@ class Buckets:
         in_pieces: bool = True,
         few_tokens: int = 0,
     ) -> "Buckets":
-        """Buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`.
+        """Return the buckets up to the limits of a step; the largest number of rows is a multiple of `rows_multiple`.
 
         Args:
-            sparse: use fewer row buckets up to the size at which reading the weights takes most of a step, and
-                `prompt_buckets` for tokens.
-            has_rooms: programs are compiled for hidden prefixes of prompts by their length.
+            sparse: True: use fewer row buckets where reading the weights takes most of a step, and `prompt_buckets` for
+                tokens.
+            has_rooms: True: programs are compiled for several lengths of hidden prefixes.
             in_pieces, few_tokens: see `prefix_sizes`.
         """
         decode = power_of_two_buckets(1, max_num_seqs, rows_multiple, sparse_below=_SPARSE_ROWS if sparse else 0)
@@ -162,11 +166,11 @@ class Buckets:
         )
         return cls(
             decode=decode,
-            # Every second one: half as many programs to compile, for at most twice the rows in the sampler.
+            # Every second bucket: half as many programs to compile, for at most twice the rows in the sampler.
             masked=sorted({decode[0], *decode[::-2]}),
             prefill=prefill,
             prefixed=prefixed if has_rooms else [],
-            # As many as there are powers of four.
+            # About one bucket per power of four, or per power of two with `sparse`.
             scored=prefill[:: -len(_OCTAVE) if sparse else -2][::-1],
             copies=sorted({min(8, 2 * max_num_seqs), 2 * max_num_seqs}),
             conversions=sorted({-(-min(n, max_model_len) // hidden_block_size) for n in _CONVERT_TOKENS}),
@@ -174,20 +178,21 @@ class Buckets:
 
     @property
     def prompts(self) -> list[PromptSize]:
-        """Sizes of programs for prompts, the cheapest that holds a step first."""
+        """Sizes of programs for prompts, the cheapest first."""
         without = 0 if self.prefixed else None
         return sorted([*(PromptSize(tokens, without) for tokens in self.prefill), *self.prefixed], key=lambda s: s.cost)
 
     def prompt_size(self, tokens: int, prefix: int) -> PromptSize:
-        """The cheapest of `prompts` that holds a step.
+        """Return the cheapest of `prompts` that holds a step.
 
         Args:
-            prefix: total positions of the hidden prefixes, each rounded up by `padded_prefix`.
+            tokens: number of tokens of all chunks.
+            prefix: total length of the hidden prefixes, each rounded up by `padded_prefix`.
         """
         return next(size for size in self.prompts if size.holds(tokens, prefix))
 
     def forward_shapes(self, *, mixed: bool) -> list[tuple[int, PromptSize | None]]:
-        """(decode rows, size of prompts) of all forward programs; `mixed`: also of those with both."""
+        """Return (decode rows, size of prompts) of all forward programs; with `mixed`, also of programs with both."""
         prompts = self.prompts
         shapes = [*((rows, None) for rows in self.decode), *((0, size) for size in prompts)]
         return shapes + [(self.decode[-1], size) for size in prompts] if mixed else shapes
@@ -195,7 +200,7 @@ class Buckets:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerVariant:
-    """Features of a sampling program; each needed combination is compiled."""
+    """Features of a sampling program; a program is compiled for each combination that requests can need."""
 
     greedy: bool = False
     """True if all rows take the most likely token and their settings are ignored."""
@@ -206,7 +211,7 @@ class SamplerVariant:
 
     @classmethod
     def for_rows(cls, params: Sequence[SamplingParams], *, masked: bool) -> "SamplerVariant":
-        """The cheapest variant of `variants` that serves the rows."""
+        """Return the cheapest variant that serves the rows."""
         if any(p.needs_penalties or p.logprobs is not None for p in params):
             return cls(penalised=True, masked=masked)
         if masked:
@@ -214,7 +219,7 @@ class SamplerVariant:
         return GREEDY if all(p.is_greedy for p in params) else cls()
 
     def broader(self) -> "list[SamplerVariant]":
-        """Return the other variants that serve the same rows with the same tokens, if programs branch; the cheapest
+        """Return the other variants that sample the same tokens for the same rows, if programs branch; the cheapest
         first."""
         others = [SAMPLED, SamplerVariant(masked=True), SamplerVariant(penalised=True), EVERYTHING]
         needed = {name for name in ("penalised", "masked") if getattr(self, name)}
@@ -222,12 +227,12 @@ class SamplerVariant:
 
     @classmethod
     def variants(cls) -> "list[SamplerVariant]":
-        """All variants without masks."""
+        """Return all variants without masks."""
         return [GREEDY, cls(), cls(penalised=True)]
 
     @classmethod
     def masked_variants(cls) -> "list[SamplerVariant]":
-        """All variants with masks."""
+        """Return all variants with masks."""
         return [cls(masked=True), cls(penalised=True, masked=True)]
 
 

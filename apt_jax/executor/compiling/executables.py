@@ -1,14 +1,13 @@
-"""Executables of an executor's programs that an earlier start has compiled, loaded without tracing and lowering the
-programs again.
+"""Stores executables of an executor's programs, so that a later start loads them without tracing and lowering again.
 
-JAX's own cache (`apt_jax.utils.compile_cache`) is asked with a lowered program. An entry here is found by everything that
-a program depends on before it is traced, and says what JAX must know to call it: its arguments, their shardings, which
-of them it donates, and the key of the executable in JAX's cache. Where no entry is found, or it cannot be loaded, the
-program is lowered and compiled as ever, and kept for the next start.
+JAX's own cache (`apt_jax.utils.compile_cache`) finds an executable by its lowered program. An entry here is found by
+everything that a program depends on before it is traced, and contains the data that JAX needs to call the program: its
+arguments, their shardings, which of them are donated, and the key of the executable in JAX's cache. If no entry is
+found, or it cannot be loaded, the program is lowered and compiled as usual, and kept for the next start.
 
-Entries are pickles, as JAX makes them, and executables are code: they lie in a directory that must be the user's alone,
-and each is checked again when it is read (`cache_dir.read_private`). An entry may name what describes arguments, and
-nothing else: JAX's and NumPy's names of such things are listed here, others are this package's trees of arrays.
+Entries are pickles made with JAX's pickler, and executables are code: they are stored in a directory that only this
+user may access, and each file is checked again when it is read (`cache_dir.read_private`). An entry may name only types
+and functions that describe arguments: listed names of JAX and NumPy, and this package's trees of arrays.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ _NO_FACTS = frozenset({
     "JAX_COMPILATION_CACHE_DIR", "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT",
     "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
 })  # fmt: skip
-"""Say where something is or which devices there are, so that no program depends on them: devices are facts themselves."""
+"""Variables with locations or device lists, on which no program depends; the devices themselves are among the facts."""
 _NAMES_OF_JAX = frozenset({
     "AbstractDevice", "AbstractMesh", "AllArgsInfo", "ArgInfo", "AutoLayout", "AutoLayoutSingleton", "AxisType",
     "DebugInfo", "DeviceList", "DeviceLocalLayout", "Format", "GSPMDSharding", "Layout", "ManualAxisType", "MemorySpace",
@@ -50,22 +49,23 @@ _NAMES_OF_JAX = frozenset({
     "UnloadedMeshExecutable", "UnspecifiedValue", "_unpickle_gspmd_sharding", "_unpickle_named_sharding",
     "_unpickle_single_device_sharding", "default_registry", "tracing_registry",
 })  # fmt: skip
-"""Names of JAX that an entry may have: descriptions of arguments, registries of trees, functions that make shardings."""
+"""Names from JAX that an entry may use: descriptions of arguments, tree registries, and functions that make
+shardings."""
 _NAMES_OF_NUMPY = frozenset({"dtype", "ndarray", "_reconstruct"})
 _TREES = ("apt_jax.models.", "apt_jax.ops.")
 """Where this package's trees of arrays are defined."""
 
 
 class ExecutableStore:
-    """The executables of one executor.
+    """The stored executables of one executor.
 
     Args:
-        kept: where JAX keeps compiled programs; entries lie beside them.
-        devices: that the programs run on, in the order of their mesh.
-        facts: what all programs of the executor depend on.
+        kept: JAX's compiled programs on disk; entries are stored in the same directory.
+        devices: devices that the programs run on, in the order of their mesh.
+        facts: everything that all programs of the executor depend on.
 
     Attributes:
-        num_loaded: programs that were neither traced nor lowered.
+        num_loaded: number of programs that were loaded without tracing or lowering.
     """
 
     def __init__(self, kept: CompiledPrograms, devices: Sequence[Any], facts: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class ExecutableStore:
 
     @classmethod
     def find(cls, devices: Sequence[Any], facts: Sequence[str]) -> Self | None:
-        """The store of this process; None: compiled programs are not kept, or this JAX cannot load them."""
+        """Return the store of this process; None: compiled programs are not kept, or this JAX cannot load them."""
         kept = kept_programs()
         if kept is None:
             return None
@@ -85,7 +85,7 @@ class ExecutableStore:
             _pickling()
         except (ImportError, AttributeError) as error:
             logger.warning(
-                "this version of JAX loads executables in another way; each start lowers programs (%s)", error
+                "executables cannot be loaded with this version of JAX; each start lowers programs (%s)", error
             )
             return None
         return cls(kept, devices, facts)
@@ -97,12 +97,12 @@ class ExecutableStore:
     def executable(
         self, facts: Sequence[str], lower: Callable[[], Lowered], options: Mapping[str, Any] | None = None
     ) -> Compiled:
-        """A program, loaded or else compiled and kept; in any thread.
+        """Return a program, loaded or else compiled and stored. May be called from any thread.
 
         Args:
-            facts: what it depends on beside the facts of the executor.
-            lower: traces and lowers it.
-            options: of the compiler, which are among the facts.
+            facts: everything that the program depends on besides the facts of the executor.
+            lower: function that traces and lowers the program.
+            options: compiler options, which must be among the facts.
         """
         digest = hashlib.sha256("\0".join([*self._facts, *facts]).encode()).hexdigest()
         path = self._kept.directory / f"{digest}.executable"
@@ -116,7 +116,7 @@ class ExecutableStore:
         return compiled
 
     def forget_loaded(self) -> bool:
-        """Remove the entries that were loaded, as one of them did not run; returns False where there is none."""
+        """Remove the entries that were loaded, because one of them did not run; returns False if none was loaded."""
         with self._lock:
             loaded, self._loaded = self._loaded, []
         for path in loaded:
@@ -130,8 +130,8 @@ class ExecutableStore:
             return None
         try:
             compiled = _unpickle(entry, self._kept, self._devices)
-        except Exception as error:  # whatever unpickling, or a device's client, makes of it
-            self._warn("%s: not loaded, and compiled again (%s)", path, error)
+        except Exception as error:  # unpickling and device clients may raise anything
+            self._warn("%s: cannot be loaded, compiling it again (%s)", path, error)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
@@ -145,8 +145,8 @@ class ExecutableStore:
             return
         try:
             entry = _pickle(compiled, lookup.key if lookup.is_kept else None)
-        except Exception as error:  # whatever the platform, or an argument, cannot do
-            self._warn("%s: not kept; each start lowers it (%s)", path, error)
+        except Exception as error:  # the platform or an argument may not support it
+            self._warn("%s: cannot be stored; each start lowers it (%s)", path, error)
             return
         try:
             cache_dir.write_verified(path, entry)
@@ -154,7 +154,8 @@ class ExecutableStore:
             cache_dir.log_not_kept(error)
 
     def _warn(self, message: str, path: Path, error: Exception) -> None:
-        """Log, once: what is wrong with one entry may be wrong with all."""
+        """Log the first failure as a warning and later ones at debug level, because all entries may fail for the same
+        reason."""
         with self._lock:
             has_warned, self._has_warned = self._has_warned, True
         logger.log(
@@ -170,7 +171,7 @@ class ExecutableStore:
 
 @functools.cache
 def source_digest() -> str:
-    """Hash of this package's source files, with their names."""
+    """Return a hash of this package's source files and their names."""
     digest = hashlib.sha256()
     for directory, names, files in os.walk(_PACKAGE):
         names.sort()
@@ -183,11 +184,11 @@ def source_digest() -> str:
 
 
 def process_facts() -> list[str]:
-    """Inputs of compilation in the process: sources, versions, options of JAX and XLA."""
-    # Of every installed package, as any may take part in tracing; by the names of directories, which takes no time.
+    """Return the inputs of compilation in the process: sources, versions, options of JAX and XLA."""
+    # Versions of all installed packages, because any may take part in tracing, by directory names, which is fast.
     packages: set[str] = set()
     for path in sys.path:
-        with contextlib.suppress(OSError):  # Python ignores what it cannot read there
+        with contextlib.suppress(OSError):  # Python ignores unreadable paths too
             packages.update(name for name in os.listdir(path or ".") if name.endswith((".dist-info", ".egg-info")))
     environment = {
         name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT) and name not in _NO_FACTS
@@ -205,7 +206,7 @@ def process_facts() -> list[str]:
 
 
 def device_facts(devices: Sequence[Any]) -> list[str]:
-    """Inputs of compilation in the machine."""
+    """Return the inputs of compilation that depend on the machine: devices, cores, CPU."""
     client = devices[0].client
     return [
         f"{client.platform} {client.platform_version}",
@@ -217,20 +218,20 @@ def device_facts(devices: Sequence[Any]) -> list[str]:
 
 
 def kernel_facts(ops_name: str) -> list[str]:
-    """Inputs of compilation in the kernels for CPUs, which must have been loaded."""
+    """Return the inputs of compilation that depend on the CPU kernels, which must have been loaded."""
     command = compiler.find_compiler()
     return [] if ops_name != "cpu" or command is None else [compiler.library_name(command), build.instructions()]
 
 
 def described(tree: Any) -> str:
-    """Structure of a tree, and shape, dtype and sharding of each array of it."""
+    """Return a description of a tree: its structure, and the shape, dtype and sharding of each array."""
     leaves, structure = jax.tree.flatten(tree)
     shapes = [(leaf.shape, str(leaf.dtype), repr(getattr(leaf, "sharding", None))) for leaf in leaves]
     return f"{structure} {shapes}"
 
 
 def described_static(static: Mapping[str, Any]) -> str:
-    """Static arguments of a program."""
+    """Return a description of the static arguments of a program."""
     return repr(sorted(static.items()))
 
 
@@ -239,10 +240,10 @@ def described_static(static: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _pickling() -> tuple[Any, Any, tuple[type, ...]]:
-    """JAX's classes that pickle and unpickle executables, and the types of executables in a pickle.
+    """Return JAX's classes that pickle and unpickle executables, and the types of executables in a pickle.
 
     Raises:
-        ImportError, AttributeError: this JAX has others.
+        ImportError, AttributeError: this version of JAX does not have them.
     """
     from jax.experimental import serialize_executable
 
@@ -251,14 +252,14 @@ def _pickling() -> tuple[Any, Any, tuple[type, ...]]:
 
 
 def _pickle(compiled: Compiled, key: str | None) -> bytes:
-    """An entry for a compiled program.
+    """Return the entry of a compiled program.
 
     Args:
-        key: of its executable in JAX's cache. One that came from there cannot be serialised again: on CPUs it has lost
-            its functions' names. None: it was compiled in this process, and goes into the entry.
+        key: key of the executable in JAX's cache. An executable loaded from there cannot be serialised again: on CPUs
+            it has lost the names of its functions. None: the executable itself is stored in the entry.
 
     Raises:
-        Exception: it cannot be serialised.
+        Exception: the program cannot be serialised.
     """
     base, _, executables = _pickling()
 
@@ -270,7 +271,7 @@ def _pickle(compiled: Compiled, key: str | None) -> bytes:
 
     private: Any = compiled
     if private._params.const_args:
-        raise ValueError("it holds arrays of its own")
+        raise ValueError("it contains constant arrays")
     info, in_tree = jax.tree.flatten(compiled.args_info)
     unloaded = private._executable._unloaded_executable
     with io.BytesIO() as file:
@@ -279,7 +280,7 @@ def _pickle(compiled: Compiled, key: str | None) -> bytes:
 
 
 def _may_name(module: str, name: str) -> bool:
-    """True if an entry may name this. A name with a dot would be an attribute of what is named, whatever that is."""
+    """Return True if an entry may use a name. Names with dots are rejected, because they reach arbitrary attributes."""
     package = module.partition(".")[0]
     if package in ("jax", "jaxlib"):
         return name in _NAMES_OF_JAX
@@ -289,10 +290,10 @@ def _may_name(module: str, name: str) -> bool:
 
 
 def _unpickle(entry: bytes, kept: CompiledPrograms, devices: Sequence[Any]) -> Compiled:
-    """The program of an entry of `_pickle`.
+    """Return the program of an entry made by `_pickle`.
 
     Raises:
-        Exception: it cannot be loaded.
+        Exception: the program cannot be loaded.
     """
     _, base, _ = _pickling()
 
@@ -304,14 +305,14 @@ def _unpickle(entry: bytes, kept: CompiledPrograms, devices: Sequence[Any]) -> C
             package, of = module.partition(".")[0], getattr(found, "__module__", type(found).__module__)
             is_own = of.partition(".")[0] in (package, package + "lib")
             if not is_own or (package == "apt_jax" and not dataclasses.is_dataclass(found)):
-                raise LookupError(f"it names {module}.{name}, which is another's")
+                raise LookupError(f"it names {module}.{name}, which is defined elsewhere")
             return found
 
         def persistent_load(self, pid: Any) -> Any:
             if pid[0] == "kept":
                 executable = kept.executable(pid[1])
                 if executable is None:
-                    raise LookupError("its executable is gone")
+                    raise LookupError("its executable is missing")
                 pid = ("exec", executable)
             return super().persistent_load(pid)
 

@@ -1,5 +1,5 @@
-"""Lowers many programs in less time: half a gigabyte of objects is not collected again and again, and Triton's operations
-are not looked for at every use."""
+"""Speeds up the lowering of many programs: the garbage collector does not traverse half a gigabyte of objects
+repeatedly, and the module of Triton's operations is not searched for at every use."""
 
 import contextlib
 import gc
@@ -13,19 +13,20 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 _LOOKED_FOR, _TRITON = "jaxlib.mlir.dialects.tt", "jaxlib.triton.dialect"
-"""Where jaxlib's bindings look for Triton's operations, again at each of them until they find a module; and the module."""
+"""Name under which jaxlib's bindings search for the module of Triton's operations, for each operation until they find
+it; and the actual name of the module."""
 _NEW_OBJECTS = 100_000
-"""Objects that a collection waits for: most of a program's are gone by themselves by then."""
+"""Number of new objects that starts a garbage collection; most objects of a program are freed before without one."""
 
 _lock = threading.Lock()
 _num_within = 0
 _before: tuple[tuple[int, int, int], bool] = ((0, 0, 0), False)
-"""Thresholds of collections before the first came in, and whether the heap was frozen."""
+"""Garbage collection thresholds before the first entry, and whether the heap was frozen."""
 
 
 @contextlib.contextmanager
 def quick_lowering() -> Iterator[None]:
-    """Within it, garbage collections are rare and skip the objects that existed before. It may be nested, and serve threads."""
+    """Make garbage collections rare and let them skip existing objects. May be nested and used in several threads."""
     global _num_within, _before
     with _lock:
         if not _num_within:
@@ -48,7 +49,7 @@ def quick_lowering() -> Iterator[None]:
 
 
 def _name_triton() -> None:
-    """Put the module of Triton's operations where it is looked for."""
+    """Make the module of Triton's operations available under the name that jaxlib searches for."""
     if _LOOKED_FOR in sys.modules:
         return
     try:

@@ -1,8 +1,8 @@
-"""Which programs a step may run: all of them or, while a server that has started early compiles the rest, those that
-are ready. Needs no JAX.
+"""Keeps track of the programs that a step may run. Needs no JAX.
 
-A step takes the smallest program that is ready and holds it. The largest of each kind are ready first, and so is the
-sampler that serves all rows, so that there is always one: a step never waits for the compiler.
+While a server that has started early compiles the other programs, steps run only programs that are ready. A step takes
+the smallest ready program that holds it. The largest program of each kind and the sampler that serves all rows are
+ready first, so there is always a program: a step never waits for the compiler.
 """
 
 import dataclasses
@@ -31,28 +31,29 @@ TRANSFERS: tuple[Kind, ...] = (
 _SIZES: dict[Kind, str] = {"decode": "decode", "copy": "copies", "convert": "conversions"}
 """Field of `Buckets` with the sizes of programs, by kind. Prompt sizes have two fields (`Buckets.prompts`)."""
 _SIZES_OF_GRAPHS: dict[Kind, str] = {**_SIZES, "decode": "masked", "fused": "decode"}
-"""Like `_SIZES`, if a decode step and its sampler are one program."""
+"""Same as `_SIZES`, for executors in which a decode step and its sampler are one program."""
 
 
 class ProgramName(NamedTuple):
-    """A program: what it does, its padded size and, of one that samples, what it offers."""
+    """Name of a program: its kind, its padded size, and the variant of its sampler, if it samples."""
 
     kind: Kind
     size: int
     variant: SamplerVariant | None = None
     prefix_room: int | None = None
-    """Room of a program for hidden prefixes; see `PromptSize.prefix_room`."""
+    """Maximum length of the hidden prefixes; see `PromptSize.prefix_room`."""
 
 
 class ReadyPrograms:
     """The programs that steps may run.
 
     Attributes:
-        sizes: of the programs that neither sample nor move blocks to or from host memory, as `Buckets`.
+        sizes: sizes of the programs that neither sample nor move blocks to or from host memory.
 
     Args:
-        branches: as of `Programs`. Without, programs are compiled for the cache kinds of a step too. Those of `first` take
-            any kinds, and run until all are ready.
+        branches: see `Programs.branches`. If False, programs are also compiled for each set of cache kinds; the
+        programs
+            of `first`, which take any kinds, run until all programs are ready.
     """
 
     def __init__(self, buckets: Buckets, *, branches: bool = True) -> None:
@@ -67,7 +68,7 @@ class ReadyPrograms:
         return self._samplers is None
 
     def first(self) -> set[ProgramName]:
-        """The smallest set of programs that serves every step, without `TRANSFERS`."""
+        """Return the smallest set of programs that serves every step, without `TRANSFERS`."""
         fields: dict[Kind, str] = {kind: field for kind, field in self._size_fields.items() if kind != "fused"}
         names = {ProgramName(kind, getattr(self._all, fields[kind])[-1]) for kind in fields}
         prompts = {max(self._all.prompts, key=lambda size: (size.prefix_room is None, size.cost))}
@@ -78,21 +79,21 @@ class ReadyPrograms:
             names.add(ProgramName(kind, size.tokens, prefix_room=size.prefix_room))
         names |= {ProgramName("tables", CHANGES_PER_CALL), ProgramName("counts", CHANGES_PER_CALL)}
         if not self._branches:
-            # All numbers of rows: the compiler tries their products on the device, which serving would disturb.
+            # All numbers of rows, because the compiler times their products on the device, which serving would disturb.
             names |= {ProgramName("fused", rows, GREEDY) for rows in self._all.decode}
         return {*names, ProgramName("sample", self._all.masked[-1], EVERYTHING)}
 
     def runs_in_one(self, variant: SamplerVariant) -> bool:
-        """True: decode rows with such a sampler may run in one program with it, where such programs are compiled."""
+        """Return True if decode rows and a sampler of this variant may run as one program, if such programs exist."""
         return self.is_complete or variant == GREEDY
 
     def forget(self) -> None:
-        """Restrict steps to the programs that `add` names."""
+        """Restrict steps to programs that are added with `add`."""
         self.sizes = Buckets(decode=[], masked=[], prefill=[], prefixed=[], scored=[], copies=[], conversions=[])
         self._samplers, self._transfers = {}, {}
 
     def add(self, name: ProgramName) -> None:
-        """Let steps use a program, which is ready."""
+        """Let steps use a program, which must be ready."""
         if self._samplers is None:
             return
         if not self._branches and name.kind in ("decode", "fused", "prefill", "mixed") and name not in self.first():
@@ -121,15 +122,15 @@ class ReadyPrograms:
             self.sizes = dataclasses.replace(self.sizes, prefill=sorted({*self.sizes.prefill, size.tokens}))
 
     def finish(self) -> None:
-        """Let steps use all programs, which are ready."""
+        """Let steps use all programs, which must be ready."""
         self.sizes, self._samplers = self._all, None
 
     def transfers(self, kind: Kind, sizes: Sequence[int]) -> Sequence[int]:
-        """Ascending sizes of ready programs of a kind of transfer, among all sizes."""
+        """Return the sizes, ascending, of the ready programs for a kind of transfer; `sizes`: all sizes."""
         return sizes if self._samplers is None else self._transfers[kind]
 
     def sampler(self, num_rows: int, variant: SamplerVariant) -> tuple[int, SamplerVariant]:
-        """Size and variant of the sampler for a number of rows that need at least `variant`."""
+        """Return size and variant of the ready sampler for a number of rows that need at least `variant`."""
         if self._samplers is None:
             return bucket_for(self._all.masked if variant.masked else self._all.decode, num_rows), variant
         for candidate in (variant, *variant.broader()):

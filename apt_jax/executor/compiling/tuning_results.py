@@ -1,10 +1,10 @@
-"""Autotuning results of XLA for products: kept on disk, one directory a card and jaxlib, and shipped for some cards.
+"""XLA's autotuning results for matrix products, kept on disk by card and version of jaxlib, and shipped for some cards.
 
-XLA tries variants of each product on the card and keeps the fastest in a file of its own, named for a hash of card and
-product (`xla_gpu_per_fusion_autotune_cache_dir`). Neither name nor content tells which jaxlib has tried, so the
-directory does. Files that XLA cannot read are products that it tries again.
+XLA tries variants of each product on the card and stores the fastest variant in a separate file, named after a hash of
+card and product (`xla_gpu_per_fusion_autotune_cache_dir`). Name and contents do not depend on the version of jaxlib, so
+each version has a directory. If XLA cannot read a file, it tunes that product again.
 
-The package ships results as `assets/autotune/<card>/<jaxlib>.json`, names of files and their content, which
+The package ships results as `assets/autotune/<card>/<jaxlib>.json`, a table of file names and contents, which
 `python -m benchmarks.gpu.autotune` writes on a card.
 """
 
@@ -36,8 +36,8 @@ def jaxlib_version() -> str:
 
 
 def prepare_tuning_dir(device: Any, shipped: Path = SHIPPED) -> Path | None:
-    """The directory for results of a GPU, including the shipped ones; None: not a GPU, or JAX keeps no compiled
-    programs."""
+    """Return the directory for a GPU's results, after adding the shipped results; None: not a GPU, or JAX keeps no
+    compiled programs."""
     kept = jax.config.jax_compilation_cache_dir
     if device.platform not in ("gpu", "cuda") or not kept or not jax.config.jax_enable_compilation_cache:
         return None
@@ -52,13 +52,13 @@ def prepare_tuning_dir(device: Any, shipped: Path = SHIPPED) -> Path | None:
 
 
 def _add_shipped(directory: Path, shipped: Path, card: str) -> None:
-    """Add the package's results that the directory lacks; its own come first."""
+    """Add the package's results to a directory; existing files are kept."""
     path = shipped / f"{jaxlib_version()}.json"
     if not path.is_file():
         others = sorted(other.stem for other in shipped.glob("*.json"))
         if others:
             logger.warning(
-                "autotuning results of this package for %s are of jaxlib %s and this is %s: products are tuned at the "
+                "this package has autotuning results for %s with jaxlib %s, but jaxlib is %s: products are tuned at the "
                 "first start",
                 card,
                 ", ".join(others),
@@ -77,7 +77,7 @@ def _add_shipped(directory: Path, shipped: Path, card: str) -> None:
 
 
 def read_results(path: Path) -> dict[str, str]:
-    """Names and contents of files, from one that `write_results` has written.
+    """Return the names and contents of result files from a file written by `write_results`.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,5 +1,5 @@
-"""Compile and run every program that serving can need: before anything is served, or the fewest that serve every step
-before and the others beside it."""
+"""Compiles and runs every program that serving can need: all before serving, or first the smallest set that can run
+every step, and the others while serving."""
 
 import concurrent.futures
 import dataclasses
@@ -18,7 +18,7 @@ from apt_jax.executor.compiling.ready_programs import TRANSFERS, ProgramName, Re
 from apt_jax.executor.programs.runner import ProgramCall, ProgramRunner
 
 MAX_COMPILERS, MAX_COMPILERS_FOR_GPU = 8, 16
-"""Maximum number of programs compiled at once. For GPUs the compiler spends more of its time outside Python's lock."""
+"""Maximum number of programs compiled at once; larger for GPUs, whose compiler mostly runs without Python's lock."""
 _NO_COPIES = np.zeros((0, 2), np.int32)
 
 
@@ -56,10 +56,10 @@ def warm_up(
     allocate: Callable[[], None] = lambda: None,
     num_threads: int = MAX_COMPILERS,
 ) -> None:
-    """Compile programs side by side, and run each once.
+    """Compile programs in parallel, and run each once.
 
     Args:
-        allocate: allocates the pool. Called once all are compiled: the compiler tries its products on the device.
+        allocate: allocates the pool; called after compilation, because the compiler tunes products on the device.
     """
     if progress:
         progress(0, len(programs))
@@ -67,7 +67,7 @@ def warm_up(
     with quick_lowering(), concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
         compiled = [threads.submit(program.compile) for program in programs]
         try:
-            # As they end, so that the count grows as the work does: the first ones take longest.
+            # In the order of completion, so that the count grows steadily: the first programs take longest.
             for done, future in enumerate(concurrent.futures.as_completed(compiled), 1):
                 future.result()
                 if progress:
@@ -81,8 +81,8 @@ def warm_up(
 
 
 def largest_programs(programs: Iterable[Program]) -> list[Program]:
-    """The programs that need most memory beside the pool: one that computes the most tokens, and one that samples from the
-    most rows with everything that a sampler can do."""
+    """Return the programs that need the most memory besides the pool: the program that computes the most tokens, and
+    the program that samples from the most rows with the most features."""
 
     def weight(program: Program) -> tuple[int, bool, int]:
         variant, room = program.name.variant, program.name.prefix_room
@@ -97,8 +97,8 @@ def largest_programs(programs: Iterable[Program]) -> list[Program]:
 
 
 def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple[list[Program], list[Program]]:
-    """The fewest programs that serve every step, and the others, in the order in which they make most steps faster:
-    what one client needs, then what two need, and so on, the rarer samplers last."""
+    """Return the smallest set of programs that can run every step, and the other programs in the order of their use:
+    first programs for one client, then for two, and so on, with rarely used samplers last."""
     programs = list(programs)
     transfers = [p.name for p in programs if p.name.kind in TRANSFERS]
     largest = {name.kind: name for name in sorted(transfers, key=lambda name: name.size)}
@@ -115,12 +115,12 @@ def first_and_others(programs: Iterable[Program], ready: ReadyPrograms) -> tuple
 
 
 def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversions: bool) -> list[Program]:
-    """Every program that serving can need.
+    """Return every program that serving can need.
 
     Args:
-        mixed: steps may have decode rows and prompt chunks in one program.
-        copies: blocks may be copied.
-        conversions: layer inputs may be converted.
+        mixed: True: programs may have decode rows and prompt chunks.
+        copies: True: blocks may be copied.
+        conversions: True: layer inputs may be converted.
     """
     programs, step_format, buckets = runner.programs, runner.step_format, runner.step_format.buckets
     variants = SamplerVariant.variants()
@@ -135,7 +135,7 @@ def all_programs(runner: ProgramRunner, *, mixed: bool, copies: bool, conversion
                 continue
             kind_sets = [programs.kinds_offered]
         for kinds in kind_sets:
-            # Few steps decode in a forward program by itself.
+            # Few decode steps run forward and sampling as separate programs.
             for room in programs.hidden_rooms(rows, kinds) if tokens else [None]:
                 call = part(runner.empty_forward_call, rows, tokens, kinds, room, prefix_room)
                 is_general = kinds == programs.kinds_offered and room is None

@@ -1,4 +1,4 @@
-"""The host's record of the device's block tables, so that a step sends only new entries. Uses NumPy only."""
+"""The host's record of the device's block tables, which lets a step send only new entries. Uses NumPy only."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +10,11 @@ Changes = NDArray[np.int32]
 
 
 class SentTables:
-    """The block tables of all slots as on the device after all dispatched steps have run.
+    """The block tables of all slots on the device, after all dispatched steps have run.
 
     The device's table of a slot equals the table here in all entries that have a block. Other entries may name blocks
-    of an earlier request. They need not be erased, as a program reads only the entries that the row's positions need
-    (`Programs.forward`).
+    of an earlier request. They need not be erased, because a program reads only the entries that the row's positions
+    need (`Programs.forward`).
 
     Attributes:
         blocks: (max_num_seqs, 2, J) int32, `NULL_BLOCK` after the blocks of a slot's last step.

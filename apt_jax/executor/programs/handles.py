@@ -22,7 +22,7 @@ class DeviceStepHandle:
     tokens: Array | None
     logprobs: tuple[Array, Array, Array] | None
     states: Array | None = None
-    """Hidden states of a step without sampling rows; the step has ended when they are ready."""
+    """Hidden states of a step without sampling rows; the step has finished when they are ready."""
     prompts: DispatchedPromptLogprobs | None = None
     pooled: tuple[list[int], Array] | None = None
     """Rows that ask for pooled states, and the sums of hidden states by row of the batch."""
@@ -87,7 +87,7 @@ class JoinedStepHandle:
 
 @dataclasses.dataclass(kw_only=True)
 class PendingMaskHandle:
-    """A step whose forward program is dispatched, and which samples when `sample` provides the masks."""
+    """A step whose forward program is dispatched, and whose sampling waits until `sample` provides the masks."""
 
     dispatch: Callable[[NDArray[np.int32]], DeviceStepHandle]
     sampled: DeviceStepHandle | None = None

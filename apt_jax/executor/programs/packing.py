@@ -119,7 +119,7 @@ class StepFormat:
         )  # fmt: skip
 
     def penalty_layout(self, rows: int) -> PackedInts:
-        # repetition, presence, frequency and bias_values are float32 bit patterns. Rows come with one new token a step.
+        # repetition, presence, frequency and bias_values are float32 bit patterns. Rows usually have one new token.
         return PackedInts(
             count_changes=(2, 2 * rows), count_slots=(rows,), last_slot=(rows,),
             repetition=(rows,), presence=(rows,), frequency=(rows,),
@@ -131,7 +131,7 @@ class StepFormat:
         more = {"adapters": slots} if self.has_adapters else {}
         return PackedInts(blocks=(num_blocks,), positions=slots, first_slots=slots, second_slots=slots, **more)
 
-    # --- padding alone ---------------------------------------------------------------------------------------------
+    # --- only padding ----------------------------------------------------------------------------------------------
 
     def empty_forward(self, num_decode: int, num_prefill: int) -> tuple[Views, Ints]:
         views, ints = self.forward_layout(num_decode, num_prefill).zeros()
@@ -165,24 +165,24 @@ class PackedForward:
     num_decode: int
     num_prefill: int
     prefix_room: int | None
-    """Room of the program for hidden prefixes; see `PromptSize.prefix_room`."""
+    """Maximum length of the hidden prefixes; see `PromptSize.prefix_room`."""
     table_changes: Changes
     """Changes of block tables that did not fit into `ints` and must be sent before the step."""
 
 
 def _split_rows(batch: StepBatch, *, mixed: bool, chunks_only: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows that decode and the rows computed as chunks; without `mixed` all rows are chunks if any row is
-    one."""
+    """Return the rows that decode and the rows computed as chunks; without `mixed`, all rows are chunks if any row has
+    several tokens."""
     decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
     if chunks_only or (len(prefills) and not mixed):
         return np.zeros(0, np.int64), np.arange(len(batch.slots))
-    # KV rows first, then hidden ones; by length within, so that a tile of rows wastes little.
+    # KV rows first, then hidden rows; each sorted by length, so that little work of a tile of rows is wasted.
     return decodes[np.lexsort((-batch.start[decodes], batch.kind[decodes]))], prefills
 
 
 def prefix_positions(batch: StepBatch, prefills: NDArray[np.int64]) -> int:
-    """Return the total room that the hidden prefixes of `prefills`, the rows computed as chunks, take
-    (`Buckets.prompt_size`)."""
+    """Return the total padded length, in positions, of the hidden prefixes of the rows `prefills` (see
+    `Buckets.prompt_size`)."""
     return int(padded_prefix(batch.start[prefills][batch.kind[prefills] == HIDDEN]).sum())
 
 
@@ -204,7 +204,7 @@ def pack_forward(
         offset    0              |          | 0, 1, .. len-1  |     | 0, 1, .. len-1     |
         position  start[owner] + offset          B, P: buckets of decode rows and of prefill tokens
 
-    Position t is in block t // C of the row's table (C: positions per block, by kind), so that its slot in the pool is
+    Position t is in block t // C of the row's table (C: positions per block, by kind), so its slot in the pool is
 
         slot = block_tables[owner, half, t // C] * C + t % C
 
@@ -214,10 +214,10 @@ def pack_forward(
 
     Args:
         table_changes: changes of the device's block tables that the step needs.
-        mixed: True if one program may have decode rows and chunks.
+        mixed: True: a program may have decode rows and chunks.
         sizes: sizes of the programs that may run; None: all programs.
-        only_chunks: padded numbers of tokens of programs in which all rows are chunks, in the order of the batch; None:
-            use the other programs.
+        only_chunks: padded numbers of tokens of programs that compute all rows as chunks, in the order of the batch;
+            None: use the other programs.
     """
     sizes = sizes or step_format.buckets
     decodes, prefills = _split_rows(batch, mixed=mixed, chunks_only=only_chunks is not None)
@@ -350,7 +350,7 @@ def pack_penalties(
     """
     views, ints = step_format.penalty_layout(bucket).zeros()
     fit = min(views["count_changes"].shape[1], count_changes.shape[1])
-    views["count_changes"][:, :fit] = count_changes[:, :fit]  # the others add nothing
+    views["count_changes"][:, :fit] = count_changes[:, :fit]  # the rest is padding: increments of 0
     views["count_slots"][:] = views["last_slot"][:] = step_format.max_num_seqs
     views["repetition"][:] = _float_bits([1.0])
     views["bias_ids"][:] = step_format.vocab_size
@@ -393,7 +393,7 @@ def pack_copies(copies: Ints, size: int, step_format: StepFormat) -> Ints:
 def pack_conversions(
     batch: StepBatch, conversions: Conversions, step_format: StepFormat, sizes: Sequence[int] = ()
 ) -> Iterator[tuple[Ints, int]]:
-    """Yield packed vectors and numbers of X blocks of conversion calls, over the blocks of all rows one after another.
+    """Yield the packed vector and the number of X blocks of each conversion call, over the blocks of all rows in order.
 
     Args:
         sizes: numbers of X blocks of the programs that may run, ascending; empty: all programs.

@@ -1,6 +1,6 @@
 """The traced programs of a step, compiled for one device or as one `jax.shard_map` over several.
 
-A step is two jitted programs, so that the numbers of their shapes add up instead of multiplying:
+A step is two jitted programs, so the numbers of their shapes add up instead of multiplying:
 
 * forward: (decode bucket, prefill bucket) -> writes the cache, returns hidden states of the sampling rows;
 * sample: (bucket of sampling rows, `SamplerVariant`) -> computes logits, returns tokens, updates the last tokens on the
@@ -8,8 +8,8 @@ A step is two jitted programs, so that the numbers of their shapes add up instea
 
 If the device runs a program as one graph (`KernelBackend.branches` is False), a step of only decode rows is one
 program, "decode", with forward and sampling. Programs then do not branch on the device but are compiled for each
-`KindSet`. Decode steps whose sampler needs more than that program offers run as two programs, which are compiled in few
-sizes and for all kinds.
+`KindSet`. Decode steps whose sampler needs more features than that program has run as two programs, which are compiled
+in few sizes and for all kinds.
 
 With prefix caching a third program, "copy", initializes blocks that a step writes to as copies of cached blocks
 (`StepBatch.copies`), for a few numbers of copies. If policies may convert layer inputs to keys and values
@@ -110,7 +110,7 @@ class Programs:
         size = 1 if mesh is None else mesh.size
         self._platform, self._num_late = platform, 0
         self._draw: Callable[..., Any] = self._draw_rows
-        if platform in ("gpu", "cuda"):  # most of a sampling program, and in many
+        if platform in ("gpu", "cuda"):  # most of a sampling program, and part of many programs
             self._draw = lowered_once(self._draw_rows, static_argnames=(), platform="cuda")
         self._compiler_options = compiler_options(
             platform, num_devices=size, num_hosts=self.num_hosts, tuning_dir=tuning_dir
@@ -187,8 +187,8 @@ class Programs:
         self.store = ExecutableStore.find(devices, [repr(facts), *kernel_facts(self.ops.name)])
 
     def forget_loaded(self) -> bool:
-        """Discard loaded programs, so that they are compiled again now and at the next start; return False if no
-        program was loaded."""
+        """Discard loaded programs and their stored entries, so that they are compiled again; return False if no program
+        was loaded."""
         if self.store is None or not self.store.forget_loaded():
             return False
         self.executables.clear()
@@ -207,7 +207,7 @@ class Programs:
         # The size of a jitted function's cache has no public name yet.
         return self._num_late + sum(getattr(f, "_cache_size")() for f in self.jitted.values())  # noqa: B009
 
-    # --- which of them there are -----------------------------------------------------------------------------------
+    # --- available programs ----------------------------------------------------------------------------------------
 
     @property
     def branches(self) -> bool:
@@ -216,8 +216,8 @@ class Programs:
 
     def kind_sets(self, num_decode: int, num_prefill: int, prefix_room: int | None = None) -> list[KindSet]:
         """Return the sets of cache kinds that programs of a size are compiled for; the last set has all kinds. For
-        steps of only decode rows this concerns programs that also sample. Prompts compute keys and values in any case,
-        and writing either kind costs the same."""
+        steps of only decode rows, these are the sets of programs that also sample. Prompts compute keys and values in
+        any case, and writing either kind costs the same."""
         if self.branches or not all(self.kinds_offered):
             return [self.kinds_offered]
         both = KindSet(True, True)
@@ -239,8 +239,8 @@ class Programs:
         """Return the values of `StepOptions.hidden_room` that programs with a number of decode rows are compiled for,
         ascending.
 
-        Scores summed over devices have a fixed size in a CUDA graph. A quarter of the capacity of the block tables
-        suffices for most steps of many rows, and sums a quarter of the bytes.
+        In a CUDA graph, the array of attention scores that is summed over devices has a fixed size. A quarter of the
+        capacity of the block tables suffices for most steps of many rows, and a quarter of the bytes is summed.
         """
         if (
             self.branches
@@ -373,7 +373,7 @@ class Programs:
     def score_prompts(
         self, head: ModelParams, states: Array, ints: Array, *, rows: int
     ) -> tuple[Array, Array, Array, Array]:
-        """Return log probabilities of prompt tokens, a few at a time, as their logits take rows * V floats.
+        """Return log probabilities of prompt tokens, a few at a time, because their logits take rows * V floats.
 
         Args:
             states: (T, D) hidden states of a step, from `forward_all`.
@@ -435,7 +435,7 @@ class Programs:
             seed=jax.lax.bitcast_convert_type(parts["seed"], jnp.uint32),
             position=parts["position"],
         )
-        if self.branches and variant.masked and not variant.penalised:  # most of them are greedy
+        if self.branches and variant.masked and not variant.penalised:  # most such rows are greedy
             tokens, finite = jax.lax.cond(
                 jnp.any(settings.temperature > 0.0),
                 self._draw,
@@ -496,9 +496,10 @@ class Programs:
         slot, token = _divided(changes[0], self.step_format.vocab_size)
         return (token_counts.at[slot, token].add(changes[1], mode="drop", wrap_negative_indices=False),)
 
-    # A method as the others: `jax.jit` keeps what it compiles by function, and programs are counted by executor.
+    # A method although it does not use `self`: `jax.jit` caches by function, and each executor counts its own programs.
     def copy(self, pools: Pools, pairs: Array) -> tuple[Pools]:
-        """`pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes. The pools are donated."""
+        """Compute `pool[pairs[:, 1]] = pool[pairs[:, 0]]` for each pool, all reads before all writes; donates the
+        pools."""
         source, destination = pairs[:, 0], pairs[:, 1]
         return (tuple(pool.at[destination].set(pool[source], mode="drop") for pool in pools),)
 
@@ -538,7 +539,7 @@ class Programs:
 
 def _divided(places: Array, by: int) -> tuple[Array, Array]:
     """Return quotient and remainder of nonnegative numbers; `jnp.divmod` takes 20 operations to support negative
-    ones."""
+    numbers."""
     divisor = jnp.asarray(by, places.dtype)
     return jax.lax.div(places, divisor), jax.lax.rem(places, divisor)
 

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens: the programs that compute them, compiled when the first request asks for them.
+"""Programs that compute log probabilities of prompt tokens, compiled when the first request asks for them.
 
 A step with `StepBatch.prompt_targets` runs as one program that returns the hidden states of all its tokens
 (`Programs.forward_all`). `Programs.score_prompts` then computes logits of a few rows at a time, and from these the log
@@ -72,7 +72,7 @@ class PromptPrograms:
             if self._is_ready:
                 return
             _logger.info(
-                "compiling %s for log probabilities of prompts and for embeddings, which the first request for them waits for",
+                "compiling %s for log probabilities of prompts and for embeddings; the first request for them waits",
                 counted(3 * len(self.buckets), "program"),
             )
             for bucket in self.buckets:

@@ -49,7 +49,7 @@ def _from_plan(static: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCall:
-    """A program call, which may donate some of the runner's arrays; its results begin with their replacements."""
+    """A program call; it may donate some of the runner's arrays, whose replacements are then its first results."""
 
     runner: "ProgramRunner"
     program: str
@@ -61,8 +61,8 @@ class ProgramCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the executable within one runner: the program, its static arguments, and the size of an argument if
-        that varies too."""
+        """Key of the executable within one runner: the program, its static arguments, and, for some programs, the size
+        of an argument."""
         at = _VARYING.get(self.program)
         size = None if at is None else self.args[at].shape[0]
         return (self.program, size, *self.static.values())
@@ -73,7 +73,7 @@ class ProgramCall:
 
     @property
     def num_tokens(self) -> int:
-        """Number of rows of the program's matrix products, padding included; 0: not known or no products."""
+        """Number of rows of the program's matrix products, padding included; 0: unknown or no products."""
         return sum(self.static.get(name, 0) for name in ("num_decode", "num_prefill", "rows"))
 
     @property
@@ -117,7 +117,7 @@ class ProgramCall:
         results = self._unprepared() if compiled is None else compiled(*self.args)
         for name in self.replaces:
             replacement, *results = results
-            if replacement is not None:  # else the program has not taken it
+            if replacement is not None:  # else the array was not donated
                 setattr(runner, name, replacement)
         return results[0] if len(results) == 1 else results
 
@@ -133,7 +133,9 @@ class ProgramCall:
         if programs.num_compiled() > num_compiled:
             seconds = time.perf_counter() - begin
             logger.info(
-                "compiled the program %s in %.1f s: none was prepared, and a step waited for it", self.program, seconds
+                "compiled the program %s in %.1f s: it was not prepared, and a step waited for it",
+                self.program,
+                seconds,
             )
         return results
 
@@ -143,8 +145,8 @@ class ProgramRunner:
 
     Attributes:
         pools: one array per layer, (blocks + 1, block_size, lane), donated to every program that writes cache.
-        last_tokens: (max_num_seqs,) the token sampled last for each slot, from which steps take tokens that the host
-            has not fetched.
+        last_tokens: (max_num_seqs,) the token sampled last for each slot; steps read tokens from here that the host has
+            not fetched yet.
         tables: (max_num_seqs, 2, J) the block table of each slot; steps send only changes.
         token_counts: (max_num_seqs, V) for penalties: number of occurrences of each token in the outputs of each slot,
             and whether it is in the prompt (`SentCounts`).
@@ -157,7 +159,7 @@ class ProgramRunner:
         self.params, self.programs, self.step_format, self._memory = params, programs, programs.step_format, memory
         self._head = output_head(params)
         self.is_allocated = False
-        # Shapes until `clear` allocates them: programs can be compiled from those.
+        # Shapes until `clear` allocates the arrays: they suffice to compile programs.
         self.pools: Pools = memory.described_pools(self.step_format.num_blocks)
         self.last_tokens: Any = memory.described((self.step_format.max_num_seqs,), jnp.int32)
         self.tables: Any = memory.described(self.step_format.tables_shape, jnp.int32)
@@ -170,11 +172,11 @@ class ProgramRunner:
         self._all_states: Array | None = None
 
     def clear(self) -> None:
-        """Replace the pool and the per-slot arrays by empty ones, on all hosts; all cache is lost."""
+        """Replace the pool and the per-slot arrays with zeros, on all hosts; all cache is lost."""
         if self.leader is not None:
             self.leader.announce(Plan(program="clear", arrays=[], static={}))
         for array in (*self.pools, self.tables, self.token_counts) if self.is_allocated else ():
-            array.delete()  # a step that failed early has not taken it, and there is no room for two
+            array.delete()  # if a step failed before donating it; memory does not suffice for two
         self.pools = self._memory.new_pools(self.step_format.num_blocks)
         alike = self._memory.placed(P())
         self.last_tokens = jnp.zeros(self.step_format.max_num_seqs, jnp.int32, device=alike)
@@ -212,7 +214,7 @@ class ProgramRunner:
         self.sent_counts.check(np.asarray(self.token_counts))
 
     def _empty_states(self, rows: int) -> Any:
-        """Return empty hidden states with the shape and placement of a forward program's results, as another placement
+        """Return zeros with the shape and placement of a forward program's hidden states, because another placement
         would need another program. If nothing is allocated, only their description is returned."""
         shape, dtype = self._memory.states_shape(rows), self.params.dtype
         if not self.is_allocated:

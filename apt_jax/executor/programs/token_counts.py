@@ -1,5 +1,5 @@
-"""The host's record of the tokens that the device has counted for penalties, so that a step sends only new tokens. Uses
-NumPy only."""
+"""The host's record of the tokens that the device has counted for penalties, which lets a step send only new tokens.
+Uses NumPy only."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,7 @@ class SentCounts:
     """The tokens of each slot that the device has counted after all dispatched steps have run.
 
     For each slot and token the device holds the number of occurrences in the outputs, plus `IN_PROMPT` if the token is
-    in the prompt. All changes are increments, including the negative ones that remove an earlier request's tokens from
-    a slot.
+    in the prompt. All changes are increments; negative increments remove an earlier request's tokens from a slot.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -29,7 +28,7 @@ class SentCounts:
     def clear(self) -> None:
         """Record that the device's counts are 0."""
         empty = np.zeros(0, np.int32)
-        self._tokens: list[Ints] = [empty] * self._max_num_seqs  # with room behind
+        self._tokens: list[Ints] = [empty] * self._max_num_seqs  # with spare capacity
         self._lens, self._prompt_lens = [0] * self._max_num_seqs, [0] * self._max_num_seqs
 
     def take_changes(self, slots: Sequence[int], histories: Sequence[Ints], prompt_lens: Sequence[int]) -> Changes:

@@ -1,4 +1,4 @@
-"""Blocks that move before a step writes anything: to host memory, within the pool, and from host memory."""
+"""Moves blocks before a step writes anything: to host memory, within the pool, and from host memory."""
 
 from apt_jax.core.step import Conversions, StepBatch
 from apt_jax.executor.compiling.buckets import bucket_for
@@ -9,11 +9,11 @@ from apt_jax.executor.transfers.host_memory import HostPool
 
 
 class Transfers:
-    """Dispatches the transfers of steps, in the order that `StepBatch` gives them.
+    """Dispatches the transfers of steps, in the order defined by `StepBatch`.
 
     Args:
         runner: calls the programs.
-        ready: those that it may call.
+        ready: programs that may be called.
         host: host memory; None: there is none.
     """
 
@@ -21,7 +21,7 @@ class Transfers:
         self._runner, self._ready, self._host = runner, ready, host
 
     def announce(self, batch: StepBatch) -> None:
-        """Announce the saves of a step: what is in their host blocks is good no more, whether the step is run or not."""
+        """Announce the saves of a step, which invalidates the contents of their host blocks even if the step fails."""
         if self._host is None:
             return
         if len(batch.saves):
@@ -30,7 +30,7 @@ class Transfers:
             self._host.slots.announce(batch.slot_saves)
 
     def before(self, batch: StepBatch) -> None:
-        """Dispatch the transfers of a step, whose saves have been announced."""
+        """Dispatch the transfers of a step, after `announce`."""
         host = self._host
         slots = None if host is None else host.slots
         if host is not None and len(batch.saves):
@@ -48,7 +48,7 @@ class Transfers:
 
     def _copy(self, batch: StepBatch) -> None:
         sizes = self._ready.sizes.copies
-        for at in range(0, len(batch.copies), sizes[-1]):  # sources of later parts are no destinations
+        for at in range(0, len(batch.copies), sizes[-1]):  # a source is never also a destination
             part = batch.copies[at : at + sizes[-1]]
             self._runner.copy_call(part, bucket_for(sizes, len(part))).run()
 

@@ -1,10 +1,11 @@
-"""Cached groups on disk: the threads that write what leaves host memory and read what requests wait for.
+"""Disk tier of the prefix cache: one thread writes groups dropped from host memory, another reads groups that requests
+wait for.
 
-    writes  thread of the saves: copy of the host blocks ── thread of the writes: `PrefixFiles`
-    reads   thread of the reads: `PrefixFiles` ── the engine takes it ── thread of the saves: host blocks
+    writes  save thread: copy of the host blocks ── write thread: `PrefixFiles`
+    reads   read thread: `PrefixFiles` ── the engine takes the group ── save thread: host blocks
 
-The engine never waits for the disk, which may hang. What comes faster than it can be written is not written. After an
-error, which is logged once, the disk is left alone for a minute.
+The engine never blocks on the disk, which may hang. Groups are dropped instead of written while more than 256 MiB wait
+to be written. After an error the disk is not used for a minute; each distinct error is logged once.
 """
 
 import functools
@@ -24,13 +25,13 @@ from apt_jax.executor.transfers.prefix_files import PrefixFiles, StoredGroup
 logger = logging.getLogger("apt_jax.executor")
 
 _MOST_BYTES = 256 << 20
-"""Limit of contents that wait to be written, and of contents read but not yet taken."""
+"""Maximum number of bytes that wait to be written, and of bytes that were read but not yet taken."""
 _RETRY_S = 60.0
 """Seconds without disk access after an error."""
 
 
 class _Worker:
-    """A thread that calls functions one after the other. It never keeps the process from ending."""
+    """A daemon thread that calls functions one after the other."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -40,7 +41,7 @@ class _Worker:
         self._queue.put(function)
 
     def end(self) -> None:
-        """End the thread after all submitted calls."""
+        """Stop the thread after all submitted calls."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -52,22 +53,22 @@ class FileStore:
     """Implements `apt_jax.core.tiers.DiskStore` with files.
 
     Args:
-        files: they are read and written in threads.
-        host: host memory that they come from and go to.
-        clock: seconds.
+        files: the files; read and written in threads.
+        host: host memory, from which groups are written and into which they are read.
+        clock: returns seconds.
     """
 
     def __init__(self, files: PrefixFiles, host: HostPool, clock: Callable[[], float] = time.monotonic) -> None:
         self._files, self._host, self._clock = files, host, clock
         self.salt = files.salt
         self._changed = threading.Condition()
-        """Guards the counts below, and tells of each change."""
+        """Guards the counts below, and is notified of each change."""
         self._num_writes = self._unwritten_bytes = self._untaken_bytes = 0
         self._news = threading.Event()
-        """Something has been read since `wait` was called last."""
+        """Set if a group has been read, or a read has finished, since the last `wait`."""
         self._read_bytes = self._written_bytes = self._num_unwritten = 0
         self._pending: dict[tuple[int, bytes], object] = {}
-        """Groups to be written, each with the identity of its write."""
+        """Groups to be written, each with a token that identifies the write."""
         self._off_until_s = float("-inf")
         self._said: set[str] = set()
         self._closed = False
@@ -156,7 +157,8 @@ class FileStore:
         return self._clock() < self._off_until_s
 
     def _guarded(self, function: Callable[[], None]) -> bool:
-        """Call a function of the files; False: it failed, which turns the disk off for a while."""
+        """Call a function that accesses files; returns False if it failed, after which the disk is not used for a
+        while."""
         try:
             function()
         except Exception as error:
@@ -165,7 +167,7 @@ class FileStore:
             if reason not in self._said:
                 self._said.add(reason)
                 logger.error(
-                    "%s: cached prefixes are not kept there for now, and serving goes on (%s)",
+                    "%s: cached prefixes are not stored there for now; serving continues (%s)",
                     self._files.directory,
                     reason,
                 )

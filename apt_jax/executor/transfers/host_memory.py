@@ -1,17 +1,17 @@
 """Host memory for blocks that leave the pool of the device, and their transfers.
 
-The pool is one array of the host, allocated and touched at start, a row a block over all layers and devices:
+The host pool is one array, allocated and touched at start, with one row per block over all layers and devices:
 
-    saves   gather program ── copy to the host ── thread: row of the pool, checksum
-    loads   check ── rows of the pool as one array ── scatter program
+    saves   gather program ── copy to the host ── save thread: row of the host pool, checksum
+    loads   check ── rows of the host pool as one array ── scatter program
 
-A save does not stall the step that it belongs to: the program reads the blocks before the step writes them, and a thread
-of its own does the rest. Where four of these arrays wait for the thread, dispatch waits for the oldest, so that the
-device's memory for them is bounded. A load waits for the save of its blocks, if that is still under way, and for nothing else. All
-blocks of a step travel together, in programs of fixed sizes, which no step compiles.
+A save does not stall its step: the program reads the blocks before the step writes them, and the save thread does the
+rest. If four saved arrays wait for the thread, dispatch waits for the oldest, which bounds the device memory for them.
+A load waits only for the save of its blocks, if that has not finished. All blocks of a step are moved together, by
+programs of fixed sizes, which no step compiles.
 
-A block is good once it has been saved whole, and as long as its checksum is that of its contents. One whose transfer
-failed is not, and never is what was in it before: it stops to be good when the save is announced.
+A block is valid after it has been saved completely, and only while the checksum matches its contents. The announcement
+of a save invalidates the block, so after a failed transfer the old contents are not used either.
 """
 
 import concurrent.futures
@@ -55,7 +55,7 @@ class HostPool:
 
     Attributes:
         sizes: numbers of blocks that programs move, ascending.
-        saved_bytes, loaded_bytes: moved so far, without padding.
+        saved_bytes, loaded_bytes: number of bytes moved so far, without padding.
         slots: saves and loads single slots; None: not supported.
 
     Raises:
@@ -80,13 +80,14 @@ class HostPool:
         self.slots: HostSlots | None = None
         try:
             self._memory = np.empty((num_blocks, *blocks.shape), blocks.dtype)
-            self._memory.reshape(-1).view(np.uint8)[:: os.sysconf("SC_PAGE_SIZE")] = 0  # touched: it is there
+            self._memory.reshape(-1).view(np.uint8)[:: os.sysconf("SC_PAGE_SIZE")] = 0  # commits the pages
         except MemoryError as error:
             raise ConfigError(
-                f"no memory for swap_space, {num_blocks * blocks.block_bytes:,} bytes; give less (--swap-space)"
+                f"not enough memory for swap_space, {num_blocks * blocks.block_bytes:,} bytes; lower it (--swap-space)"
             ) from error
         self._checksum = np.zeros(num_blocks + 1, np.uint32)
-        # A block is good if what it holds is what was announced last; a thread writes the one, the engine's the other.
+        # Generations: a block is valid if it holds the one announced last. The save thread writes `_held`, the engine's
+        # thread `_announced`.
         self._held = np.full(num_blocks + 1, -1, np.int64)
         self._announced = np.zeros(num_blocks + 1, np.int64)
         self._saving: dict[int, concurrent.futures.Future[None]] = {}
@@ -98,7 +99,7 @@ class HostPool:
         return self._num_blocks
 
     def add_slots(self, widths: tuple[int | None, int | None], place: Callable[[np.ndarray], Any]) -> None:
-        """Let single slots be saved, too: see `HostSlots`."""
+        """Enable saves and loads of single slots; see `HostSlots`."""
         self.slots = HostSlots(self.runner, self._ready, self._memory, self._saver, widths, place)
 
     def slots_ready(self, spans: Ints) -> NDArray[np.bool_]:
@@ -113,7 +114,7 @@ class HostPool:
     # --- programs --------------------------------------------------------------------------------------------------
 
     def programs(self) -> list[Program]:
-        """Programs of all sizes, called on padding."""
+        """Return the programs of all sizes, called on padding."""
         found = []
         for size in self.sizes:
             found.append(Program(ProgramName("save", size), lambda size=size: self._save_call(_NO_BLOCKS, size)))
@@ -128,7 +129,7 @@ class HostPool:
     def _load_call(self, pairs: Ints, size: int) -> Any:
         ids = np.full(size, self.runner.step_format.num_blocks + 1, np.int32)
         ids[: len(pairs)] = pairs[:, 1]
-        rows = np.zeros((size, *self._blocks.shape), self._blocks.dtype)  # the device may read it later: never reused
+        rows = np.zeros((size, *self._blocks.shape), self._blocks.dtype)  # not reused: the device may read it later
         for row, block in zip(rows, pairs[:, 0].tolist(), strict=False):
             row[:] = self._memory[block - 1]
         return self.runner.load_call(ids, self._place(rows))
@@ -158,9 +159,9 @@ class HostPool:
             self.saved_bytes += len(part) * self._blocks.block_bytes
 
     def _store(self, rows: np.ndarray, blocks: Ints, generations: NDArray[np.int64]) -> None:
-        """Put the contents of blocks into host blocks, in the thread of the saves."""
+        """Copy the contents of blocks into host blocks; runs in the save thread."""
         for row, block, generation in zip(rows, blocks.tolist(), generations.tolist(), strict=False):
-            if self._announced[block] == generation:  # else it has been dropped, and is another's
+            if self._announced[block] == generation:  # else the block has been dropped and reused
                 self._memory[block - 1] = row
                 self._checksum[block] = self._sum(block)
                 self._held[block] = generation
@@ -185,7 +186,7 @@ class HostPool:
                 future.result()
         good = np.fromiter(self._checkers.map(self._is_good, ids), np.bool_, len(ids))
         if not good.all():
-            logger.error("%d cached blocks in host memory are lost: they are computed again", np.count_nonzero(~good))
+            logger.error("%d cached blocks in host memory are lost and will be computed again", np.count_nonzero(~good))
         return good
 
     # --- for files ---------------------------------------------------------------------------------------------------
@@ -196,11 +197,11 @@ class HostPool:
         return self._blocks
 
     def copy_out(self, blocks: Ints, receive: Callable[[NDArray[np.uint8] | None, tuple[int, ...]], None]) -> None:
-        """Have the thread of the saves copy blocks, as the saves announced so far leave them; later ones may overwrite
-        them then.
+        """Let the save thread copy blocks after the saves announced so far; later saves do not change the copy.
 
         Args:
-            receive: called in that thread with the contents, (blocks, bytes), and their checksums; None: they are lost.
+            receive: called in that thread with the contents, (blocks, bytes), and their checksums; contents None: they
+                are lost.
         """
         generations = self._announced[blocks]
 
@@ -215,11 +216,11 @@ class HostPool:
         self._saver.run(copy, f"{len(blocks)} cached blocks for a file")
 
     def copy_in(self, blocks: Ints, rows: NDArray[np.uint8], checksums: tuple[int, ...]) -> None:
-        """Have the thread of the saves put contents into blocks that have been allocated for them.
+        """Let the save thread write contents into blocks that have been allocated for them.
 
         Args:
-            rows: (blocks, bytes)
-            checksums: of each.
+            rows: (blocks, bytes) contents.
+            checksums: checksum of each block.
         """
         generations = self._announced[blocks] + 1
         self._announced[blocks] = generations

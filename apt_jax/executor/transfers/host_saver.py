@@ -1,4 +1,4 @@
-"""The thread that copies program outputs from the device into host memory."""
+"""The save thread, which copies program outputs from the device into host memory."""
 
 import collections
 import concurrent.futures
@@ -23,18 +23,18 @@ PINNED = "pinned_host"
 def stages_in_pinned_memory(device: Any) -> bool:
     """Return True for a GPU with pinned memory that JAX allocates.
 
-    `jax.Array.copy_to_host_async` goes through one fixed buffer of the runtime there, where copies and transfers
-    alternate (jax-ml/jax#22114).
+    There, `jax.Array.copy_to_host_async` uses one fixed buffer of the runtime, in which copies and transfers alternate
+    (jax-ml/jax#22114).
     """
     return device.platform == "gpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
 
 
 class HostSaver:
-    """Stores arrays of the device one after the other, in the order of their dispatch: of two that go to one place the
-    later one stays.
+    """Stores arrays of the device in host memory, in the order of their dispatch: the last array written to a place
+    remains.
 
     Args:
-        pinned: copy arrays to pinned host memory first, and store them from there.
+        pinned: True: copy arrays to pinned host memory first, and store them from there.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -43,7 +43,7 @@ class HostSaver:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "apt-jax-saves")
 
     def submit(self, array: Any, what: str, store: Callable[[np.ndarray], None]) -> concurrent.futures.Future[None]:
-        """Have the thread copy an array to the host and call `store` with it; waits where too many are under way.
+        """Let the thread copy an array to the host and call `store` with it; waits if too many arrays are pending.
 
         Args:
             array: array on the device.
@@ -56,7 +56,7 @@ class HostSaver:
             try:
                 array = jax.device_put(array, array.sharding.with_memory_kind(PINNED))
             except Exception as error:
-                logger.warning("no more copies through pinned memory of the host: %s", one_line(str(error)))
+                logger.warning("copies no longer use pinned host memory: %s", one_line(str(error)))
                 self.pinned = False
         if not self.pinned:
             array.copy_to_host_async()
@@ -65,7 +65,7 @@ class HostSaver:
         return future
 
     def run(self, function: Callable[[], None], what: str) -> concurrent.futures.Future[None]:
-        """Have the thread call a function after all that has been submitted; never waits. `what`: see `submit`."""
+        """Let the thread call a function after everything submitted so far; never waits. `what`: see `submit`."""
         return self._thread.submit(self._run, function, what)
 
     def wait(self) -> None:
@@ -81,4 +81,4 @@ class HostSaver:
         try:
             function()
         except Exception as error:
-            logger.error("%s could not be copied to host memory, and are lost: %s", what, error)
+            logger.error("%s could not be copied to host memory and are lost: %s", what, error)

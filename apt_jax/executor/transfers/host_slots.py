@@ -1,7 +1,8 @@
-"""Single slots of blocks in host memory: what requests lose to each other that fill a block from both ends (BROS §5.2).
+"""Single slots of blocks in host memory, saved before another request that shares the block overwrites them (BROS
+§5.2).
 
-They lie in the blocks of a `HostPool`, where they were on the device. All slots of a step that are of one kind travel
-together, in programs of fixed sizes, as whole blocks do (`apt_jax.executor.transfers.host_memory`).
+They are stored in blocks of a `HostPool`, in the same slots as on the device. All slots of a step and kind are moved
+together, by programs of fixed sizes, like whole blocks (`apt_jax.executor.transfers.host_memory`).
 """
 
 import concurrent.futures
@@ -26,7 +27,7 @@ from apt_jax.executor.transfers.host_saver import HostSaver
 logger = logging.getLogger("apt_jax.executor")
 
 _SIZES = (8, 64, 512)
-"""Numbers of slots that programs move."""
+"""Numbers of slots that programs move at once."""
 _NAMES: dict[int, tuple[Kind, Kind]] = {
     KV: ("save kv slots", "load kv slots"),
     HIDDEN: ("save hidden slots", "load hidden slots"),
@@ -40,13 +41,13 @@ class HostSlots:
     Args:
         runner: runner that calls the programs.
         ready: programs that steps may run.
-        memory: (blocks, layers, C, E) of the host; block b is row b - 1.
+        memory: (blocks, layers, C, E) host memory; block b is row b - 1.
         saver: saver of whole blocks, shared so that all saves to a block keep their order.
         widths: number of values in a slot, by cache kind; None: the kind is not offered.
         place: function that copies a host array (n, layers, values) to where the load program reads it.
 
     Attributes:
-        saved_bytes, loaded_bytes: moved so far, without padding.
+        saved_bytes, loaded_bytes: number of bytes moved so far, without padding.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class HostSlots:
         slots = max(self._memory.shape[2] // width for width in widths if width is not None)
         shape = (memory.shape[0] + 1, slots)
         self._checksum = np.zeros(shape, np.uint32)
-        # As of whole blocks: a slot is good if what it holds is what was announced last.
+        # Generations, as for whole blocks: a slot is valid if it holds the one announced last.
         self._held, self._announced = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
         self._saving: dict[tuple[int, ...], concurrent.futures.Future[None]] = {}
 
     def programs(self) -> list[Program]:
-        """Programs of all sizes and kinds, called on padding."""
+        """Return the programs of all sizes and kinds, called on padding."""
         found: list[Program] = []
         for kind in (KV, HIDDEN):
             save, load = _NAMES[kind]
@@ -130,7 +131,7 @@ class HostSlots:
                 self.saved_bytes += len(part) * self._slot_bytes(kind)
 
     def _store(self, rows: np.ndarray, targets: Ints, generations: NDArray[np.int64], width: int) -> None:
-        """Put the contents of slots into host blocks, in the thread of the saves."""
+        """Copy the contents of slots into host blocks; runs in the save thread."""
         for row, (block, slot), generation in zip(rows, targets.tolist(), generations.tolist(), strict=False):
             if self._announced[block, slot] == generation:
                 self._slot(block, slot, width)[:] = row
@@ -157,7 +158,7 @@ class HostSlots:
             spans: (n, 4) host block, first slot, number of slots and kind.
 
         Returns:
-            (n,) False: contents are lost, by a transfer that failed or a checksum that differs.
+            (n,) False: contents are lost, because a transfer failed or a checksum differs.
         """
         ready = np.ones(len(spans), np.bool_)
         for i, (block, first, num, kind) in enumerate(spans.tolist()):
@@ -170,7 +171,7 @@ class HostSlots:
                 ready[i] &= held and self._sum(block, slot, width) == self._checksum[block, slot]
         if not ready.all():
             logger.error(
-                "slots of %s in host memory are lost: they are computed again", counted(int((~ready).sum()), "block")
+                "slots of %s in host memory are lost and will be computed again", counted(int((~ready).sum()), "block")
             )
         return ready
 
@@ -182,7 +183,8 @@ class HostSlots:
 
 
 def _slots(blocks: Ints, spans: Ints) -> Ints:
-    """(m, 2) block and slot of every slot of `spans`, in whose columns 2 and 3 are the first ones and their numbers."""
+    """Return (m, 2) block and slot of every slot of `spans`; its columns 2 and 3 are first slots and numbers of
+    slots."""
     num = spans[:, 3]
     within = np.arange(int(num.sum())) - np.repeat(np.cumsum(num) - num, num)
     return np.stack([np.repeat(blocks, num), np.repeat(spans[:, 2], num) + within], axis=1).astype(np.int32)

@@ -1,4 +1,5 @@
-"""The identity of a model, its settings and weights, as far as cached groups depend on them: files of another identity are never read."""
+"""Identity of the model, settings and weights that cached groups depend on; files of another identity are never
+read."""
 
 import concurrent.futures
 import dataclasses
@@ -16,9 +17,9 @@ from apt_jax.version import __version__
 
 
 def model_identity(executor: JaxExecutor) -> bytes:
-    """Return 32 bytes that differ where a group of blocks computed by one executor is of no use to another one.
+    """Return 32 bytes that differ between executors that cannot use each other's groups of blocks.
 
-    All weights are read, as they are on the device: those of LoRA adapters, and those that came from no file, among them.
+    All weights are read as they are on the device, including LoRA adapters and weights that were not loaded from files.
     """
     host = executor.host
     assert host is not None

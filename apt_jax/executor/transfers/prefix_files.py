@@ -1,19 +1,20 @@
-"""Groups of cached blocks as files: their format, what is checked when one is read, and the bound of the directory.
+"""Groups of cached blocks as files: their format, the checks when a file is read, and the size limit of the directory.
 
     DIR/              mode 0700
-      salt            32 random bytes, drawn once: the digests of all servers on this directory begin with them
+      salt            32 random bytes, generated once: the salt of the root digests of all servers that use DIR
       IDENTITY/       one for each model, dtype and geometry of blocks (`apt_jax.executor.transfers.model_identity`)
         KIND-DIGEST   one group of blocks, mode 0600
 
-A file has a header of fixed size, with a checksum of its own, and the blocks as they are in host memory, with the
-checksums that they have there. It is written under another name and renamed, and not synced: one that a crash has cut
-is found by its size or its checksum. What does not match is removed, said once, and computed again.
+A file has a header of fixed size, with its own checksum, and the blocks as they are in host memory, with the same
+checksums. It is written under another name, renamed, and not synced: a file truncated by a crash is detected by its
+size or its checksums. A file that does not match is removed with a log message, and its group is computed again.
 
-Files are only opened below a directory that is open itself and was checked: it belongs to this user and is nobody
-else's to read or write, whoever renames what above it.
+Files are opened only relative to an open directory that was checked to be accessible to this user only, so renaming
+directories above it has no effect.
 
-Several servers may use one directory. Each looks at all files before it removes any, and removes those that were used
-least recently, whoever wrote them: the time of a file is that of its last use, a little earlier the deeper in a prefix.
+Several servers may use one directory. Each scans all files before it removes any, and removes the least recently used,
+whichever server wrote them. The modification time of a file is the time of its last use, slightly earlier for groups
+deeper in a prefix.
 """
 
 import contextlib
@@ -44,19 +45,19 @@ FORMAT = 1
 
 _MAGIC = b"aptprefx"
 _HEADER = struct.Struct("<8sIBBHQ32s16sII")
-"""Magic, version, kind, whether it fills blocks from the end, blocks, bytes of a block, identity, digest, checksum of
-each block (0: no second block); all of it is followed by its own CRC-32."""
+"""Magic, version, kind, whether blocks are filled from the end, number of blocks, bytes per block, identity, digest,
+and checksum of each block (0: no second block); followed by a CRC-32 of all these fields."""
 _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _SALT_BYTES = 32
 _LEFT_OVER_S = 3600.0
-"""Age of a temporary file after which its writer must have died."""
+"""Age in seconds after which the writer of a temporary file must have died."""
 _FILLED = 0.9
-"""Share of the bound that is left when files have been removed."""
+"""Share of the size limit to which files are removed."""
 _RECOUNTED = 0.05
-"""Share of the bound that is written between two scans for other servers' files."""
+"""Share of the size limit that is written between two scans for other servers' files."""
 _DEPTH_S = 1e-2
-"""Seconds by which a group is older than the one before it in the prefix: the end of a prefix leaves before what it builds on."""
+"""Seconds by which a group is dated before its predecessor in the prefix, so that later groups are removed first."""
 
 
 class StoredGroup(NamedTuple):
@@ -74,15 +75,15 @@ class PrefixFiles:
     """Files of one model in a directory. Methods may be called from several threads, and raise `OSError`.
 
     Args:
-        directory: created if it is missing.
-        identity: 32 bytes; groups of another one are never found.
+        directory: directory of the files; created if it is missing.
+        identity: 32 bytes (`model_identity`); groups of another identity are never found.
         block_bytes: bytes of one block.
         blocks_per_group: number of blocks per group, by cache kind.
         max_bytes: maximum size of all files in the directory.
 
     Attributes:
-        salt: start of the digests.
-        num_bytes: bytes of all files that this process knows of.
+        salt: salt of the root digests.
+        num_bytes: total bytes of the files in the directory that this process knows of.
         num_dropped_files: number of files removed because they did not match.
 
     Raises:
@@ -117,11 +118,11 @@ class PrefixFiles:
 
     @property
     def num_groups(self) -> int:
-        """Groups on disk that this model can use."""
+        """Number of groups on disk that this model can use."""
         return len(self._known)
 
     def _read_salt(self) -> bytes:
-        """The directory's salt; the first server draws it."""
+        """Return the directory's salt; the first server to use the directory generates it."""
         with contextlib.suppress(FileNotFoundError):
             return self._whole_salt()
         name = f"salt.{os.getpid()}.tmp"
@@ -134,7 +135,7 @@ class PrefixFiles:
             try:
                 os.link(name, "salt", src_dir_fd=self._root, dst_dir_fd=self._root)
             except FileExistsError:
-                pass  # another server was quicker
+                pass  # another server was faster
             except OSError:  # a file system without links
                 os.replace(name, "salt", src_dir_fd=self._root, dst_dir_fd=self._root)
         finally:
@@ -151,11 +152,11 @@ class PrefixFiles:
     # --- what there is ---------------------------------------------------------------------------------------------
 
     def has(self, kind: int, digest: bytes) -> bool:
-        """Return True if this process knows of a file; it may be gone, or be no good."""
+        """Return True if this process knows of a file, which may be missing or damaged by now."""
         return (kind, digest) in self._known
 
     def group_bytes(self, kind: int) -> int:
-        """Bytes of a group without its header."""
+        """Return the bytes of a group without its header."""
         return self._blocks_per_group[kind] * self._block_bytes
 
     def forget(self, kind: int, digest: bytes) -> None:
@@ -164,8 +165,8 @@ class PrefixFiles:
             self._known.discard((kind, digest))
 
     def _scan(self, most: int) -> None:
-        """Look at all files of the directory, whoever wrote them. Where they take more than `most` bytes, remove what was
-        used least recently, and what writers have left that died."""
+        """Scan all files of the directory, whichever server wrote them. Remove the least recently used files if all
+        take more than `most` bytes, and temporary files of writers that died."""
         found: list[tuple[float, int, int, str]] = []
         known: set[tuple[int, bytes]] = set()
         with contextlib.ExitStack() as opened:
@@ -191,17 +192,18 @@ class PrefixFiles:
             self.num_bytes, self._since_scan, self._known = total, 0, known
 
     def _folders(self, opened: contextlib.ExitStack) -> Iterator[int]:
-        """Directories of all models, open until `opened` is closed."""
+        """Yield the directories of all models, open until `opened` is closed."""
         yield self._own
         for name in os.listdir(self._root):
             if name != self._name:
-                with contextlib.suppress(OSError, ConfigError):  # a file, or not ours to look at
+                with contextlib.suppress(OSError, ConfigError):  # a file, or not accessible
                     folder = _opened_directory(Path(name), self._root)
                     opened.callback(os.close, folder)
                     yield folder
 
     def _make_room(self, size: int) -> bool:
-        """Keep the bound with one more file of this size; False: it is larger than the bound."""
+        """Remove files if one more file of this size would exceed the size limit; returns False if it is larger than
+        the limit."""
         most = self._max_bytes - size
         if most < 0:
             return False
@@ -212,7 +214,7 @@ class PrefixFiles:
     # --- reading and writing ---------------------------------------------------------------------------------------
 
     def write(self, kind: int, digest: bytes, depth: int, group: StoredGroup) -> int:
-        """Write a file and return its size in bytes; 0: it is larger than the bound and not written.
+        """Write a file and return its size in bytes; 0: it is larger than the size limit and was not written.
 
         Args:
             depth: depth of the group in its prefix, from 1.
@@ -241,7 +243,7 @@ class PrefixFiles:
             _unlink(temporary, self._own)
             raise
         with self._lock:
-            if (kind, digest) not in self._known:  # else it took the place of one
+            if (kind, digest) not in self._known:  # else it replaced a file
                 self._known.add((kind, digest))
                 self.num_bytes += size
             self._since_scan += size
@@ -276,21 +278,23 @@ class PrefixFiles:
         return group
 
     def _wrong(self, head: bytes, kind: int, digest: bytes) -> str | None:
-        """Return the fault of a header; None: there is none."""
+        """Return a description of the fault of a header; None: the header is valid."""
         if len(head) != _HEADER_BYTES or head[_HEADER.size :] != _CHECKSUM.pack(zlib.crc32(head[: _HEADER.size])):
             return "its header is damaged"
         magic, version, of_kind, _, num_blocks, block_bytes, identity, of_digest, _, _ = _HEADER.unpack(
             head[: _HEADER.size]
         )
         if (magic, version) != (_MAGIC, FORMAT):
-            return "it is of another version"
+            return "it has another format version"
         if identity != self._identity or (num_blocks, block_bytes) != (self._blocks_per_group[kind], self._block_bytes):
-            return "it is of another model"
-        return None if (of_kind, of_digest) == (kind, digest) else "it has the name of another"
+            return "it belongs to another model"
+        return None if (of_kind, of_digest) == (kind, digest) else "its name does not match its header"
 
     def _refuse(self, kind: int, digest: bytes, why: str, size: int) -> None:
         logger.warning(
-            "%s: a cached prefix was removed, as %s; it is computed again", self.directory / _name_of(kind, digest), why
+            "%s: a cached prefix was removed because %s; it will be computed again",
+            self.directory / _name_of(kind, digest),
+            why,
         )
         self.num_dropped_files += 1
         self.remove(kind, digest, size)
@@ -327,7 +331,7 @@ def _key_of(name: str) -> tuple[int, bytes] | None:
 
 
 def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Names and attributes of the files in an open directory."""
+    """Yield names and attributes of the files in an open directory."""
     for name in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -342,13 +346,13 @@ def _opened_directory(path: Path, above: int | None = None) -> int:
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         os.close(descriptor)
         raise ConfigError(
-            f"{path}: must belong to this user and be nobody else's to read or write; chmod 700 it (--prefix-cache-dir)"
+            f"{path}: must belong to this user, without access for others; chmod 700 it (--prefix-cache-dir)"
         )
     return descriptor
 
 
 def _opened_file(name: str, folder: int) -> int:
-    """Open a file of this user to read it; a link or a pipe is not followed or waited for."""
+    """Open a file of this user for reading; links are not followed, and pipes do not block."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():

@@ -1,6 +1,6 @@
 """Kernels for comparison: absorbed decode in one pass, and as plain Triton kernels, on the `triton` backend.
 
-`apt_jax.backends` loads this module when one of `BACKENDS` is asked for by name.
+`apt_jax.backends` loads this module when one of `BACKENDS` is requested by name.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ def _triton_onepass(chip: str | None) -> KernelBackend:
 
     @functools.cache
     def say(reason: str) -> None:
-        logger.warning("absorbed decode takes two kernels, not one pass: %s", reason)
+        logger.warning("absorbed decode uses two kernels instead of one pass: %s", reason)
 
     def decode_absorbed(q_absorbed: Array, call: DecodeCall) -> Array:
-        reason = "layer inputs are spread over devices"
+        reason = "layer inputs are sharded over devices"
         if call.tensor is None:
             reason = cuda.why_not(chip, q_absorbed, call.pool)
         if reason is None:
@@ -57,4 +57,4 @@ BACKENDS: dict[str, Callable[[str | None], KernelBackend]] = {
     "triton-onepass": _triton_onepass,
     "jax-triton": _jax_triton,
 }
-"""Makers of the implementations, of the chip that kernels are laid out for."""
+"""Functions that build a backend for the chip that its kernels are laid out for, by name."""

@@ -47,8 +47,8 @@ _LANES = 8
 _MOST_PADDING = 4 / 3
 """Maximum ratio of a variant's lanes to the width of the layer inputs."""
 _PROCESSORS_IN_CLUSTERS = 128
-"""Number of an H100's 132 processors that clusters can use, as a cluster does not span its partitions of 16 or 18
-processors."""
+"""Number of an H100's 132 processors that clusters can use, because a cluster does not span the chip's partitions of 16
+or 18 processors."""
 _LEAST_TILES = 2
 """Minimum number of tiles per range."""
 
@@ -60,7 +60,7 @@ class Variant:
     cluster: int
     """Number of blocks per cluster; each block occupies a processor."""
     warps: int
-    """Number of warps per block: 4, 8 or 12, as each quarter of a processor has its own registers."""
+    """Number of warps per block: 4, 8 or 12, because each quarter of a processor has its own registers."""
     feature_tiles: int
     """Number of tiles of 16 feature lanes per warp."""
     head_tiles: int
@@ -189,9 +189,9 @@ def why_not(chip: str | None, q_absorbed: Array, pool: Array) -> str | None:
     """
     _, heads, width = q_absorbed.shape
     if chip != CHIP:
-        return f"it needs a chip with clusters ({CHIP} or newer; this is {chip or 'any'})"
+        return f"it needs a chip with clusters ({CHIP} or newer; this is {chip or 'any chip'})"
     if pool.dtype not in (jnp.float16, jnp.bfloat16) or q_absorbed.dtype != pool.dtype:
-        return f"it takes and gives one kind of 16-bit numbers ({pool.dtype} layer inputs, {q_absorbed.dtype} queries)"
+        return f"it needs queries and layer inputs of the same 16-bit dtype ({pool.dtype} layer inputs, {q_absorbed.dtype} queries)"
     if width % _LANES or math.prod(pool.shape[1:]) % _LANES:
         return f"layer inputs of {width} lanes in blocks of {pool.shape[1:]} are not aligned to {_LANES}"
     if plan_for(heads, width) is None:
@@ -224,8 +224,8 @@ def _running_sum(x: Int32[Array, " B"]) -> Int32[Array, " B"]:
 
 
 def slack_for(plan: Plan, heads: int) -> int:
-    """Return the number of tiles by which a cut may move to a row's border: half of the tiles that have as many bytes
-    as the partial result of a piece."""
+    """Return the number of tiles by which a cut may move to a row's border: half the number of tiles that take as many
+    bytes as the partial result of a piece."""
     return -(-heads // plan.variant.tile)
 
 
@@ -324,7 +324,7 @@ def decode_absorbed(
 
     Args:
         q_absorbed: queries q~.
-        call: pool, tables, lengths and score rules.
+        call: pool, tables, lengths and logit modifiers.
         value_width: number of leading lanes of the result to compute (V, even); None: D.
         plan: variant and head groups; None: those of `plan_for`.
         count: number of ranges; None: `num_ranges`.

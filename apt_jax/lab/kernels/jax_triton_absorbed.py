@@ -3,7 +3,7 @@
 It shows how a kernel of this package can be written in Triton and called from JAX, in case Pallas' Triton backend,
 which JAX has deprecated in favour of jax-triton, is removed. It covers one of the five attention ops and is no
 backend's default; the backend `jax-triton` takes the other four ops from Pallas and so depends on it too.
-docs/lab/kernels.md says what is missing to replace Pallas.
+docs/lab/kernels.md lists what is missing to replace Pallas.
 
 The kernels are in `jax_triton_kernels.py`. This module can be imported without triton; `decode_absorbed` needs it.
 """
@@ -49,7 +49,7 @@ def head_groups(num_heads: int) -> tuple[int, int]:
         ValueError: there are more than `MAX_HEADS` heads.
     """
     if num_heads > MAX_HEADS:
-        raise ValueError(f"{num_heads=} exceeds the {MAX_HEADS} heads that the Triton kernels take")
+        raise ValueError(f"{num_heads=} exceeds the {MAX_HEADS} heads that the Triton kernels support")
 
     def padded(n: int) -> int:
         return max(16, 1 << (n - 1).bit_length())
@@ -96,8 +96,8 @@ def _import_jax_triton() -> tuple[Any, Any]:
         raise ImportError(
             f"attention by jax-triton needs the packages triton and jax-triton ({error}): pip install 'apt-jax[jax-triton]'"
         ) from error
-    # jax-triton 0.4.1 registers a rule for dead code elimination that takes 2 arguments, where JAX 0.12 passes 3. The
-    # rule says what JAX assumes of primitives without one: all inputs are used.
+    # jax-triton 0.4.1 registers a rule for dead code elimination that takes 2 arguments, where JAX 0.12 passes 3.
+    # Without the rule JAX assumes that all inputs are used, which is also what the rule returns.
     from jax._src.interpreters import partial_eval
 
     primitive = triton_lib.triton_kernel_call_p
@@ -127,11 +127,11 @@ def decode_absorbed(
 
     Raises:
         ImportError: triton or jax-triton is missing.
-        ValueError: there are more than 128 heads, or the call has score rules.
+        ValueError: there are more than 128 heads, or the call has logit modifiers.
     """
     jax_triton, kernels = _import_jax_triton()
     if call.rules is not None:
-        raise ValueError("the Triton kernels take plain scores")
+        raise ValueError("the Triton kernels do not support logit modifiers")
     call = call.by_row()
     pool, tables, slot_ranges = call.pool, call.tables, call.slot_ranges
     batch, num_heads, width = q_absorbed.shape

@@ -1,7 +1,7 @@
 """Example kernels of absorbed decode attention in plain Triton; importing this module requires triton.
 
-The accumulator of a row, N heads of D lanes in float32, does not fit a streaming multiprocessor, so the output is split
-along D over programs, while every score needs all of D. So there are two kernels (launched by
+The accumulator of a row, N heads of D lanes in float32, does not fit in a streaming multiprocessor, so the output is
+split along D over programs, while every score needs all of D. So there are two kernels (launched by
 `jax_triton_absorbed.py`):
 
   1. `absorbed_scores`, with a program per (tile of T tokens, row), computes S = q~ x^T over all lanes, the maximum m of
@@ -12,7 +12,7 @@ along D over programs, while every score needs all of D. So there are two kernel
      the L2 cache.
 
 Tensor cores need a power of two of at least 16 heads. N heads are split into a first group of H0 and, if that needs
-less padding, a second one of H1 (72 heads take 64 + 16). H1 = 0: no second group.
+less padding, a second group of H1 (72 heads take 64 + 16). H1 = 0: no second group.
 
 Float32 products are not rounded to TF32 ("ieee").
 

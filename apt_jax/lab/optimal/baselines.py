@@ -25,7 +25,7 @@ def schedule_of(
 def _simple_schedule(
     problem: OptimalProblem, kind: int | None, *, reserve: bool, decode_first: bool
 ) -> OptimalSchedule:
-    """Build a first-come-first-served schedule; as a valid schedule it bounds the optimum.
+    """Build a first-come-first-served schedule, whose objective bounds the optimum.
 
     All requests that fit run, and the latest arrivals are evicted.
 
@@ -33,7 +33,7 @@ def _simple_schedule(
         problem: the problem; each request alone fits the pool.
         kind: cache kind of all requests; a request that it cannot hold takes the smallest kind. None: the smallest
             kind.
-        reserve: whether requests count with their final memory from their start, so that no request is evicted.
+        reserve: whether the final memory of a request is reserved from its start, so that no request is evicted.
         decode_first: whether decodes come before prefills.
     """
     offered = [k for k, s in enumerate(problem.kinds) if s.offered]
@@ -95,10 +95,10 @@ def _simple_schedule(
                     tokens += 1
         if decode_first and (problem.hybrid_batching or not rows) and not preempt:
             add_prefills()
-        if not rows:  # pieces of prompts block each other: all but the first go
+        if not rows:  # partly computed prompts block each other: evict all but the first
             preempt = [i for i in order if cached[i]][1:]
             if reserve or not preempt:
-                raise RuntimeError("no simple schedule")
+                raise RuntimeError("there is no simple schedule")
             for i in preempt:
                 cached[i] = 0
             first = next(i for i in order if cached[i])
@@ -130,7 +130,7 @@ def fcfs_schedule(problem: OptimalProblem, *, eviction: bool = True) -> OptimalS
         eviction: False: the eviction-free (EF) variant.
 
     Raises:
-        RuntimeError: no request can run any more, for example because an evicted request is longer than a batch.
+        RuntimeError: no further request can run, for example because an evicted request is longer than a batch.
     """
     kind = next(k for k, s in enumerate(problem.kinds) if s.offered)
     return _simple_schedule(problem, kind, reserve=not eviction, decode_first=False)
@@ -141,7 +141,7 @@ _MAX_IDLE = 4
 
 
 def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
-    """Return the schedule of a policy that has one slot per request.
+    """Return the schedule that a policy makes if there is a slot for each request.
 
     Args:
         problem: the problem; each request alone fits the pool.
@@ -149,7 +149,7 @@ def policy_schedule(problem: OptimalProblem, policy: Policy) -> OptimalSchedule:
 
     Raises:
         ValueError: the policy breaks a rule of the problem, for example by splitting a prompt if chunks are off.
-        RuntimeError: the policy fails, breaks a promise of `Plan`, or leaves requests waiting forever.
+        RuntimeError: the policy fails, violates the contract of `Plan`, or leaves requests waiting forever.
     """
     requests, n = problem.requests, len(problem.requests)
     order = sorted(range(n), key=lambda i: (requests[i].arrival_s, i))
@@ -239,7 +239,7 @@ def best_simple_schedule(problem: OptimalProblem) -> OptimalSchedule:
                 try:
                     found.append(_simple_schedule(problem, kind, reserve=reserve, decode_first=decode_first))
                 except (RuntimeError, ValueError):
-                    # An evicted request that no batch can hold any more, or one that dropped what it needs.
+                    # Only with evictions: no request can run, or the schedule breaks a rule.
                     if reserve:
                         raise
     sign = -1 if problem.objective == "slo" else 1

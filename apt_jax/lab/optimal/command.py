@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(int),
         metavar="TOKENS",
         default=1,
-        help="chunks end at multiples of this; larger is faster to solve and less exact",
+        help="chunks end at multiples of this; larger values are faster to solve but less exact",
     )
     group.add_argument(
         "--no-hybrid-batching",
@@ -169,7 +169,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
     if (args.objective == "slo") != (args.slo_ttft_ms is not None):
         raise ConfigError("--objective slo and --slo-ttft-ms go together")
     if args.better_by is not None and not args.start:
-        raise ConfigError("--better-by needs something to be better than: --start POLICY")
+        raise ConfigError("--better-by needs a schedule to compare with: --start POLICY")
     if args.better_by is not None and args.better_by >= 100:
         raise ConfigError(f"--better-by {args.better_by:g} must be below 100 (percent)")
     if args.chunk is not None and not args.chunk_step <= args.chunk <= args.max_num_batched_tokens:
@@ -186,7 +186,8 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
     hardware = load_hardware(args.model, args.hardware)
     kinds = hardware.kinds(args.cache)
     tokens = hardware.num_kv_tokens if args.capacity_tokens is None else args.capacity_tokens
-    # Half a KV token, which is a hidden one: exact. Where layer inputs have another width, the blocks of the engine.
+    # A block is half a KV token or one hidden token, which is exact. If layer inputs have another width, it is the
+    # engine's block.
     same = hardware.hidden_block_size in (None, hardware.block_size)
     block_size = 1 if same else hardware.block_size
     slo_s = float("inf") if args.slo_ttft_ms is None else args.slo_ttft_ms / 1e3
@@ -218,7 +219,7 @@ def _problem(args: argparse.Namespace) -> tuple[Trace, OptimalProblem]:
 
 @contextlib.contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """Discard output to file descriptor 1, as HiGHS sometimes prints lines there that would end up in the JSON."""
+    """Discard output to file descriptor 1, because HiGHS sometimes prints lines there that would end up in the JSON."""
     try:
         saved = os.dup(1)
     except OSError:  # no stdout at all
@@ -247,14 +248,14 @@ def _starts(problem: OptimalProblem, text: str) -> dict[str, OptimalSchedule]:
             starts[name] = policy_schedule(problem, policy)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"{name} makes no schedule of this problem: {error} (--start, --chunk, --no-hybrid-batching, --no-eviction)"
+                f"{name} cannot schedule this problem: {error} (--start, --chunk, --no-hybrid-batching, --no-eviction)"
             ) from None
     return starts
 
 
 def _value(problem: OptimalProblem, objective: float) -> str:
     if problem.objective == "slo":
-        return f"{objective:.0f} of {len(problem.requests)} in time"
+        return f"{objective:.0f} of {len(problem.requests)} on time"
     return f"{1e3 * objective:.3f} ms"
 
 
@@ -288,14 +289,14 @@ T = TypeVar("T")
 
 
 def _beside_a_spinner(solve: Callable[[], T], time_limit_s: float) -> T:
-    """Run `solve` in a thread, so that Ctrl-C works, with a spinner after two seconds; return its result."""
+    """Run `solve` in a thread, so that Ctrl-C works, and show a spinner after two seconds; return its result."""
     found: list[T] = []
     failed: list[Exception] = []
 
     def work() -> None:
         try:
             found.append(solve())
-        except Exception as error:  # raised again below, in the thread that waits
+        except Exception as error:  # raised again below, in the waiting thread
             failed.append(error)
 
     worker = threading.Thread(target=work, daemon=True)
@@ -360,7 +361,7 @@ def _print(problem: OptimalProblem, schedule: OptimalSchedule, replay: Replay, s
         console.print(table)
         console.print()
     console.print(
-        "P prefill or refill, p a piece of one, D decode, E evicted" + ("; h: hidden cache" if both else ""),
+        "P prefill or refill, p a chunk of one, D decode, E evicted" + ("; h: hidden cache" if both else ""),
         style="dim",
     )
     print_table(
@@ -374,7 +375,7 @@ def _rows(
 ) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [("latency (ms)", f"{1e3 * schedule.latency_s:.3f}")]
     if problem.objective == "slo":
-        rows.append(("first tokens in time", f"{schedule.objective:.0f} of {len(problem.requests)}"))
+        rows.append(("first tokens on time", f"{schedule.objective:.0f} of {len(problem.requests)}"))
     elif problem.objective != "latency":
         rows.append((f"sum of {problem.objective} (ms)", f"{1e3 * schedule.objective:.3f}"))
     if schedule.status == "optimal":

@@ -1,4 +1,4 @@
-"""A mixed-integer linear program that is written down row by row, and solved by HiGHS."""
+"""A mixed-integer linear program that is built row by row and solved by HiGHS."""
 
 import numpy as np
 

@@ -10,7 +10,7 @@ from apt_jax.costs.model import StepCosts
 Objective = Literal["latency", "completion", "ttft", "slo"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "completion", "ttft", "slo")
 """Objectives: end of the last batch ("latency"); sum over requests of the time from arrival to the last token
-("completion") or to the first token ("ttft"); number of first tokens in time ("slo")."""
+("completion") or to the first token ("ttft"); number of first tokens on time ("slo")."""
 _KV_ONLY = (CacheKindSpec(name="kv", blocks_per_group=1),)
 
 
@@ -21,7 +21,7 @@ class OptimalRequest:
     prompt_tokens: int
     """Number of prompt tokens (I)."""
     output_tokens: int
-    """Number of output tokens (O), including the last one, which is generated but never cached."""
+    """Number of output tokens (O), including the last, which is generated but never cached."""
     arrival_s: float = 0.0
     """Arrival in seconds (T); no batch with this request starts earlier."""
     slo_ttft_s: float = math.inf
@@ -101,11 +101,11 @@ class OptimalProblem:
             tokens = request.prompt_tokens + request.output_tokens - 1
             least = min(self.blocks(tokens, k) for k, s in enumerate(self.kinds) if s.offered)
             if least > self.capacity_blocks:
-                return i, f"needs {least} blocks at its end, the pool has {self.capacity_blocks}"
+                return i, f"needs {least} blocks at its end, but the pool has {self.capacity_blocks}"
             if self.chunk is None and request.prompt_tokens > self.max_num_batched_tokens:
                 return (
                     i,
-                    f"has {request.prompt_tokens} prompt tokens, a batch holds "
+                    f"has {request.prompt_tokens} prompt tokens, but a batch holds "
                     f"{self.max_num_batched_tokens} and chunks are off",
                 )
         return None

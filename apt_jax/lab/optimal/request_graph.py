@@ -7,7 +7,7 @@ from apt_jax.core.kinds import NO_KIND
 from apt_jax.lab.optimal.problem import OptimalProblem, OptimalRequest
 
 MAX_VARIABLES = 200_000
-"""Arcs of all requests over all batches that a program may have."""
+"""Maximum number of arcs in a program, over all requests and batches."""
 State = tuple[int, int, int]
 """Tokens generated, tokens cached, kind."""
 

@@ -13,19 +13,20 @@ An optimal schedule needs every output length beforehand. So it is not a policy 
 per batch; each arc is a legal (c, g, e). Then S, m, c, g, e are sums over the arcs taken, and Eqs. 1 to 3 hold by
 construction. Products such as c^2 + 2mc are constants of the arcs, so they are exact. The size of the program depends
 on the number of states, not on the lengths of prompts: without chunks a request of O tokens has 2 O states for any I.
-Equal requests share one graph with an integer flow instead of a path, so that the solver does not see their symmetry.
-The remaining constraints span requests: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch.
-Its maximum over the two phases (`StepCosts`) becomes two inequalities, as shorter batches improve every objective here.
+Equal requests share one graph with an integer flow instead of a path, which hides their symmetry from the solver. The
+remaining constraints span requests: Eq. 4 with C and M (in blocks), P, hybrid batching, and the time of each batch. Its
+maximum over the two phases (`StepCosts`) becomes two inequalities, because shorter batches improve every objective
+here.
 
 **Number of batches.** The program needs an upper bound on it that keeps an optimal schedule: without chunks every batch
-generates a token, and a schedule need not take longer than the best of a few simple ones that are tried first.
+generates a token, and a schedule need not take longer than the best of a few simple schedules, which are tried first.
 
-**Starts.** The paper initialises the program with the output of other schedulers. SciPy cannot pass HiGHS a first
-solution, so given schedules (`starts`, made by `policy_schedule`) are used in other ways: the best of them bounds the
+**Starts.** The paper initialises the program with the output of other schedulers. SciPy cannot pass an initial solution
+to HiGHS, so given schedules (`starts`, made by `policy_schedule`) are used in other ways: the best of them bounds the
 number of batches, excludes all worse schedules, and is the result if the time limit ends the search before a better
-schedule is found. `find_better` answers the paper's other question: whether a schedule exists that is, for example,
-10 % better than a given one. It returns the first such schedule, or proves that there is none, which is often faster
-than finding the optimum.
+schedule is found. `find_better` answers the paper's other question: whether a schedule exists that is, for example, 10
+% better than a given one. It returns the first such schedule, or proves that there is none, which is often faster than
+finding the optimum.
 
 **Differences from the paper.** A request's memory is free after its last batch (in the paper, only after an eviction).
 An evicted request may run again from the next batch on, with either kind. A batch may wait for arrivals.
@@ -63,14 +64,14 @@ def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
     limits = []
     if problem.chunk is None:
         limits.append(outputs)  # each batch generates a token
-    elif problem.eviction:  # each residency generates one, and takes at most its length in batches
+    elif problem.eviction:  # each residency in the cache generates a token, and takes at most its length in batches
         limits.append(sum(r.prompt_tokens + s for r in requests for s in range(r.output_tokens)))
     else:
         limits.append(sum(r.prompt_tokens + r.output_tokens - 1 for r in requests))
     base_s = _least_batch_s(problem)
     if base_s > 0:
         prompts_s = 0.0
-        if problem.chunk is None:  # in pieces of one token a prompt costs what decodes cost
+        if problem.chunk is None:  # in chunks of one token a prompt costs as much as decodes
             prompts_s = sum(
                 costs.prefill_per_token_s * r.prompt_tokens + costs.prefill_per_pair_s * r.prompt_tokens**2
                 for r in requests
@@ -83,7 +84,7 @@ def _num_batches(problem: OptimalProblem, simple: OptimalSchedule) -> int:
             settled_s = max((r.arrival_s + r.slo_ttft_s for r in requests if r.slo_ttft_s < math.inf), default=0)
         else:
             settled_s = simple.objective + last_s
-        # ... and what may come after it: no more than each request once more from the start.
+        # ... and the batches that may come after it: at most those of each request once more from the start.
         tail = 0
         if problem.objective in ("slo", "ttft"):
             prompts_s = 0.0
@@ -106,7 +107,7 @@ def _least_batch_s(problem: OptimalProblem) -> float:
 
 
 def _simple_bound(problem: OptimalProblem) -> float:
-    """Return a bound on the objective without a solver, as each token of a request takes a batch."""
+    """Return a bound on the objective without a solver, because each token of a request takes a batch."""
     least_s, requests = _least_batch_s(problem), problem.requests
     if problem.objective == "slo":
         return float(len(requests))
@@ -141,7 +142,7 @@ def solve_optimal(
     time_limit_s: float | None = None,
     starts: Sequence[OptimalSchedule] = (),
 ) -> OptimalSchedule:
-    """Return an optimal schedule, or the best one found within the time limit with a bound.
+    """Return an optimal schedule, or the best schedule found within the time limit, with a bound.
 
     Args:
         problem: the problem.
@@ -192,7 +193,7 @@ def find_better(
         problem: the problem.
         than: schedule of the problem to compare with.
         by: required improvement. 0.1 means at most 0.9 times the latency or sum, or for "slo" at least 1.1 times as
-            many first tokens in time.
+            many first tokens on time.
         time_limit_s: time limit of the search in seconds; None: no limit.
 
     Returns:
@@ -250,7 +251,7 @@ def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) ->
     for i, request in enumerate(problem.requests):
         classes.setdefault(request, []).append(i)
     graphs: dict[OptimalRequest, list[Arc]] = {}
-    num_batches = max(r.output_tokens for r in classes)  # at least
+    num_batches = max(r.output_tokens for r in classes)  # a lower bound
     for request in classes:
         graphs[request] = arcs_of(problem, request)
         _check_size(graphs, num_batches)
@@ -270,7 +271,7 @@ def _make_program(problem: OptimalProblem, starts: Sequence[OptimalSchedule]) ->
     _check_size(graphs, num_batches)
 
     program = LinearProgram()
-    # Times are scaled to around 100 in all: HiGHS works with absolute tolerances.
+    # Times are scaled to about 100 in total: HiGHS works with absolute tolerances.
     span_s = max(simple.latency_s, 1e-12)
     scale = 100.0 / span_s
     costs = dataclasses.replace(
@@ -305,8 +306,8 @@ def _check_size(graphs: dict[OptimalRequest, list[Arc]], num_batches: int) -> No
     size = num_batches * sum(map(len, graphs.values()))
     if size > MAX_VARIABLES:
         raise ConfigError(
-            f"the program needs {size:,} variables or more (over {num_batches} batches), the limit is "
-            f"{MAX_VARIABLES:,}: fewer or shorter requests, or larger chunks or none"
+            f"the program needs {size:,} variables or more (over {num_batches} batches), but the limit is "
+            f"{MAX_VARIABLES:,}: use fewer or shorter requests, or larger or no chunks"
         )
 
 
@@ -439,7 +440,7 @@ def _add_objective(
         for time, *_ in times:
             program.cost[time] = 1.0
         return
-    # end_j: Acc_j of the paper with the waiting before the batch in it.
+    # end_j: Acc_j of the paper, plus the waiting time before the batch.
     ends = [program.column(np.inf, integer=False) for _ in times]
     for j, (time, *_) in enumerate(times):
         program.at_most({ends[j]: -1.0, time: 1.0} | ({ends[j - 1]: 1.0} if j else {}), 0)

@@ -25,7 +25,7 @@ def _unified(name: str, source: str, summary: str, **settings: Any) -> dict[str,
 
 def _eviction_free(name: str, **settings: Any) -> dict[str, PolicyMaker]:
     """Return the eviction-free variant of a configuration of Table 1, which reserves prompt and output on admission."""
-    summary = f"`{name}` without evictions: room for prompt and output is reserved on admission"
+    summary = f"`{name}` without evictions: memory for prompt and output is reserved on admission"
     return _unified(f"{name}-ef", "InferMax §4.4", summary, reserve="all", **settings)
 
 
@@ -53,7 +53,7 @@ POLICIES: dict[str, PolicyMaker] = {
     "fcfs-hybrid": PolicyMaker(
         FcfsHybridPolicy,
         source="Apt-Serve Table 5, its released code",
-        summary="`fcfs` whose oldest requests turn hidden when blocks run out, up to 7,200 tokens in all, before any "
+        summary="`fcfs` whose oldest requests turn hidden when blocks run out, up to 7,200 tokens in total, before any "
         "request is evicted",
     ),
     "random": PolicyMaker(RandomPolicy, source="Apt-Serve §3.2", summary="`fcfs` in random order, from `--seed`"),
@@ -81,7 +81,7 @@ POLICIES: dict[str, PolicyMaker] = {
         QoServePolicy,
         source="QoServe (Niyama), ASPLOS'26, arXiv 2503.22562",
         summary="all decodes, chunks as large as their slack allows, prompts by deadline and length; requests that "
-        "cannot be in time go last",
+        "cannot be on time go last",
     ),
     **_unified("sarathi-pc", "InferMax Table 1", "`sarathi` with chunks of up to 4096 tokens", prefill_tokens=4096),
     **_unified("sarathi-nocp", "InferMax Table 1", "decodes first in mixed steps, whole prompts", **_WHOLE_PROMPTS),
@@ -108,7 +108,7 @@ POLICIES: dict[str, PolicyMaker] = {
     **_unified(
         "rank-i",
         "InferMax §4.6",
-        "shortest prompt first over all, waiting ones evict longer ones",
+        "shortest prompt first over all; waiting requests evict longer ones",
         first="nobody",
         order="input",
     ),
@@ -116,7 +116,7 @@ POLICIES: dict[str, PolicyMaker] = {
     **_unified(
         "rank-org",
         "InferMax §4.6",
-        "no group first: one group by arrival, the switches of `rank-i` and `rank-o`",
+        "no group first: one group by arrival, with the options of `rank-i` and `rank-o`",
         first="nobody",
     ),
     **_unified(

@@ -39,7 +39,7 @@ class BrosPaperPolicy(BrosAnyPolicy):
     ends its class's part of the step (6 to 12, 18 to 32). Prompts are not shortened to fit the time, and no blocks are
     reserved. Best-effort requests are ordered only by M^cpu (17). If they have no more blocks, the real-time requests
     with the most remaining time are preempted, also for waiting requests (§5.2). The first real-time request always
-    runs, as otherwise no request would run after a missed deadline; while it is late it runs alone.
+    runs, because otherwise no request would run after a missed deadline; while it is late it runs alone.
 
     Args:
         token_group: see `BrosPolicy`.
@@ -71,7 +71,7 @@ class BrosPaperPolicy(BrosAnyPolicy):
         found = _until(np.cumsum(asked.need) <= reach, np.cumsum(~holds) <= slots)
         step, cut, _ = self._fit(view, asked.take(found), 0, limit_s)
         short = int(step.need.sum()) - view.free_blocks
-        if shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
+        if shared_groups(view, step, short)[1] == 0:  # the groups that can be taken suffice
             short = 0
         rest = asked.rows[holds & ~among(view, asked.rows, step.rows)]
         victims = np.concatenate([theirs[::-1], rest[::-1]])
@@ -106,6 +106,6 @@ class BrosPaperPolicy(BrosAnyPolicy):
 
 
 def _until(*ok: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Return the indices before the first one at which any of `ok` is False."""
+    """Return the indices before the first index at which any of `ok` is False."""
     all_ok = np.logical_and.reduce(ok)
     return np.arange(all_ok.size if all_ok.all() else all_ok.argmin())

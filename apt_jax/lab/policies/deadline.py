@@ -48,7 +48,7 @@ def _with_blocks(
         rows: (n,) rows of the step; the blocks of waiting rows are free in addition to those of all running rows.
         num_tokens: (n,) tokens of each row.
         kind: (n,) cache kind of each row.
-        stay: all running rows; the last one is preempted first.
+        stay: all running rows; the last is preempted first.
     """
     table = view.table
     of_row = np.zeros(table.capacity, np.int32)
@@ -56,7 +56,7 @@ def _with_blocks(
     num = num_that_fit(view, stay, of_row[stay])
     if num == stay.size:
         return step_plan(view, rows, num_tokens, kind, stay[:0])
-    if not of_row[stay[:num]].any():  # those that stay were not in the step: now they are
+    if not of_row[stay[:num]].any():  # the rows that stay were not in the step: add them
         of_row[stay] = share_tokens(view.remaining(stay), view.max_num_batched_tokens)
         num = num_that_fit(view, stay, of_row[stay])
     kept = stay[:num]
@@ -68,7 +68,7 @@ def _prompts(
 ) -> tuple[Rows, NDArray[np.int32], NDArray[np.int8]]:
     """Return the prompts that may run: all of `partial`, and the longest prefix of `waiting` that fits the free blocks.
 
-    Free are the blocks that neither `decoding` needs in this step nor `partial` for its whole prompts.
+    Blocks count as free if neither `decoding` needs them in this step nor `partial` for its whole prompts.
 
     Returns:
         The rows, the tokens that each has left to compute, and their kinds.
@@ -93,7 +93,7 @@ class FairBatchingPolicy:
 
     1. *Deadlines*: output token j is due at arrival + TTFT + j * TBT, so a request that got tokens early has slack.
     2. *Time of a step*: it is max(least slack of the decodes, least TBT of the decodes), so that the most urgent decode
-       is in time and steps are long enough to be efficient. The cost model, which is linear in new and in cached
+       is on time and steps are long enough to be efficient. The cost model, which is linear in new and in cached
        tokens, predicts the time.
     3. *Batch*: urgent decodes (slack below that time plus the least TBT) come first, then prompts, then other decodes,
        each group by slack, as long as the predicted time stays within the time of the step. The prompt at the limit
@@ -169,7 +169,7 @@ class FairBatchingPolicy:
         if num < prompts.stop:
             cut = num_tokens[num]
             num_tokens[max(num, 1) : prompts.stop] = 0
-            if num >= prompts.start:  # as much of that prompt as there is time for
+            if num >= prompts.start:  # the largest chunk of that prompt that fits the time
                 low, high = (min(self.LEAST_CHUNK, int(cut)) if num == 0 else 0), int(cut)
                 through = slice(0, num + 1)
                 while low < high:
@@ -177,7 +177,7 @@ class FairBatchingPolicy:
                     needed_s = costs.step_s(num_tokens[through], start[through], kind[through])
                     low, high = (middle, high) if needed_s <= time_s else (low, middle - 1)
                 num_tokens[num] = low
-        # Other decodes, in what is left.
+        # Other decodes, in the time left.
         tail = np.arange(prompts.stop, rows.size)
         if tail.size:
             inside = np.concatenate([np.flatnonzero(num_tokens[head]), tail])
@@ -193,14 +193,14 @@ class FairBatchingPolicy:
 class QoServePolicy:
     """QoServe, first called Niyama: chunks as large as the slack allows (Goel et al., ASPLOS'26, arXiv 2503.22562).
 
-    * *Dynamic chunks*. All decodes run, and their least slack bounds the step: its total size is the largest one in
-      `SIZES` whose predicted time, times `MARGIN`, is within the slack. Prompts get the tokens of that size that
-      decodes leave. A decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
+    * *Dynamic chunks*. All decodes run, and their least slack bounds the step: its total size is the largest in `SIZES`
+      whose predicted time, times `MARGIN`, is within the slack. Prompts get the tokens of that size that decodes leave.
+      A decode is due at arrival + max(TTFT objective, actual TTFT) + (tokens so far) * TBT.
     * *Hybrid priority* of prompts: they are ordered by arrival + TTFT objective + alpha * (tokens left to compute), a
       mixture of earliest deadline first (alpha = 0) and shortest remaining prompt first. Partly computed and waiting
-      prompts are in one order, so a more urgent prompt can interrupt another one, which keeps its cache. Decodes are
-      never interrupted (selective preemption).
-    * *Eager relegation*: a request that has no token yet and can no longer be in time, at the recent rate of prompt
+      prompts are in one order, so a more urgent prompt can interrupt another, which keeps its cache. Decodes are never
+      interrupted (selective preemption).
+    * *Eager relegation*: a request that has no token yet and can no longer be on time, at the recent rate of prompt
       tokens per second (a moving average), comes after all other requests from then on.
 
     The rules are those of the paper; sizes, margin, alpha = 8 ms per token and the weight of the average are those of
@@ -208,15 +208,15 @@ class QoServePolicy:
     cover, and differences due to the engine:
 
     * Objectives are TTFT and TBT. The paper's tiers with an objective for the last token, and relegation by hints about
-      importance, are not implemented. A best-effort request has no deadline and comes after all requests that can be in
+      importance, are not implemented. A best-effort request has no deadline and comes after all requests that can be on
       time.
     * As in the authors' scheduler, a step has the largest size if there are no decodes, and the smallest if there is no
       slack. With few free blocks the sizes end at 512; in pools smaller than `FEW_TOKENS`, such as that of OPT-13B on
       40 GB, this is always the case.
     * The authors' engine reserves memory for a prompt when it starts and preempts no request. Here a waiting prompt
       starts if its blocks are free in addition to the blocks that running requests still need for their prompts. If
-      decodes do not fit, running requests lose their cache: relegated ones first, then the latest arrivals. A preempted
-      request that has tokens is due TBT after its last token and is not relegated.
+      decodes do not fit, running requests lose their cache: relegated requests first, then the latest arrivals. A
+      preempted request that has tokens is due TBT after its last token and is not relegated.
 
     Starvation: relegated requests wait as long as others fill the engine, by design.
 
@@ -282,7 +282,7 @@ class QoServePolicy:
             self._tokens_per_s += (1 - self.OLD_WEIGHT) * (new - self._tokens_per_s)
 
     def _relegate(self, view: SchedulerView) -> None:
-        """Mark waiting requests that can no longer be in time."""
+        """Mark waiting requests that can no longer be on time."""
         table, waiting = view.table, view.waiting
         self._relegated.new(table, waiting)
         work_s = view.remaining(waiting) / self._tokens_per_s
@@ -298,7 +298,7 @@ class QoServePolicy:
     def _chunk(self, view: SchedulerView, decoding: Rows, due_s: NDArray[np.float64], prompts: Rows) -> int:
         """Return the number of prompt tokens of this step.
 
-        It is the largest size with which `decoding` rows are in time, minus the number of these rows.
+        It is the largest size with which `decoding` rows are on time, minus the number of these rows.
         """
         table = view.table
         per_group, size = int(view.blocks_per_group[KV]), int(view.block_sizes[KV])
@@ -321,8 +321,8 @@ class QoServePolicy:
         return max(min(chosen, view.max_num_batched_tokens) - decoding.size, 0)
 
     def _due_s(self, view: SchedulerView, decoding: Rows) -> NDArray[np.float64]:
-        """Return the (n,) deadlines in seconds of the next tokens of decodes, counted from a late first token if
-        any."""
+        """Return the (n,) deadlines in seconds of the next tokens of decodes, counted from the first token if it was
+        late."""
         table = view.table
         new = self._first_s.new(table, decoding)
         self._first_s.values[decoding[new]] = view.now_s

@@ -15,8 +15,8 @@ from apt_jax.sched.view import Plan, SchedulerView
 class FastGenPolicy:
     """Runs decodes first, then prompts in order of arrival, until the token budget is used up exactly.
 
-    Long prompts are split over steps, and short ones are combined, the last one being split too, so that each step has
-    exactly `budget` tokens as long as there is work ("even short prompts may be decomposed to ensure the budget is
+    Long prompts are split over steps, and short prompts are combined and the last of them split too, so that each step
+    has exactly `budget` tokens as long as there is work ("even short prompts may be decomposed to ensure the budget is
     precisely met").
 
     Differences from `sarathi` (`UnifiedPolicy`), following the published scheduler of DeepSpeed-MII:
@@ -61,7 +61,7 @@ class FastGenPolicy:
         growth = held_blocks_for(view, decoding, table.num_tokens[decoding])
         growth -= table.num_blocks[decoding]
         if int(growth.sum()) > free:
-            # Kinds grow by different numbers of blocks: a later one may fit where an earlier one does not.
+            # Kinds grow by different numbers of blocks: a later row may fit if an earlier row does not.
             fits = np.ones(decoding.size, np.bool_)
             left = free
             for i in np.flatnonzero(growth).tolist():
@@ -92,7 +92,7 @@ class FastGenPolicy:
             num_tokens.append(length)
             kinds.append(kind)
         else:
-            # After a preemption no new request is admitted: the caches were dropped for those that run.
+            # After a preemption no new request is admitted: caches were dropped for the sake of running requests.
             slots = 0 if preempt.size else view.max_num_seqs - view.running.size
             if budget > 0 and slots > 0 and view.waiting.size:
                 self._start(view, view.waiting[:slots], budget, free, rows, num_tokens, kinds)

@@ -1,4 +1,4 @@
-"""First come, first served on the hybrid cache, as released by Apt-Serve's authors besides their greedy policy
+"""First come, first served on the hybrid cache, as released by Apt-Serve's authors together with their greedy policy
 (Apt-Serve Table 5)."""
 
 import dataclasses
@@ -33,10 +33,10 @@ class FcfsHybridPolicy:
       recompute within one step. They are recomputed in their own prefill step, before any other request.
     * If no request can change its kind, the latest arrival is evicted, and starts again with KV.
 
-    Differences from the released code: There a request is recomputed in the same iteration that changes its kind. A
-    `Plan` cannot run a request that it preempts, so here the others decode in that iteration, and the prefill follows
-    in the next. And admission of a request does not change others to the hidden kind; the released code can do this,
-    but with a limit of 0 tokens that is never raised.
+    Differences from the released code: in the latter, a request is recomputed in the same iteration that changes its
+    kind. A `Plan` cannot run a request that it preempts, so here the others decode in that iteration, and the prefill
+    follows in the next. Also, admission of a request does not change others to the hidden kind; the released code can
+    do this, but with a limit of 0 tokens that is never raised.
 
     If only one kind is offered, it acts like `FcfsPolicy`.
 
@@ -54,13 +54,13 @@ class FcfsHybridPolicy:
         self.max_hidden_tokens = max_hidden_tokens
         self.converts = convert
         self._fcfs = FcfsPolicy()
-        self._turned: dict[int, int] = {}  # rank by row of requests that are to come back hidden
+        self._turned: dict[int, int] = {}  # rank by row of requests to be recomputed as hidden
 
     def schedule(self, view: SchedulerView) -> Plan:
         if not (view.kinds[KV].offered and view.kinds[HIDDEN].offered):
             return self._fcfs.schedule(view)
         turned = self._still_turned(view)
-        if self._turned:  # nobody takes the room that was made for them
+        if self._turned:  # their freed blocks go to no other request
             plan = self._recompute(view, turned)
             if plan.rows.size:
                 return plan
@@ -73,7 +73,8 @@ class FcfsHybridPolicy:
         return plan
 
     def _still_turned(self, view: SchedulerView) -> Rows:
-        """Return the waiting rows that will be recomputed as hidden, and forget rows that have been or have ended."""
+        """Return the waiting rows that will be recomputed as hidden, and forget rows that were recomputed or have
+        ended."""
         table = view.table
         self._turned = {
             row: rank
@@ -109,7 +110,7 @@ class FcfsHybridPolicy:
         oldest = oldest[: int(np.searchsorted(all_tokens, most, side="right"))]
         if not oldest.size:
             return None
-        # What is lacking falls by a turn's gain, and by its own next position.
+        # Each request that turns hidden reduces the lacking blocks by its gain and by its own next position.
         lacking = int(growth.sum()) - view.free_blocks
         gain = np.cumsum(held[oldest] - hidden[oldest] + growth[oldest])
         oldest = oldest[: int(np.searchsorted(gain, lacking)) + 1]

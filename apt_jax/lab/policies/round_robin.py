@@ -16,8 +16,8 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 QUANTUM_TOKENS = 16
-"""Minimum number of tokens that a request gets since its last start before a class without cache may preempt it;
-otherwise two requests that need more than half of the pool would only preempt each other."""
+"""Minimum number of tokens that a request must have had since its last start before a class without cache may preempt
+it; otherwise two requests that need more than half of the pool would only preempt each other."""
 
 
 class RoundRobinPolicy:

@@ -21,8 +21,8 @@ from apt_jax.sched.view import Plan, SchedulerView
 class TgiPolicy:
     """Serves requests by arrival and reserves memory for prompt and output on admission, so it never evicts a request.
 
-    BROS names TGI as a baseline (§7.1) but does not describe its scheduler. This one follows the documentation of TGI's
-    launcher and the order of steps of its version 3 router without prefix caching:
+    BROS names TGI as a baseline (§7.1) but does not describe its scheduler. This policy follows the documentation of
+    TGI's launcher and the order of steps of its version 3 router without prefix caching:
 
     * An iteration is a prefill of new requests or a decode of all running requests, never both.
     * Requests are admitted by arrival as long as they fit: prompts within `max_batch_prefill_tokens`, and blocks for
@@ -100,7 +100,7 @@ class TgiPolicy:
         blocks = np.cumsum(start_blocks_for(view, waiting, final.astype(np.int32), kind))
         tokens = np.cumsum(view.remaining(waiting, kind))
         num = int(np.searchsorted(blocks, room, side="right"))
-        if tokens[0] <= view.max_num_batched_tokens:  # else the first one is computed in chunks
+        if tokens[0] <= view.max_num_batched_tokens:  # else the first is computed in chunks
             num = min(num, int(np.searchsorted(tokens, view.max_num_batched_tokens, side="right")))
         else:
             num = min(num, 1)

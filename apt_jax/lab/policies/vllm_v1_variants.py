@@ -12,14 +12,14 @@ class LeastComputedPolicy(VllmV1Policy):
     """`vllm-v1` that preempts the request with the fewest computed tokens (vllm-project/vllm#54644).
 
     The cost of a preemption is the recomputation of the computed tokens, so the request with the fewest is preempted
-    first, among equal ones the latest arrival. It may be the request that needs blocks, or one that already has tokens
-    of this step, which go back to the budget.
+    first, among equal requests the latest arrival. It may be the request that needs blocks, or a request that already
+    has tokens of this step, which then return to the budget.
 
     Differences from vLLM: its loop ends when the visited request itself is preempted; here later requests still run. A
     preempted request keeps its place by arrival; vLLM puts it before all waiting requests.
 
     Starvation: the oldest request can be preempted again and again, as long as later requests have computed more
-    tokens. It is the first to be admitted whenever there is room.
+    tokens. It is the first to be admitted whenever enough blocks are free.
     """
 
     def __init__(self, name: str = "least-computed", budget: int = BUDGET, reserve: float | None = None) -> None:
@@ -29,7 +29,7 @@ class LeastComputedPolicy(VllmV1Policy):
         plan = super().schedule(view)
         if not plan.preempt.size:
             return plan
-        # Tokens of those that were preempted go to those behind them, as far as their blocks are there.
+        # Tokens of preempted requests go to later requests, as far as there are blocks for them.
         kept = view.running[~np.isin(view.running, plan.preempt)]
         budget = min(self.budget, view.max_num_batched_tokens)
         num_tokens = self._shared(view, kept, budget)
@@ -50,10 +50,10 @@ class LeastComputedPolicy(VllmV1Policy):
 class HrrnPolicy(VllmV1Policy):
     """`vllm-v1` with admission by highest response ratio next, as added to SGLang (sgl-project/sglang#32911).
 
-    Waiting requests are admitted by falling ratio of age to work. The work is the number of prompt tokens that are not
-    cached. The age is measured in prompt tokens too: the number that the engine has computed since the request arrived.
-    So short prompts come first, but the ratio of a long one rises while others are served, and no request starves.
-    Requests with equal ratios are admitted by arrival.
+    Waiting requests are admitted in decreasing order of the ratio of age to work. The work is the number of prompt
+    tokens that are not cached. The age is measured in prompt tokens too: the number that the engine has computed since
+    the request arrived. So short prompts come first, but the ratio of a long prompt rises while others are served, and
+    no request starves. Requests with equal ratios are admitted by arrival.
 
     Differences from SGLang: there a step is either a prefill or a decode, and more than 128 waiting requests are
     admitted by arrival (`first_come_above`), because matching and sorting them is slow there.
@@ -103,17 +103,17 @@ class VtcPolicy(VllmV1Policy):
     """`vllm-v1` with fair admission between tenants by a Virtual Token Counter (Sheng et al., OSDI'24).
 
     Each tenant has a counter of the service it has received, by default 1 per prompt token and 2 per output token. The
-    next request to be admitted is the first one of the waiting tenant with the lowest counter; its prompt is counted
-    immediately (Algorithm 2). A tenant cannot save up service while it has no requests in the queue: when it comes
-    back, its counter is raised to the lowest counter of the waiting tenants or, if no tenant waits, to the counter of
-    the tenant that left the queue last. The difference of service between two tenants that always wait is bounded
-    (Theorem 4.4).
+    next request to be admitted is the first request of the waiting tenant with the lowest counter; its prompt is
+    counted immediately (Algorithm 2). A tenant cannot save up service while it has no requests in the queue: when it
+    comes back, its counter is raised to the lowest counter of the waiting tenants or, if no tenant waits, to the
+    counter of the tenant that left the queue last. The difference in service between two tenants that always have
+    waiting requests is bounded (Theorem 4.4).
 
     A tenant is the key that a request came with (`EngineRequest.tenant`); all requests without a key are one tenant.
     With a single tenant the policy acts like `vllm-v1`. `apt-jax simulate --tenants N` draws tenants.
 
     Preemption is not covered by the paper, whose engine reserves the longest output and preempts no request: here
-    recomputation is not counted again, as the tenant did not ask for it, and a preempted request does not raise a
+    recomputation is not counted again, because the tenant did not ask for it, and a preempted request does not raise a
     counter.
 
     Args:
@@ -189,7 +189,8 @@ class VtcPolicy(VllmV1Policy):
         tenant = table.tenant.take(waiting)
         cost = self.input_weight * table.prompt_len.take(waiting)
         cost[self._counted.values[waiting]] = 0.0
-        # The counter of its tenant when its turn comes: of tenants with rising counters the least one is always next.
+        # Value of its tenant's counter when the request's turn comes: counters only rise, and the lowest is always
+        # next.
         by_tenant = np.argsort(tenant, kind="stable")
         tenant, cost = tenant[by_tenant], cost[by_tenant]
         before = np.cumsum(cost) - cost

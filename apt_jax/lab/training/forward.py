@@ -4,9 +4,9 @@ It takes the parameters that the engine serves, in their layout and with its rou
 dtype and accumulate in float32; the residual stream, norms and softmax are float32. Two things make it fast:
 
 * Gradients are rounded to that dtype before they are multiplied. The automatic gradient of a product with a float32
-  result would multiply float32, which 16-bit matrix units do not take.
+  result would multiply in float32, which 16-bit matrix units cannot do.
 * Queries attend in blocks, each to the keys up to its own end, and within its window. Attention weights are recomputed
-  for the gradient instead of kept.
+  for the gradient instead of being kept.
 """
 
 import functools
@@ -28,7 +28,7 @@ from apt_jax.ops.linear import activate, apply_rope, dot, rms_norm_heads
 from apt_jax.ops.weights import NormParams
 
 _QUERY_BLOCK = 64
-_MOST_BLOCKS = 8  # more only make the program longer
+_MOST_BLOCKS = 8  # more blocks only make the program longer
 
 
 @jax.custom_vjp
@@ -61,7 +61,7 @@ def _dense(
     activation: str | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "T O"]:
-    """`ops.linear.dense` with the gradient of `_product`."""
+    """Compute `ops.linear.dense` with the gradient of `_product`."""
     out = _product(x.astype(w.dtype), w)
     if bias is not None:
         out = out + bias.astype(jnp.float32)[None, :]
@@ -77,8 +77,8 @@ def _attend_block(
     scale: float,
     rules: LogitModifiers,
 ) -> Float[Array, "B K T G H"]:
-    """Attention of queries whose first has position `first_query` among the keys; attention weights are rounded to the
-    dtype of the queries."""
+    """Compute attention of queries, the first of which has position `first_query` among the keys; attention weights are
+    rounded to the dtype of the values."""
     rows = q.reshape(*q.shape[:2], -1, q.shape[-1])
     scores = _product(rows, k).reshape(*q.shape[:4], k.shape[2]) * scale
     if rules.softcap is not None:
@@ -98,7 +98,7 @@ def _attend_block(
 def _attend(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], scale: float, rules: Any
 ) -> Float[Array, "B T NH"]:
-    """Causal attention of whole sequences by a layer's score rules: `LogitModifiers`, or None for plain scores."""
+    """Compute causal attention of whole sequences; `rules`: the layer's `LogitModifiers`, or None."""
     batch, length, num_heads, head_dim = q.shape
     rules = LogitModifiers() if rules is None else rules
     q = q.reshape(batch, length, k.shape[2], -1, head_dim).swapaxes(1, 2)
@@ -121,8 +121,8 @@ def _self_attention(
     layer: int,
     length: int,
 ) -> Float[Array, "BT D"]:
-    """Attention of each token of a layer to itself and the tokens before it, within sequences of `length` tokens;
-    float32."""
+    """Compute attention of each token of a layer to itself and the tokens before it, within sequences of `length`
+    tokens; float32."""
 
     def project(w: Array, b: Array | None, norm: Array | None, *, turns: bool) -> Array:
         out = apply_dense(x, w.reshape(-1, w.shape[2]), None if b is None else b.reshape(-1), _dense)
@@ -179,7 +179,8 @@ def _layer(
 
 
 def _rotation(rope: RopeConfig | None, positions: Int32[Array, " BT"]) -> tuple[Array, Array] | None:
-    """Cosines and sines (BT, HALF) of the rotation of queries and keys, with `attention_factor`; None: no rotation."""
+    """Return cosines and sines (BT, HALF) of the rotation of queries and keys, with `attention_factor`; None: no
+    rotation."""
     angles = rotary_angles(rope, positions)
     if rope is None or angles is None:
         return None
@@ -195,12 +196,12 @@ def training_logits(
     dtype: Any = None,
     remat: bool = False,
 ) -> Float[Array, "B T V"]:
-    """Scores of the next token after each position; differentiable by the parameters.
+    """Return the scores of the next token after each position; differentiable with respect to the parameters.
 
     Args:
         params: parameters as `load_model` returns them, with no quantized matrices.
         tokens: token ids of sequences of one length. Pad shorter sequences at their end, with any token: no position
-            sees a later one. Leave the scores of padding out of the loss.
+            sees a later position. Leave the scores of padding out of the loss.
         positions: positions of the tokens, consecutive in each sequence; None: from 0 on.
         dtype: dtype to which the parameters are rounded first: bfloat16 with float32 parameters is mixed-precision
             training. None: no rounding.

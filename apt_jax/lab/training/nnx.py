@@ -1,4 +1,4 @@
-"""Conversion of a model's parameters to a flax NNX module and back, so that a model trained in JAX can be served.
+"""Conversion of a model's parameters to a flax NNX module and back, for serving a model that was trained in JAX.
 
 `to_nnx` and `from_nnx` copy no array: values, dtypes and shardings are unchanged. Names are those of
 `params.param_names`: ``module.layers[3].wq`` is the leaf ``layers.3.wq``, and a parameter that the model does not have
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def to_nnx(params: ModelParams, config: ModelConfig, *, dtype: Any = None, remat: bool = False) -> "Decoder":
-    """The NNX module of a loaded model.
+    """Return the NNX module of a loaded model.
 
     Args:
         params: parameters as `load_model` returns them: not quantized, and not from a running engine, which lays them

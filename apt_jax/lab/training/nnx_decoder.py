@@ -62,7 +62,7 @@ class Decoder(_Part):
     def __call__(
         self, tokens: Int32[Array | np.ndarray, "B T"], positions: Int32[Array | np.ndarray, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
-        """Scores of the next token after each position.
+        """Return the scores of the next token after each position.
 
         Args:
             tokens, positions: see `training_logits`.

@@ -12,7 +12,7 @@ from apt_jax.models.params import ModelParams, param_names
 
 
 def from_nnx(state_or_module: Any, config: ModelConfig) -> ModelParams:
-    """The parameters of a module from `to_nnx`, for `LLM(..., params=...)`.
+    """Return the parameters of a module from `to_nnx`, for `LLM(..., params=...)`.
 
     Args:
         state_or_module: the module, its `nnx.state`, or that state as nested dictionaries of arrays, as

@@ -40,8 +40,8 @@ _IN_LAYER = {
 
 
 def slopes(num_heads: int) -> tuple[float, ...]:
-    """ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) if the number of heads is a power of two; otherwise the heads
-    beyond the last power take every other slope of the next one."""
+    """Return ALiBi's slopes (Press et al., 2022): 2^(-8 i / n) if the number of heads is a power of two; otherwise the
+    heads beyond the largest power of two take every other slope of the next power."""
     power = 2 ** math.floor(math.log2(num_heads))
     first = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     rest = [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (num_heads - power), 2)]
@@ -77,7 +77,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     del config
     field, index = split_leaf(leaf)
     if field in ("wq", "wk", "wv", "bq", "bk", "bv"):
@@ -88,7 +88,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    """Return a tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
     return name.removeprefix("transformer.")
 
 

@@ -1,4 +1,4 @@
-"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norm scales stored less one, the tanh form of GELU,
+"""Gemma 1 (Gemma Team, 2024): Llama with scaled token embeddings, norm scales stored minus one, the tanh form of GELU,
 heads of width 256, and tied embeddings."""
 
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ from apt_jax.models.known_fields import LLAMA_FIELDS
 def gemma_config(
     fields: Mapping[str, Any], family: str, max_len: int | None, activation: str, **more: Any
 ) -> ModelConfig:
-    """A `ModelConfig` of the layout that Gemma 1 and 2 share.
+    """Return the `ModelConfig` of a model with Gemma's layout.
 
     Args:
         activation: name of the field that holds the activation.
-        more: fields of `ModelConfig` in which the two differ.
+        more: fields of `ModelConfig` in which the versions of Gemma differ.
     """
     get = ConfigFields(fields)
     chosen = get.choice(activation, "gelu_pytorch_tanh", ACTIVATIONS)
     if activation == "hidden_act" and chosen == "gelu":
-        chosen = "gelu_tanh"  # the first releases said gelu and meant this
+        chosen = "gelu_tanh"  # the first releases name gelu but use the tanh form
     return base_config(
         fields, family, max_len, head_dim=256, tie_embeddings=True, tokens=(2, 1, 0),
         default_activation="gelu_pytorch_tanh",

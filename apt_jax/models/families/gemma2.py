@@ -42,7 +42,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     del config
     return whole(leaf, shape, TOP_LEVEL, _IN_LAYER, "layers.{}.")
 

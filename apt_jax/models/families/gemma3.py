@@ -44,15 +44,16 @@ _ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_bas
 
 
 def _rope_fields(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The fields of a model whose layers are all of the given kind, with only the rotary fields of that kind."""
+    """Return the configuration's fields with the rotary fields of one kind of layer only, as if all layers were of that
+    kind."""
     given = fields.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(not isinstance(v, Mapping | None) for v in given.values()):
         raise ModelLoadError(
-            f"config.json: rope_parameters={given!r:.60} must be an object with one for full_attention and one for "
+            f"config.json: rope_parameters={given!r:.60} must be an object that holds one object for full_attention and one for "
             "sliding_attention"
         )
     found = dict(given.get(kind) or {})
-    scaling = fields.get("rope_scaling")  # older configurations: of full layers alone
+    scaling = fields.get("rope_scaling")  # older configurations: only for layers with full attention
     if scaling is not None and kind == "full_attention":
         if not isinstance(scaling, Mapping):
             raise ModelLoadError(f"config.json: rope_scaling={scaling!r:.60} must be an object")
@@ -92,7 +93,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def _text_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """`model_config` of a checkpoint with a vision encoder."""
+    """Return `model_config` of the text model in a checkpoint with a vision encoder."""
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelLoadError(f"config.json: text_config={text!r:.60} must be an object, the fields of the text model")

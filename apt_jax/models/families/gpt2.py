@@ -48,7 +48,7 @@ _IGNORED_TENSORS = re.compile(r"attn\.(bias|masked_bias)$")
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """See `llama.model_config`; `max_len` has no effect, as the position table has a fixed length."""
+    """See `llama.model_config`; `max_len` has no effect, because the position table has a fixed length."""
     del max_len
     get = ConfigFields(fields)
     hidden_size, num_heads, head_dim = get.attention_sizes(
@@ -74,7 +74,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     field, index = split_leaf(leaf)
     flat, d = flat_shape(field, shape), config.hidden_size
     if field in ("bq", "bk", "bv"):
@@ -93,7 +93,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    """Return a tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
     return name.removeprefix("transformer.")
 
 

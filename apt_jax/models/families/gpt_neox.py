@@ -43,7 +43,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     get = ConfigFields(fields)
     hidden_size, num_heads, head_dim = get.attention_sizes("hidden_size", "num_attention_heads")
     vocab_size = get.positive("vocab_size")
-    # Of the rotary fields outside of rope_parameters, this family has names of its own.
+    # Outside of rope_parameters, this family has its own names for the rotary fields.
     others = {k: v for k, v in fields.items() if k not in ("rope_theta", "partial_rotary_factor")}
     rope, max_position = read_rope(
         others, head_dim, theta=get.number("rotary_emb_base", 10_000.0), partial=get.number("rotary_pct", 0.25),
@@ -73,7 +73,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     del config
     field, index = split_leaf(leaf)
     if field in ("wq", "wk", "wv", "bq", "bk", "bv"):
@@ -84,8 +84,8 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefix that depends on the class it was saved from, and with one name for the output
-    head, which has had two."""
+    """Return a tensor name without the prefix that depends on the class it was saved from. Both names of the output
+    head become ``lm_head.weight``."""
     name = name.removeprefix("gpt_neox.")
     return "lm_head.weight" if name == "embed_out.weight" else name
 

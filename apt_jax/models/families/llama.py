@@ -1,5 +1,5 @@
 """Llama 2 and 3 (Touvron et al., 2023; Grattafiori et al., 2024), and models of the same layout: Yi, SmolLM2, and most
-models whose ``config.json`` says ``LlamaForCausalLM``.
+models whose ``config.json`` names ``LlamaForCausalLM``.
 
 RMS norms, rotary embeddings, gated feed-forward layers with SiLU, no biases unless the configuration says so. Mistral,
 Qwen, Phi-3, Gemma and OLMo-2 are variations: their adapters build on `base_config` and `source` of this module.
@@ -56,7 +56,7 @@ def base_config(
     tokens: tuple[int | None, int | None, int | None] = (1, 2, None),
     **more: Any,
 ) -> ModelConfig:
-    """A `ModelConfig` of the Llama layout.
+    """Return a `ModelConfig` of the Llama layout.
 
     Args:
         eps, theta, num_kv_heads, head_dim, tie_embeddings, default_activation: defaults of fields that the
@@ -102,7 +102,7 @@ def base_config(
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """The model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
+    """Return the model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
 
     Args:
         max_len: longest context to serve, in tokens; see `read_rope`.
@@ -114,13 +114,13 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     del config
     return whole(leaf, shape, TOP_LEVEL, IN_LAYER, "layers.{}.")
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefix that depends on the class it was saved from (``model.``)."""
+    """Return a tensor name without the prefix that depends on the class it was saved from (``model.``)."""
     return name.removeprefix("model.")
 
 
@@ -135,7 +135,7 @@ def preset(
     max_position: int,
     **more: Any,
 ) -> dict[str, Any]:
-    """Fields of a published ``config.json``."""
+    """Return the fields of a published ``config.json``."""
     return {
         "architectures": [architecture],
         "vocab_size": vocab_size,
@@ -163,7 +163,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "yi-6b": preset(_LLAMA, 32, 4096, 32, 4, 11008, 64000, 4096, rope_theta=5000000.0, rms_norm_eps=1e-5),
     "yi-6b-200k": preset(_LLAMA, 32, 4096, 32, 4, 11008, 64000, 200000, rope_theta=10000000.0, rms_norm_eps=1e-5),
 }  # fmt: skip
-"""Published sizes by name; the two long-context ones are used in Apt-Serve §6.7."""
+"""Published sizes by name; the two long-context models are used in Apt-Serve §6.7."""
 
 FAMILY = ModelFamily(
     name="llama",

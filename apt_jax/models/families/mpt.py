@@ -26,8 +26,8 @@ _IN_LAYER = {
 
 
 def slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
-    """MPT's slopes: 2^(-bias_max i / n) with n the next power of two; if there are fewer heads than n, the slopes with
-    even i come first."""
+    """Return MPT's slopes: 2^(-bias_max i / n) with n the next power of two; if there are fewer heads than n, the
+    slopes with even i come first."""
     power = 2 ** math.ceil(math.log2(num_heads))
     all_of_them = [2.0 ** (-bias_max * i / power) for i in range(1, power + 1)]
     if power != num_heads:
@@ -77,7 +77,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     field, index = split_leaf(leaf)
     if field in ("wq", "wk", "wv"):
         d = config.hidden_size
@@ -87,7 +87,7 @@ def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
+    """Return a tensor name without the prefix that depends on the class it was saved from (``transformer.``)."""
     return name.removeprefix("transformer.")
 
 

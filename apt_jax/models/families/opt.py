@@ -53,10 +53,10 @@ _IGNORED_TENSORS = re.compile(r"^version$")
 
 
 def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> ModelConfig:
-    """The model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
+    """Return the model shape that a ``config.json`` describes; absent optional fields have Hugging Face's defaults.
 
     Args:
-        max_len: has no effect, as the position table has a fixed length.
+        max_len: has no effect, because the position table has a fixed length.
 
     Raises:
         ModelLoadError: a field is missing, out of range, or asks for something that is not implemented.
@@ -95,8 +95,8 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def constant_leaf(leaf: str, fields: Mapping[str, Any]) -> float | None:
-    """The constant of a leaf that the checkpoint does not store: norms without weights scale by one and add zero. None:
-    the leaf is stored."""
+    """Return the value of a leaf that the checkpoint does not store: norms without weights scale by one and add zero.
+    None: the leaf is stored."""
     if ConfigFields(fields).flag("layer_norm_elementwise_affine", True):
         return None
     if leaf.endswith("norm.scale"):
@@ -105,13 +105,14 @@ def constant_leaf(leaf: str, fields: Mapping[str, Any]) -> float | None:
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
+    """Return the source tensor of a leaf of `param_names`, e.g. ``layers.3.fc1.weight`` for ``layers.3.w_up``."""
     del config
     return whole(leaf, shape, _TOP_LEVEL, _IN_LAYER, "layers.{}.")
 
 
 def strip_prefix(name: str) -> str:
-    """A tensor name without the prefixes that depend on the class it was saved from (``model.``, ``decoder.``)."""
+    """Return a tensor name without the prefixes that depend on the class it was saved from (``model.``,
+    ``decoder.``)."""
     return name.removeprefix("model.").removeprefix("decoder.")
 
 

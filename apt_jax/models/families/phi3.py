@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-3.5 mini and medium, Phi-4 and Phi-4 mini (Abdin et al., 2024): Llama with q, k and v in one tensor, gate
-and up in another, and LongRoPE in the long variants."""
+"""Phi-3 and Phi-3.5 mini and medium, Phi-4 and Phi-4 mini (Abdin et al., 2024): Llama with q, k and v in one tensor,
+gate and up in another, and LongRoPE in the long-context variants."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
     rope = fields.get("rope_scaling") or fields.get("rope_parameters")
     if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
         fields = {k: v for k, v in fields.items() if k not in ("rope_scaling", "rope_parameters")} | {
-            "rope_scaling": {**rope, "rope_type": "longrope"}  # what transformers takes them for
+            "rope_scaling": {**rope, "rope_type": "longrope"}  # as in transformers
         }
     return base_config(
         fields, "phi3", max_len, eps=1e-5, tokens=(1, 32000, 32000), qkv_bias=False, out_bias=False,
@@ -27,7 +27,7 @@ def model_config(fields: Mapping[str, Any], max_len: int | None = None) -> Model
 
 
 def source(leaf: str, shape: tuple[int, ...], config: ModelConfig) -> Source:
-    """Source tensor of a leaf of `param_names`."""
+    """Return the source tensor of a leaf of `param_names`."""
     field, index = split_leaf(leaf)
     q, kv = config.num_heads * config.head_dim, config.lane
     starts = {"wq": 0, "wk": q, "wv": q + kv}

@@ -4,8 +4,8 @@
 weights: names, sizes, offsets, duplicates. `Checkpoint.read` then returns one tensor.
 
 The safetensors format is read here rather than through its library for two reasons: the library maps files into memory,
-so that truncating a file during a read kills the process (SIGBUS), and it accepts a header that names a tensor twice.
-The format: 8 bytes little-endian header length, a JSON header of dtype, shape and byte range per tensor, then the data,
+where truncating a file during a read kills the process (SIGBUS), and it accepts a header that names a tensor twice. The
+format: 8 bytes little-endian header length, a JSON header of dtype, shape and byte range per tensor, then the data,
 which the ranges must cover without gap or overlap.
 """
 
@@ -74,15 +74,15 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """A new array, in the stored dtype or, if the values are quantised, in float32.
+        """Return a tensor as a new array, in the stored dtype or, if the values are quantized, in float32.
 
         Raises:
-            ModelLoadError: the file cannot be read or has become shorter.
+            ModelLoadError: the file cannot be read or was truncated.
         """
         ...
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
-        """The values of a tensor in the order of the file, as flat pieces of a few MiB.
+        """Yield the values of a tensor in the order of the file, as flat pieces of a few MiB.
 
         Raises:
             ModelLoadError: see `read`.
@@ -90,7 +90,7 @@ class Checkpoint(Protocol):
         ...
 
     def arrange(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The joined pieces of `chunks`, in any dtype, in the order and shape of `tensors`; possibly a view of
+        """Return the joined pieces of `chunks`, of any dtype, in the order and shape of `tensors`; possibly a view of
         `values`."""
         ...
 
@@ -100,7 +100,7 @@ class Checkpoint(Protocol):
 
 
 def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """The result of `Checkpoint.read`, joined from `chunks` by `arrange`."""
+    """Return the result of `Checkpoint.read`, joined from `chunks` by `arrange`."""
     values, done = np.empty(0, np.float32), 0
     for chunk in checkpoint.chunks(name):
         if not done:
@@ -111,7 +111,7 @@ def join_chunks(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def format_names(names: Iterable[str], most: int = 3) -> str:
-    """The first `most` names, and the number of further names."""
+    """Format the first `most` names and the number of further names."""
     names = list(names)
     shown = ", ".join(f"{one_line(name):.80}" for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
@@ -148,7 +148,7 @@ def _parse_json(text: bytes, where: str, allowance: int = 0) -> dict[str, Any]:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # undecodable bytes, syntax, integers or nesting beyond any use
+    ) as error:  # undecodable bytes, bad syntax, huge integers, deep nesting
         raise ModelLoadError(f"{where}: not valid JSON ({type(error).__name__}: {one_line(str(error)):.120})") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{where}: must hold a JSON object, not {json_kind(value)}")
@@ -156,8 +156,8 @@ def _parse_json(text: bytes, where: str, allowance: int = 0) -> dict[str, Any]:
 
 
 def file_inside(directory: Path, name: str, named_by: str = "") -> Path:
-    """The path of a file that must lie directly in `directory`; `named_by` tells, for errors, where the name comes
-    from.
+    """Return the path of a file that must lie directly in `directory`; `named_by` is the source of the name, for error
+    messages.
 
     Raises:
         ModelLoadError: the path would be outside `directory` or in a subdirectory.
@@ -181,7 +181,7 @@ def file_inside(directory: Path, name: str, named_by: str = "") -> Path:
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """A JSON object from a file of the model directory.
+    """Read a JSON object from a file of the model directory.
 
     Raises:
         ModelLoadError: the file is missing, unreadable, larger than 32 MiB, too large in memory, or not a JSON object,
@@ -194,7 +194,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     if len(text) > MAX_JSON_BYTES:
-        raise ModelLoadError(f"{path}: larger than {MAX_JSON_BYTES} bytes, which no configuration is")
+        raise ModelLoadError(f"{path}: larger than {MAX_JSON_BYTES} bytes, the limit for a JSON file")
     return _parse_json(text, str(path), allowance=len(text))
 
 
@@ -261,7 +261,7 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def read_bytes(file: io.FileIO, start: int, count: int) -> np.ndarray | None:
-    """Exactly `count` bytes from offset `start`; None: the file is shorter."""
+    """Read exactly `count` bytes from offset `start`; None: the file is shorter."""
     data = np.empty(count, np.uint8)
     file.seek(start)
     done = 0
@@ -311,7 +311,7 @@ class SafetensorsCheckpoint:
             while done < info.num_bytes:
                 piece = read_bytes(file, info.start + done, min(_CHUNK_BYTES, info.num_bytes - done))
                 if piece is None:
-                    raise ModelLoadError(f"{path}: became shorter while it was read, within {name!r:.80}")
+                    raise ModelLoadError(f"{path}: was truncated while it was being read (at {name!r:.80})")
                 done += piece.size
                 yield piece.view(_WEIGHT_DTYPES[info.dtype])
         except OSError as error:
@@ -353,7 +353,7 @@ class TorchCheckpoint:
         }
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # what a damaged pickle raises is anything; it is passed on with the file's name
+        except Exception as error:  # a damaged pickle may raise anything
             raise ModelLoadError(
                 f"{path}: not a PyTorch weights file ({type(error).__name__}: {one_line(str(error)):.120})"
             ) from error
@@ -371,7 +371,7 @@ class TorchCheckpoint:
 
     def read(self, name: str) -> np.ndarray:
         value = self._values[name].contiguous()
-        if self.tensors[name].dtype == "BF16":  # NumPy has no such dtype of its own
+        if self.tensors[name].dtype == "BF16":  # NumPy itself has no such dtype
             return value.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
         return value.numpy().copy()
 
@@ -409,15 +409,17 @@ def _check_index(directory: Path, index_name: str, checkpoint: Checkpoint) -> No
     stored = {name: info.file for name, info in checkpoint.tensors.items()}
     if weight_map != stored:
         wrong = sorted(name for name in weight_map.keys() | stored.keys() if weight_map.get(name) != stored.get(name))
-        raise ModelLoadError(f"{directory / index_name}: does not say where these tensors are: {format_names(wrong)}")
+        raise ModelLoadError(
+            f"{directory / index_name}: has no file or a wrong file for these tensors: {format_names(wrong)}"
+        )
 
 
 @contextlib.contextmanager
 def open_checkpoint(directory: Path, *, allow_pickle: bool) -> Iterator[Checkpoint]:
-    """The weights of a model directory, after all checks that need only their headers.
+    """Open the weights of a model directory after all checks that need only their headers.
 
     Args:
-        allow_pickle: open PyTorch's files, and no others. Otherwise they are never opened, even if the directory has no
+        allow_pickle: open PyTorch's files, and no others. If false, they are never opened, even if the directory has no
             other weights.
 
     Raises:

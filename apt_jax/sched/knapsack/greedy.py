@@ -7,9 +7,9 @@
       |                               |   /                             then fill what is left
       +----------- blocks             +----------- blocks
 
-An increment is an edge of the hull: it leads from one option of a request (or from not running) to the next one, and
-its efficiency is theta = (gain in value) / (added blocks). The paper avoids hidden if KV directly has the better
-efficiency; here this follows from the hull, as hidden then does not lie on it.
+An increment is an edge of the hull: it leads from one option of a request (or from not running) to the next, and its
+efficiency is theta = (gain in value) / (added blocks). The paper avoids hidden if KV directly has the better
+efficiency; here this follows from the hull, because hidden then does not lie on it.
 """
 
 import numpy as np
@@ -33,17 +33,18 @@ def solve_greedy(problem: KnapsackProblem, *, fill: bool = True) -> Schedule:
     1. Options that are larger than the whole capacity or have no positive value are dropped. Otherwise V' might not be
        a solution, and the bound would not hold.
     2. Free options (zero blocks) are taken. The upper hull of each request's remaining options gives its increments.
-    3. Increments are taken by falling efficiency while they fit; the sum of their gains is V. Efficiency falls along a
-       request's hull, so each increment comes after the increments that it builds on. If the first increment that does
-       not fit leads to an option with a greater value V' than V, this option is the solution instead.
-    4. The capacity left is filled with further moves that fit, by efficiency, which only increases the value.
+    3. Increments are taken in order of decreasing efficiency while they fit; the sum of their gains is V. Efficiency
+       falls along a request's hull, so each increment comes after the increments that it builds on. If the first
+       increment that does not fit leads to an option with a greater value V' than V, this option is the solution
+       instead.
+    4. The capacity left is filled with further moves that fit, most efficient first, which only increases the value.
 
     `fill=False` follows the appendix exactly: step 4 is left out, V' is only the gain of the increment, and the
     alternative solution runs its request with the best option that fits (the paper's listing takes KV, which may exceed
     M if the increment leads to the hidden kind).
 
-    Increments of equal efficiency are taken in the order of the requests (first increments before later ones), so the
-    solution of a problem is unique.
+    Increments of equal efficiency are taken in the order of the requests (first increments before later increments), so
+    the solution of a problem is unique.
 
     Differences from the appendix: any number of kinds and zero costs are supported; with `fill`, step 4 is added, and
     V' counts the value of the whole option (the increment may be an upgrade, and its option has a greater value).
@@ -106,7 +107,7 @@ def _increments(
     NDArray[np.float64],
     NDArray[np.float64],
 ]:
-    """Return the edges of all hulls, the first edges of all requests before the second ones.
+    """Return the edges of all hulls, the first edges of all requests before the second edges.
 
     Returns:
         Efficiency, request, column that the edge leads to, gain in value, and added blocks of each edge.
@@ -135,7 +136,7 @@ def _two_kind_edges(
 ) -> list[tuple[NDArray, ...]]:
     """Compute `_hull_edges` for two kinds, the common case: the steeper option first, then the other if it adds value.
 
-    `from_cost` is zero, as hulls start at free options.
+    `from_cost` is zero, because hulls start at free options.
     """
     values = np.maximum(value.T, _NO_VALUE, order="C")
     costs = np.array(cost.T, np.float64, order="C")
@@ -222,7 +223,7 @@ def _steepest(
 
 
 def _falling_until(theta: NDArray[np.float64], blocks: NDArray[np.float64], capacity: int) -> NDArray[np.int64]:
-    """Return indices by falling theta, equal values in their given order.
+    """Return indices that sort theta in decreasing order, with equal values in their given order.
 
     The result may end early, with increments that together take more than `capacity`; then only these are sorted.
     """
@@ -237,10 +238,10 @@ def _falling_until(theta: NDArray[np.float64], blocks: NDArray[np.float64], capa
 
 
 def _falling(theta: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return indices by falling theta, equal values in their given order.
+    """Return indices that sort theta in decreasing order, with equal values in their given order.
 
-    NumPy's default sort is several times faster than its stable one, so runs of equal values are ordered afterwards, by
-    sorting (run, index) as one integer.
+    NumPy's default sort is several times faster than its stable sort, so runs of equal values are ordered afterwards,
+    by sorting (run, index) as one integer.
     """
     order = np.argsort(-theta)
     ordered = theta[order]
@@ -265,8 +266,8 @@ def _fill(
     """Move requests to better options that fit the `left` blocks, changing `kind`, `value` and `cost` in place.
 
     All options are candidates, because an option below the hull may fit if the next corner of the hull does not. Each
-    round takes the steepest move of every request, by falling efficiency, as long as the moves fit together. Requests
-    without a move that fits are not looked at again.
+    round takes the steepest move of every request, most efficient first, as long as the moves fit together. Requests
+    without a move that fits are not considered again.
     """
     room = cost + left
     movable = np.zeros(problem.num_requests, np.bool_)
@@ -278,7 +279,7 @@ def _fill(
             return
         rise = np.subtract(problem.value.take(rows, axis=0).T, value[rows], order="C")
         run = np.subtract(problem.cost.take(rows, axis=0).T, cost[rows], order="C")
-        # A move that costs nothing or gives blocks back comes first.
+        # A move that costs nothing or frees blocks comes first.
         slope = np.where((rise > 0) & (run <= left), rise / np.maximum(run, 1e-9), -np.inf)
         column, at, steepest = _steepest(slope)
         keep = np.flatnonzero(steepest > 0)

@@ -44,21 +44,22 @@ class AptPolicy:
 
     * With equal pending times, or if no request can start in a prefill iteration, the iteration is decode, as in the
       authors' code. If no request decodes, it is prefill.
-    * The candidates of a prefill iteration are the requests of W that can start in it: by falling marginal gain, up to
-      the first one that exceeds the tokens or slots of the step. So kinds are chosen only for requests that start.
+    * The candidates of a prefill iteration are the requests of W that can start in it: in decreasing order of marginal
+      gain, up to the first that exceeds the tokens or slots of the step. So kinds are chosen only for requests that
+      start.
     * A prompt longer than a step is computed in chunks. It counts as part of W, continues before other prompts, and the
       blocks of its whole prompt are set aside in both constraints.
     * A request with a cached prefix costs only the blocks that must be free for it.
 
     Progress needs no further rule: a prefill iteration gives each of its requests a token, and a decode iteration
     either gives a request a token or empties the pool for a prefill. Requests that have violated their objectives only
-    get the capacity that other requests leave, so they may wait as long as the overload lasts, as §6.6 says.
+    get the capacity that other requests leave, so they may wait as long as the overload lasts (§6.6).
 
     Args:
         violation_decay: factor on the value of violated requests (§6.6 uses 0.4); 0: the near-zero constant (§4.2).
         prefill_memory: M of a prefill iteration. "kv", as in Eq. 7: the pool less the size of the keys and values of
             all requests in R, even if they hold the hidden kind. "held": the pool less the blocks that R holds. None:
-            "held" if running requests keep their kinds, as they then never change to keys and values, else "kv".
+            "held" if running requests keep their kinds, because they then never change to keys and values, else "kv".
         count_violated: whether |W| + |R| of Eq. 5 counts violated requests. True, the default: as in the paper. False:
             as in the authors' code, which makes the hidden kind cheaper under overload.
         keep_kind: whether a running request keeps its kind, so that the decode knapsack offers only that kind. Not in
@@ -157,7 +158,7 @@ class AptPolicy:
         tokens: int,
         slots: int,
     ) -> tuple[Rows, NDArray[np.int8]]:
-        """Return the waiting rows that the knapsack chooses, by falling marginal gain, and their kinds."""
+        """Return the waiting rows that the knapsack chooses, in decreasing order of marginal gain, and their kinds."""
         rows = view.waiting
         value = option_values(view, rows, urgent, num_requests, self.violation_decay)
         cost = start_options(view, rows, target_tokens(view, rows, 1))
@@ -220,7 +221,7 @@ class AptPolicy:
     ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """Return (n, num_kinds) values and blocks of running requests.
 
-        Blocks of shared prefixes are not counted with the kind that a request holds.
+        For the kind that a request holds, blocks of shared prefixes are not counted.
         """
         table = view.table
         held = table.kind[decoding]
@@ -249,7 +250,8 @@ def can_begin(
     *,
     split: bool = False,
 ) -> NDArray[np.intp]:
-    """Return indices into waiting `rows` of the requests that can start in this step, by falling marginal gain.
+    """Return indices into waiting `rows` of the requests that can start in this step, in decreasing order of marginal
+    gain.
 
     The gain of a request is the highest value per block of its options (Apt-Serve §5). The list ends before the first
     prompt that does not fit the rest of the step; a prompt longer than a whole step takes the rest and is the last.

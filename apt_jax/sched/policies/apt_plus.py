@@ -25,8 +25,8 @@ TBT_SHARE = 0.8
 """Share of a TBT objective that a step may take; the rest is a margin for steps that take longer than predicted."""
 
 URGENT_S = 0.8
-"""A waiting request may pause another if it would be late after this many more seconds; before that, another request
-may finish first."""
+"""A waiting request may pause others only if it would be late in this many seconds; before that, a running request may
+finish on its own."""
 
 RECOMPUTE_SHARE = 0.06
 """Share of the time that the recomputation of paused requests may take; pauses for lack of memory are charged too."""
@@ -42,7 +42,7 @@ _FIRST = 1e6
 """Factor on a value that ranks it before all other values."""
 
 RESERVE_TOKENS = 16
-"""Number of further tokens of every decoding request for which admission leaves room."""
+"""Number of further tokens per decoding request for which admission leaves blocks free."""
 
 GAP_S = 0.5
 """Approximate time limit in seconds of a step that mixes prompts with decodes without an objective."""
@@ -65,7 +65,7 @@ class AptPlusPolicy:
     3. *Admission.* The knapsack of Apt-Serve Eq. 7, with values p_i, chooses among the waiting requests that would be
        on time if they started now. Requests that were paused in the middle of their answer and have no objective rank
        before all others. Late requests get the blocks left after `LEFTOVER_TOKENS` of growth of every decoding request:
-       first the ones without a token, then the paused ones, by arrival.
+       first requests without a token, then paused requests, each by arrival.
     4. *Pausing.* A waiting request that would be late in `URGENT_S` takes the memory of running requests whose
        attainment does not depend on it: requests that have missed an objective, and requests with so many tokens that
        one more late gap does not change their 99th percentile. No other request is paused for it. The latest arrivals
@@ -228,12 +228,12 @@ class AptPlusPolicy:
         if lacking > 0:
             num_out = int(np.searchsorted(freed, lacking)) + 1
             if num_out >= decoding.size and grown[-1] <= view.total_blocks:
-                num_out = decoding.size - 1  # it goes on in any case; prompts make room
+                num_out = decoding.size - 1  # it continues in any case; prompts lose their cache
         if waiting is None or not waiting.urgent.size:
             return num_out
-        # Room for m tokens is paid for with about as many that are computed again.
+        # Freeing blocks for m tokens costs the recomputation of about as many.
         per_token_s, urgent = view.costs.prefill_per_token_s, waiting.urgent
-        if per_token_s <= 0:  # nothing is known of what it would cost
+        if per_token_s <= 0:  # the cost is unknown
             return num_out
         about_s = per_token_s * table.num_tokens[view.waiting[urgent]]
         urgent = urgent[about_s <= self.largest_share * self._allowance_s]
@@ -242,14 +242,14 @@ class AptPlusPolicy:
         reserve = self._growth(view, decoding, self.reserve_tokens)
         wanted = np.cumsum(waiting.blocks[urgent])
         wanted += reserve - view.free_blocks + growth(view, partial)
-        # Pausing the first n of `order` frees what they hold and what they would have grown by.
+        # Pausing the first n of `order` frees the blocks that they hold and those that they would have taken next.
         enough = np.where(wanted > 0, np.searchsorted(freed, wanted) + 1, 0)
         cost_s = np.cumsum(table.num_cached[decoding][order]) * per_token_s
         num_cheap = int(np.searchsorted(cost_s, self._allowance_s, side="right"))
         served = int(np.searchsorted(enough, min(int(np.count_nonzero(is_free)), num_cheap), side="right"))
         if served:
             num_out = max(num_out, int(enough[served - 1]))
-        # Best-effort requests, which come first in `order`, make way for want of slots, too.
+        # Best-effort requests, which come first in `order`, are also paused if slots are lacking.
         num_low = int(np.count_nonzero(self._best_effort(view, decoding)))
         num_slots = served - (view.max_num_seqs - view.running.size)
         return max(num_out, min(num_slots, num_low, num_cheap))
@@ -265,8 +265,8 @@ class AptPlusPolicy:
         partial: Rows,
         low_partial: Rows,
     ) -> None:
-        """Add waiting requests to the step: real-time ones, then partly computed best-effort prompts, then best-effort
-        ones."""
+        """Add waiting real-time requests to the step, then partly computed best-effort prompts, then waiting
+        best-effort requests."""
         blocks, value = waiting.blocks, waiting.value
         room = packer.blocks_left - growth(view, partial)
         first = np.flatnonzero(value > 0)
@@ -312,8 +312,9 @@ class _Waiting:
         low = policy._best_effort(view, rows)
         on_time = (at_best_s <= objective_s) & ~(started & policy.may_wait(view, rows)) & ~low
         self.value = np.where(on_time, pending_s, np.where(low, 0.0, policy.violation_decay * pending_s))
-        """(n,) values: p_i of requests on time, `violation_decay` times p_i of late ones, 0 of best-effort ones, and
-        `_FIRST` times p_i of requests without an objective that were paused in the middle of their answer."""
+        """(n,) values: p_i for requests on time, `violation_decay` times p_i for late requests, 0 for best-effort
+        requests, and `_FIRST` times p_i for requests without an objective that were paused in the middle of their
+        answer."""
         stopped = started & ~low & ~np.isfinite(objective_s)
         self.value[stopped] = _FIRST * pending_s[stopped]
         urgent = np.flatnonzero(on_time & (at_best_s > objective_s - policy.urgent_s))
@@ -322,7 +323,7 @@ class _Waiting:
         lengths = view.remaining(rows[urgent], self.kind[urgent])
         num = int(np.searchsorted(np.cumsum(lengths), view.max_num_batched_tokens, side="right"))
         self.urgent = urgent[: max(num, 1)]
-        """Indices of requests that may pause others and start in this step, by falling value per block."""
+        """Indices of requests that may pause others and start in this step, in decreasing order of value per block."""
 
 
 def prefill_s(
@@ -388,8 +389,8 @@ def _tokens_within(view: SchedulerView, first: Rows, limit_s: float, limit: int)
     costs = view.costs
     start = int(view.table.num_cached[first].sum())
     a, b = costs.prefill_per_pair_s, costs.prefill_per_token_s + 2 * start * costs.prefill_per_pair_s
-    if b <= 0 or costs.chunk_s(limit, start, KV) <= limit_s:  # zero: nothing is known
+    if b <= 0 or costs.chunk_s(limit, start, KV) <= limit_s:  # zero: unknown
         return limit
-    # The positive root of a n^2 + b n = limit_s, in a form that a = 0 does not upset.
+    # The positive root of a n^2 + b n = limit_s, in a form that is safe for a = 0.
     num = 2 * limit_s / (b + (b * b + 4 * a * limit_s) ** 0.5)
     return max(min(int(num), limit), min(view.block_size, limit))

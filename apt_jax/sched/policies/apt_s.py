@@ -25,17 +25,17 @@ class AptSPolicy(AptPolicy):
     """Schedules the running queue R and the waiting queue W in every step, without iteration types (Apt-Serve §6.7).
 
     *Composition.* The policy solves the decode knapsack of `AptPolicy` over R with the whole pool, then its prefill
-    knapsack over the requests of W that can start in this step. The constraint M of the second one is Eq. 7 with the
-    requests of R that continue.
+    knapsack over the requests of W that can start in this step. The constraint M of the second knapsack is Eq. 7 with
+    the requests of R that continue.
 
-    *Step* (Sarathi-Serve). A step holds all decodes, then chunks of partly computed prompts, then new prompts by
-    falling marginal gain, at most `STEP_TOKENS` tokens; a prompt may be split. Partly computed prompts always continue,
-    so the blocks of their whole prompts are set aside before both knapsacks.
+    *Step* (Sarathi-Serve). A step holds all decodes, then chunks of partly computed prompts, then new prompts in
+    decreasing order of marginal gain, at most `STEP_TOKENS` tokens in total; a prompt may be split. Partly computed
+    prompts always continue, so the blocks of their whole prompts are set aside before both knapsacks.
 
     The paper says only that the iteration type is no longer decided, and that the result is better than that of the
     policy with iteration types. With both decisions in every step this holds in five of the six cases of Fig. 11. With
     one knapsack over both queues (`one_knapsack`) it holds in two: there waiting requests, whose pending times are
-    longer, evict running ones (docs/lab/reproduction.md).
+    longer, evict running requests (docs/lab/reproduction.md).
 
     Args:
         violation_decay: see `AptPolicy`.

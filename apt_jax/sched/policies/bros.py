@@ -1,7 +1,7 @@
 """BROS: real-time requests by remaining time, and best-effort requests in the capacity left (BROS §4, Algorithm 1).
 
 If blocks are shared (`SchedulerView.takeable`; BROS §5), real-time requests take slots of best-effort requests, which
-are checkpointed. Without sharing, or if no more slots can be taken, a request that must make room is preempted as a
+are checkpointed. Without sharing, or if no more slots can be taken, a request that must free blocks is preempted as a
 whole.
 """
 
@@ -38,7 +38,7 @@ AGING_TOKENS_PER_S = 100.0
 """Aging of best-effort requests: tokens to recompute that a second of waiting outweighs in their order."""
 
 RESERVE_TOKENS = 8
-"""Number of further tokens of every decoding request for which admission of best-effort requests leaves room."""
+"""Number of further tokens per decoding request for which admission of best-effort requests leaves blocks free."""
 
 BEST_EFFORT_TOKENS = 64
 """Number of output tokens that a best-effort request gets after it has waited for `best_effort_wait`."""
@@ -56,28 +56,29 @@ class BrosPolicy:
     """Packs a step by urgency, up to the time that the most urgent request has left.
 
     *Real-time requests* are ordered by remaining time `T_SLO - t_i - (k_i - 1) * T_avg`. T_SLO is the objective of the
-    next token (TTFT for the first one, TBT for later ones), t_i the time since the last token or the arrival, k_i the
-    number of steps until the next token (more than 1 for prompts longer than a step) and T_avg the average step time so
-    far. The least remaining time is the time that a step may take. Requests that would be late even in a step of their
-    own do not limit it, as otherwise a lost deadline would stop all others, and come after the requests that can still
-    be in time. There are two more departures from Algorithm 1: the first prompt that does not fit a step's time, tokens
-    or blocks ends the admission of prompts, but decodes after it still run; and the first request always runs.
+    next token (TTFT for the first token, TBT for later tokens), t_i the time since the last token or the arrival, k_i
+    the number of steps until the next token (more than 1 for prompts longer than a step) and T_avg the average step
+    time so far. The least remaining time is the time that a step may take. Requests that would be late even in a step
+    of their own come after those that can still be on time and do not limit the step, because otherwise one lost
+    deadline would stop all others. There are two more departures from Algorithm 1: the first prompt that does not fit a
+    step's time, tokens or blocks ends the admission of prompts, but decodes after it still run; and the first request
+    always runs.
 
     *Token groups.* BROS's conclusion speaks of latency metrics of token groups, and k_i of Eq. 6 counts "remaining
     tokens in the current token". With `token_group` = G > 1 there is one deadline per G tokens after the first token: G
     times the TBT objective after the end of the previous group, and k_i counts the tokens up to it. With G = 1 every
     token has a deadline.
 
-    *Best-effort requests* come next: first requests with cache, by their checkpointed blocks M^cpu, then waiting ones
-    by the number of tokens to recompute minus `aging_tokens_per_s` per second of waiting, so that no request waits
-    forever. If the step has no time or room for the next one, the real-time requests with the most remaining time are
-    replaced, provided that they can still be in time in the next step. If no real-time request sets a deadline, the
-    time of a step is not limited.
+    *Best-effort requests* come next: first requests with cache, by their checkpointed blocks M^cpu, then waiting
+    requests by the number of tokens to recompute minus `aging_tokens_per_s` per second of waiting, so that no request
+    waits forever. If the step has no time or capacity for the next request, the real-time requests with the most
+    remaining time are replaced, provided that they can still be on time in the next step. If no real-time request sets
+    a deadline, the time of a step is not limited.
 
     *Overdue requests.* In the paper, best-effort requests wait as long as real-time requests fill every step. With
     `best_effort_wait` = W a best-effort request that has had no new token for W seconds comes before all real-time
-    requests until it has had `best_effort_tokens` more (`OverdueRequests`). The time of overdue requests is added to
-    the time limit of the step, and their prompts take a share of its tokens.
+    requests until it has had `best_effort_tokens` more tokens (`OverdueRequests`). The time of overdue requests is
+    added to the time limit of the step, and their prompts take a share of its tokens.
 
     *Pulling* (§4.2). Only requests that hold cache are sorted. The waiting queue is in order of arrival, which is the
     order of remaining time if objectives are equal. So both are merged, up to the number of requests that a step may
@@ -85,13 +86,14 @@ class BrosPolicy:
 
     *Blocks.* Real-time requests take free blocks, then groups that only best-effort requests use (`TakeableGroups`),
     then all blocks of best-effort requests, the latest arrivals first. If running requests still do not fit the pool,
-    the ones with the most remaining time are preempted, partly computed prompts last. A waiting request takes no blocks
-    from a real-time one, whose recomputation would be late. A best-effort request takes only free blocks.
+    those with the most remaining time are preempted, partly computed prompts last. A waiting request takes no blocks
+    from a real-time request, whose recomputation would be late. A best-effort request takes only free blocks.
 
     *Batch size.* It starts at `BASE_BATCH`, doubles after each step that was not cut short by time, and is reset
     otherwise. It is at most `max_num_seqs`: with 256 there are two sizes, with 1,024 four.
 
-    Without calibrated costs every step counts as taking no time: the order is the same, and time limits no step.
+    Without calibrated costs every step is assumed to take no time: the order is the same, and no step is limited by
+    time.
 
     Args:
         token_group: G, number of tokens that share a deadline.
@@ -179,7 +181,8 @@ class BrosPolicy:
         )
 
     def _candidates(self, view: SchedulerView, rows: Rows, kind: NDArray[np.int8], *, holds: bool) -> Candidates:
-        """Return `rows` as candidates with their work in this step; `holds` says if all rows or no rows hold cache."""
+        """Return `rows` as candidates with their work in this step; `holds`: True if all rows hold cache, False if none
+        does."""
         table = view.table
         remaining = view.remaining(rows, kind)
         budget = np.int32(view.max_num_batched_tokens)
@@ -217,7 +220,8 @@ class BrosPolicy:
         return target_s - (view.now_s - since_s) - (steps - 1) * self._average_s
 
     def _pull_real_time(self, view: SchedulerView, pending: Candidates, queued: Candidates) -> tuple[Candidates, float]:
-        """Order real-time candidates by remaining time, late ones last; drop waiting ones beyond the batch size.
+        """Order real-time candidates by remaining time, late requests last; drop waiting requests beyond the batch
+        size.
 
         Returns:
             The candidates, and the time limit of the step in seconds.
@@ -283,7 +287,7 @@ class BrosPolicy:
         step, cut, _ = self._fit(view, asked, num_overdue, limit_s)
         short = int(step.need.sum()) - view.free_blocks
         short -= int(table.num_blocks[victims].sum())
-        if shared_groups(view, step, short)[1] == 0:  # enough groups that others have alone
+        if shared_groups(view, step, short)[1] == 0:  # the groups that can be taken suffice
             short = 0
         new_slots = int(np.count_nonzero(~step.holds)) - (view.max_num_seqs - view.running.size)
         new_slots = max(new_slots - victims.size, 0)
@@ -423,8 +427,8 @@ class BrosPolicy:
     ) -> Candidates:
         """Add the best-effort requests in `out` to the step (Algorithm 1, lines 18 to 32).
 
-        If there is no room for a request, it replaces the least urgent real-time request, provided that this one can
-        wait for the next step.
+        A request that does not fit replaces the least urgent real-time request, provided that the latter can wait for
+        the next step.
         """
 
         most = out.rows.size if self.most_replacements is None else self.most_replacements
@@ -442,7 +446,8 @@ class BrosPolicy:
         return step
 
     def _may_wait(self, view: SchedulerView, step: Candidates, i: int) -> bool:
-        """Return True if the i-th request of a step may be replaced, because it is still in time in the next step."""
+        """Return True if the i-th request of a step may be replaced, because it can still be on time in the next
+        step."""
         if step.slack_s[i] == -np.inf:
             return False
         one, step_s = step.take(np.array([i])), iteration_s(view.costs, step)
@@ -486,7 +491,8 @@ def shared_groups(view: SchedulerView, step: Candidates, short: int) -> tuple[Ro
 
 
 def _without_groups(view: SchedulerView, asked: Candidates, lost: Rows) -> Candidates:
-    """Return the candidates with the blocks added that replace taken groups: one group per entry of `lost`."""
+    """Return the candidates with the blocks that replace taken groups added to their needs: one group per entry of
+    `lost`."""
     again = np.bincount(lost, minlength=view.table.capacity)[asked.rows]
     blocks = (again * view.blocks_per_group[asked.kind]).astype(np.int32)
     return dataclasses.replace(asked, need=asked.need + blocks, load=asked.load + blocks)

@@ -21,7 +21,7 @@ class Candidates:
     start: NDArray[np.int32]
     slack_s: NDArray[np.float64]
     """Seconds left until the deadline for the steps up to and including this one; inf for best-effort requests, -inf
-    for overdue ones."""
+    for overdue requests."""
 
     holds: NDArray[np.bool_]
     """True if the request holds cache."""
@@ -81,10 +81,10 @@ class TokenGroups:
 
 
 def poll(pending: NDArray[np.float64], waiting: NDArray[np.float64], most: int) -> NDArray[np.intp]:
-    """Merge `pending` and `waiting` by rising keys (BROS §4.2, Fig. 8).
+    """Merge `pending` and `waiting` in ascending order of keys (BROS §4.2, Fig. 8).
 
-    The pending keys are sorted; the waiting keys are checked, and sorted only if they are not in order. Of equal keys,
-    pending ones come before waiting ones; otherwise the order of each array is kept.
+    The pending keys are sorted; the waiting keys are checked, and sorted only if they are not in order. Among equal
+    keys, pending requests come before waiting requests; otherwise the order of each array is kept.
 
     Args:
         pending: (p,) keys of requests that hold cache.

@@ -18,7 +18,7 @@ from apt_jax.sched.view import Plan, SchedulerView
 def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
     """Return the (n,) times in seconds at which the next token of each row is due.
 
-    The first token is due at arrival + TTFT objective, a later one at the time of the last token + TBT objective. The
+    The first token is due at arrival + TTFT objective, a later token at the time of the last token + TBT objective. The
     deadline of a best-effort request is infinite.
     """
     table = view.table
@@ -30,19 +30,19 @@ def next_deadline_s(view: SchedulerView, rows: Rows) -> NDArray[np.float64]:
 
 
 def in_order(view: SchedulerView, rows: Rows, key: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return indices into `rows` by rising `key`, equal keys by arrival."""
+    """Return indices that sort `rows` by ascending `key`, equal keys by arrival."""
     return np.lexsort((view.table.rank.take(rows), key))
 
 
 class EdfPolicy:
     """Orders all requests by the deadline of their next token and serves the earliest deadline first.
 
-    The first token is due TTFT after the arrival, each later one TBT after the last token. In this order all requests,
-    decodes as well as prompts (in chunks), take their tokens from the budget of a step. Memory:
+    The first token is due TTFT after the arrival, each later token TBT after the previous token. In this order all
+    requests, decodes as well as prompts (in chunks), take their tokens from the budget of a step. Memory:
 
     * A waiting request is admitted if the blocks of its whole prompt are free in addition to the blocks that running
       requests need in this step. The first request that does not fit ends the admission. No request is preempted for a
-      waiting one: in an overload all waiting requests are overdue and would evict each other.
+      waiting request: in an overload all waiting requests are overdue and would evict each other.
     * If running requests do not fit, the requests with the latest deadlines lose their cache, among equal deadlines the
       latest arrivals, and no request is admitted in that step.
 

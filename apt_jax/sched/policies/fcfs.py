@@ -16,7 +16,7 @@ from apt_jax.sched.step_packer import (
 from apt_jax.sched.view import Plan, SchedulerView
 
 WATERMARK = 0.01
-"""Share of the pool that admission leaves free, so that running requests can grow a little before an eviction."""
+"""Share of the pool that admission leaves free, so that running requests can grow a little before any is evicted."""
 
 
 class FcfsPolicy:
@@ -105,7 +105,7 @@ class FcfsPolicy:
         held = table.num_blocks[rows]
         needed = held_blocks_for(view, rows, table.num_tokens.take(rows))
         decodes = remaining == 1
-        # Prompts that are partly computed (and blocked, or there would have been a prefill) only keep what they hold.
+        # Partly computed prompts (they are blocked, otherwise this step would be a prefill) only keep their blocks.
         needed = np.where(decodes, needed, held)
         have = view.free_blocks + int(held.sum())
         num_kept = int(np.searchsorted(np.cumsum(needed), have, side="right"))

@@ -19,8 +19,8 @@ class OverdueRequests:
     """Keeps track of the overdue best-effort requests.
 
     A request becomes overdue when it has had no new token for `wait_s` since its last token or its arrival. It stays
-    overdue until it has had `num_tokens` more tokens or has ended, and then waits again. At most `max_num_seqs` /
-    `OVERDUE_SHARE` requests are overdue at a time; the ones that have waited longest come first.
+    overdue until it has had `num_tokens` more tokens or has ended; then its wait starts again. At most `max_num_seqs` /
+    `OVERDUE_SHARE` requests are overdue at a time; those that have waited longest come first.
 
     Args:
         wait_s: seconds without a new token after which a request is overdue.

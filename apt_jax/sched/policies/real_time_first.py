@@ -16,17 +16,17 @@ LEAST_PIECE = 64
 
 
 class RealTimeFirst:
-    """Serves two classes with a policy that does not tell them apart (BROS §2.2 shows the effect without a wrapper).
+    """Serves two classes with a policy that does not distinguish them (BROS §2.2 shows the effect without a wrapper).
 
     1. The policy schedules the real-time requests as if there were no others. Blocks and slots that they lack are taken
        from best-effort requests, the latest arrivals first, which are recomputed later.
     2. A step that computes prompts of real-time requests holds no best-effort requests, so that first tokens do not
        wait for them.
-    3. To any other step a second instance of the policy adds best-effort requests, within the tokens, blocks and slots
+    3. A second instance of the policy adds best-effort requests to any other step, within the tokens, blocks and slots
        left. No best-effort request starts while a real-time request waits.
     4. Prompts of best-effort requests are computed in short pieces while there are real-time requests and for
-       `MEMORY_S` after the last one, because the first token of a new request must wait for the running step. A piece
-       is long enough to reach `KEPT_SHARE` of the throughput of full prefill steps, by the cost model.
+       `MEMORY_S` after the last of them, because the first token of a new request must wait for the running step. A
+       piece is long enough to reach `KEPT_SHARE` of the throughput of full prefill steps, by the cost model.
 
     With requests of a single class it decides like the wrapped policy, except for rule 4.
 
@@ -58,7 +58,7 @@ class RealTimeFirst:
             waiting=view.waiting[~low_waiting],
             max_num_seqs=view.max_num_seqs - others.size,
         )
-        # It sees all that best-effort requests hold as free: policies want more than the blocks of one step.
+        # The policy sees blocks of best-effort requests as free: policies require more blocks than one step takes.
         free_blocks = view.free_blocks + int(view.table.num_blocks.take(others).sum())
         plan = self.first.schedule(dataclasses.replace(own, free_blocks=free_blocks, max_num_seqs=view.max_num_seqs))
         victims = _needed(own, plan, others)
@@ -99,10 +99,10 @@ class RealTimeFirst:
 
 
 def _in_short_steps(view: SchedulerView) -> SchedulerView:
-    """Return the view with the tokens per step limited to one per running request and a short piece of prompts."""
+    """Return the view with the tokens per step limited to one per running request plus a short piece of a prompt."""
     most, costs = view.max_num_batched_tokens, view.costs
     base_s, token_s = max(costs.prefill_base_s, 0.0), max(costs.prefill_per_token_s, 0.0)
-    piece = most // 4  # where costs are not known
+    piece = most // 4  # if costs are unknown
     if base_s + token_s > 0:
         wanted = KEPT_SHARE * most / (base_s + most * token_s)  # tokens per second
         piece = int(np.ceil(wanted * base_s / (1 - wanted * token_s)))
@@ -118,7 +118,8 @@ def _needed(own: SchedulerView, plan: Plan, others: Rows) -> Rows:
 
 
 def _fitting(view: SchedulerView, plan: Plan) -> Plan:
-    """Return the plan without its last rows if they lack blocks, as a policy may assume that the whole pool is free."""
+    """Return the plan without its last rows if they lack blocks, because a policy may assume that the whole pool is
+    free."""
     have = view.free_blocks + int(view.table.num_blocks.take(plan.preempt).sum())
     fits = np.cumsum(_blocks_needed(view, plan)) <= have
     if fits.all():
@@ -155,7 +156,7 @@ def _blocks_needed(view: SchedulerView, plan: Plan) -> NDArray[np.int32]:
     kind = plan.kind.astype(np.intp)
     tokens = table.num_cached.take(rows) + table.cached_prefix_tokens[rows, kind] + plan.num_tokens
     held = table.num_blocks.take(rows) + table.num_shared.take(rows) + table.shared_prefix_blocks[rows, kind]
-    if plan.convert.size:  # what they hold is free for the next step
+    if plan.convert.size:  # their hidden blocks become free only after the step
         converted = np.isin(rows, plan.convert)
         kind, held = np.where(converted, KV, kind), np.where(converted, 0, held)
     return view.blocks_for(tokens, kind) - held

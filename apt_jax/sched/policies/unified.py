@@ -22,7 +22,7 @@ Order = Literal["arrival", "input", "output"]
 Reserve = Literal["input", "all", "estimate"]
 
 FEW_OUTPUTS = 8
-"""Minimum number of ended requests for which the histogram of output lengths gives an estimate."""
+"""Minimum number of finished requests for which the histogram of output lengths gives an estimate."""
 
 
 class UnifiedPolicy:
@@ -33,7 +33,7 @@ class UnifiedPolicy:
     1. *GroupRequests*: `first="decode"` makes the groups running in decode, running in prefill, waiting (Sarathi);
        `"prefill"` makes running in prefill, waiting, running in decode (vLLM); `"nobody"` makes a single group of all
        requests. Within a group `order` decides, ties by arrival; with `longest_first` decoding requests are ordered by
-       falling cache size instead.
+       decreasing cache size instead.
     2. *CheckHybridBatching*: without `hybrid` a candidate of another phase than the batch is skipped.
     3. *CanAllocate*: a decode takes one of the C tokens of a step. A prefill must also fit P, in which all tokens of
        the batch count; with `chunked` it is cut to the rest of P. A decode needs memory for its next position, a
@@ -61,11 +61,11 @@ class UnifiedPolicy:
     prefix by priority: the longest one whose positions fit the pool.
 
     *Estimates* (§6). `RequestTable.output_lengths` is the online histogram. A request with o outputs so far is expected
-    to reach the mean length of the ended requests with more than o outputs, limited to its `max_tokens` (the sum over
-    many requests is near the sum of their means). No output is reserved while fewer than `FEW_OUTPUTS` such requests
-    have ended. In a simulation of 3000 Azure conversations (Llama-3-70B, four A100, M = 100K, all arriving at once) the
-    estimates differ little: the run takes 1056 s with the mean, and 1057, 1061 and 1063 s with quantiles of 0.5, 0.7
-    and 0.9. With only `longest_first` it takes 1051 s with 212 evictions, with `sarathi` 1060 s with 141.
+    to reach the mean length of the finished requests with more than o outputs, limited to its `max_tokens` (the sum
+    over many requests is near the sum of their means). No output is reserved while fewer than `FEW_OUTPUTS` such
+    requests have finished. In a simulation of 3000 Azure conversations (Llama-3-70B, four A100, M = 100K, all arriving
+    at once) the estimates differ little: the run takes 1056 s with the mean, and 1057, 1061 and 1063 s with quantiles
+    of 0.5, 0.7 and 0.9. With only `longest_first` it takes 1051 s and 212 evictions; with `sarathi`, 1060 s and 141.
 
     *Ranks* (§4.6). The paper does not say which options its ranked schedulers have; here they have those of Sarathi.
 
@@ -76,13 +76,12 @@ class UnifiedPolicy:
         name: name of the policy.
         first: phase that comes first.
         order: order of requests within a group: arrival, fewer prompt tokens, or fewer output tokens (`max_tokens`).
-        longest_first: whether decoding requests are ordered by falling number of cached tokens.
+        longest_first: whether decoding requests are ordered by decreasing number of cached tokens.
         hybrid: whether decodes and prefills may share a step.
         chunked: whether prompts may be computed in chunks.
         prefill_tokens: P, limited to `max_num_batched_tokens`, which is C.
-        reserve: length that running and waiting requests count with at admission: "input", "all", "estimate" (see
-            above), or a number in (0, 1]: this quantile of the output length
-            (`apt_jax.sched.reservation.expected_tokens`).
+        reserve: length assumed for running and waiting requests at admission: "input", "all", "estimate" (see above),
+            or a number in (0, 1]: this quantile of the output length (`apt_jax.sched.reservation.expected_tokens`).
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class UnifiedPolicy:
         if prefill_tokens < 1:
             raise ValueError(f"{prefill_tokens=} must be at least 1")
         if not isinstance(reserve, str):
-            Reservation(reserve)  # raises where it is no quantile
+            Reservation(reserve)  # raises if it is not a quantile
         self.name = name
         self.first = first
         self.order = order
@@ -131,7 +130,8 @@ class UnifiedPolicy:
             self._prefill(view, step, running, waiting, above)
         runs = self._decode(view, step, running)
 
-        # Step 4 for everybody at once: those stay that fit, by priority; who sits this step out needs no more blocks.
+        # Step 4 for all rows at once: by priority, rows stay while they fit; rows that skip this step need no more
+        # blocks.
         need, preempt = running.need, rows[:0]
         if runs is not decodes:
             need = np.where(decodes & ~runs, held, need)
@@ -145,8 +145,8 @@ class UnifiedPolicy:
     # --- 1. GroupRequests ------------------------------------------------------------------------------------------
 
     def _grouped(self, view: SchedulerView) -> tuple[Rows, Rows, NDArray[np.int64]]:
-        """Return running rows and waiting rows by falling priority, and how many running rows rank above each waiting
-        row."""
+        """Return running rows and waiting rows in decreasing order of priority, and how many running rows rank above
+        each waiting row."""
         table = view.table
         running, waiting = view.running, view.waiting
         if self.first == "nobody":
@@ -217,7 +217,8 @@ class UnifiedPolicy:
             return none.astype(np.intp), none
         kind = allowed_kinds(view, waiting).argmax(axis=1)
         blocks = start_blocks_for(view, waiting, view.table.num_tokens[waiting], kind)
-        # What counts against an admission: running requests above it, those below it, waiting ones before it.
+        # Blocks that count against an admission: of running requests above it, of those below it, of earlier waiting
+        # requests.
         before, after, booked = running.need, running.need, blocks
         if self.first != "nobody":
             after = np.where(running.decodes, running.held, running.need)
@@ -264,7 +265,7 @@ class UnifiedPolicy:
         return expected - np.int32(1)
 
     def _means(self, view: SchedulerView) -> NDArray[np.float64]:
-        """Return the (longest + 1,) mean lengths of ended requests with more than o outputs, by o; 0: too few."""
+        """Return the (longest + 1,) mean lengths of finished requests with more than o outputs, by o; 0: too few."""
         counts = view.table.output_lengths
         num = view.table.num_output_lengths
         if self._mean_length is None or num != self._num_lengths:
@@ -278,7 +279,7 @@ class UnifiedPolicy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Running:
-    """Requests that hold cache, by falling priority; arrays of shape (n,)."""
+    """Requests that hold cache, in decreasing order of priority; arrays of shape (n,)."""
 
     rows: Rows
     decodes: NDArray[np.bool_]

@@ -19,29 +19,30 @@ BUDGET = 2048
 
 
 class VllmV1Policy:
-    """Serves running requests first, then waiting ones, within a token budget (vLLM 0.32, `vllm/v1/core/sched`).
+    """Serves running requests first, then waiting requests, within a token budget (vLLM 0.32, `vllm/v1/core/sched`).
 
     * Running requests, decodes as well as partly computed prompts, come in order of arrival. Each gets all tokens that
       it has left to compute, or the rest of the budget.
     * If the blocks for a running request are not free, the last running request loses its cache and is recomputed
       later, then the one before it, until the blocks are free. No request is admitted in such a step.
     * Waiting requests, including preempted ones, follow in order of arrival. A request is admitted if its whole prompt
-      fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk if the budget ends. No blocks are
+      fits the free blocks (vLLM's `scheduler_reserve_full_isl`), and gets a chunk if the budget runs out. No blocks are
       reserved for the rest of that prompt. The first request that does not fit ends the admission.
 
     The number of slots limits the running requests (`--max-num-seqs`), and `watermark` is 0, as in vLLM.
 
     Differences from vLLM: a request takes KV, or the hidden kind if KV is not offered or can never hold it; vLLM's
     priorities, prefix replay, speculation and long-prefill threshold, all off by default, are not implemented.
-    `tests/sched/policies/vllm_decisions.json` holds decisions of vLLM's own scheduler, which this one repeats.
+    `tests/sched/policies/vllm_decisions.json` holds decisions of vLLM's own scheduler, which this policy reproduces.
 
     With `reserve` a request is admitted only if the pool can also hold the future tokens of this request and of all
-    running ones (`apt_jax.sched.reservation`), and decodes get their tokens of a step before partly computed prompts.
+    running requests (`apt_jax.sched.reservation`), and decodes get their tokens of a step before partly computed
+    prompts.
 
     Args:
         name: name of the policy.
         budget: maximum number of tokens per step, limited to `max_num_batched_tokens`.
-        reserve: quantile of the output lengths for which memory is reserved; 1: `max_tokens`, so that no request is
+        reserve: quantile of the output lengths for which memory is reserved; 1: `max_tokens`; no request is then
             preempted. None: no reservation.
     """
 

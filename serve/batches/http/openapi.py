@@ -34,18 +34,29 @@ class BatchDescription:
 
         file_id = _parameter("file_id", "path", STRING, "The `id` of a file.")
         batch_id = _parameter("batch_id", "path", STRING, "The `id` of a batch.")
-        after = _parameter("after", "query", STRING, "The `id` behind which the page begins.")
+        after = _parameter("after", "query", STRING, "The `id` after which the page begins.")
         pages = [
             _parameter("purpose", "query", STRING, "Only files of this purpose."),
-            _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "By time of creation."),
-            _parameter("limit", "query", integer(1, MAX_FILES_PAGE) | {"default": MAX_FILES_PAGE}, "Files of a page."),
+            _parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "Order by time of creation."),
+            _parameter(
+                "limit",
+                "query",
+                integer(1, MAX_FILES_PAGE) | {"default": MAX_FILES_PAGE},
+                "Maximum number of files in a page.",
+            ),
             after,
         ]
         limit = _parameter(
-            "limit", "query", integer(1, MAX_BATCHES_PAGE) | {"default": BATCHES_PAGE}, "Batches of a page."
+            "limit",
+            "query",
+            integer(1, MAX_BATCHES_PAGE) | {"default": BATCHES_PAGE},
+            "Maximum number of batches in a page.",
         )
         upload = operation(
-            "UploadFile", "Upload the input of batches: a JSON object a line.", good("File"), (413, 415, 429, 503, 507)
+            "UploadFile",
+            "Upload the input of batches: one JSON object per line.",
+            good("File"),
+            (413, 415, 429, 503, 507),
         )
         upload["requestBody"] = {
             "required": True,
@@ -87,7 +98,7 @@ def _requests(config: BatchConfig) -> Schema:
         "endpoint": {"enum": list(ENDPOINTS)},
         "completion_window": {
             "type": "string", "pattern": f"^{bounds.WINDOW_PATTERN}$",
-            "description": "The deadline, from `1m` to `336h`; requests without an answer then get `batch_expired`.",
+            "description": "The deadline, from `1m` to `336h`; requests without an answer by then get `batch_expired`.",
         },
         "metadata": metadata,
         "output_expires_after": {"anyOf": [life, {"type": "null"}]},

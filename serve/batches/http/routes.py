@@ -91,9 +91,9 @@ class BatchEndpoints:
             except NotFoundError:
                 kind = "file" if "/files" in request.url.path else "batch"
                 given = request.path_params.get(f"{kind}_id") or request.query_params.get("after", "")
-                raise BadCallError(404, f"{kind}_not_found", f"no {kind} {given[:80]!r} of this API key") from None
+                raise BadCallError(404, f"{kind}_not_found", f"this API key has no {kind} {given[:80]!r}") from None
             except InUseError:
-                message = "a batch that has not ended reads this file: cancel the batch, or wait for its end"
+                message = "a batch that has not ended reads this file: cancel the batch, or wait for it to end"
                 raise BadCallError(400, "file_in_use", message) from None
             except BatchStateError as error:
                 raise BadCallError(400, "invalid_batch_state", str(error)) from None
@@ -120,7 +120,7 @@ class BatchEndpoints:
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
-            # Not cancelled with the call: it registers the file, or removes it.
+            # Not cancelled with the call: `add_file` either registers the file or removes it.
             await asyncio.shield(asyncio.ensure_future(store.run(lambda: store.add_file(record, path))))
         return _json(record.as_json())
 
@@ -220,12 +220,12 @@ class BatchEndpoints:
                 file = store.file(tenant, record.input_file_id)
             except NotFoundError:
                 raise InvalidRequestError(
-                    "input_file_id", f"no file {record.input_file_id[:80]!r} of this API key"
+                    "input_file_id", f"this API key has no file {record.input_file_id[:80]!r}"
                 ) from None
             if file.purpose != INPUT_PURPOSE:
                 raise InvalidRequestError("input_file_id", f"its purpose must be {INPUT_PURPOSE!r}")
             if store.num_open_batches(tenant) >= store.config.max_open_batches:
-                message = f"this API key has {counted(store.config.max_open_batches, 'open batch', 'open batches')}, the most; wait or cancel some"
+                message = f"this API key has the maximum of {counted(store.config.max_open_batches, 'open batch', 'open batches')}; wait or cancel some"
                 raise QueueFullError(message, 60.0)
             store.add_batch(record)
 
@@ -311,21 +311,21 @@ def _metadata(value: object) -> Mapping[str, str] | None:
         return None
     metadata = dict(check_mapping("metadata", value))
     if len(metadata) > MAX_METADATA:
-        raise InvalidRequestError("metadata", f"has at most {MAX_METADATA} entries")
+        raise InvalidRequestError("metadata", f"can have at most {MAX_METADATA} entries")
     texts: dict[str, str] = {}
     for name, text in metadata.items():
         if len(name) > MAX_METADATA_KEY_CHARS:
-            raise InvalidRequestError("metadata", f"its keys have at most {MAX_METADATA_KEY_CHARS} characters")
+            raise InvalidRequestError("metadata", f"its keys can have at most {MAX_METADATA_KEY_CHARS} characters")
         if not isinstance(text, str) or len(text) > MAX_METADATA_VALUE_CHARS:
             raise InvalidRequestError(
-                "metadata", f"its values are texts of at most {MAX_METADATA_VALUE_CHARS} characters"
+                "metadata", f"its values must be strings of at most {MAX_METADATA_VALUE_CHARS} characters"
             )
         texts[name] = text
     return texts
 
 
 def _expires_after(field: str, value: object) -> int:
-    """Return the seconds of OpenAI's ``{"anchor": "created_at", "seconds": N}``."""
+    """Return the seconds in OpenAI's ``{"anchor": "created_at", "seconds": N}``."""
     given = check_mapping(field, value)
     if given.get("anchor") != "created_at":
         raise InvalidRequestError(f"{field}.anchor", "must be 'created_at'")

@@ -46,12 +46,12 @@ async def read_form(request: Request, directory: Path, config: BatchConfig, time
         request: the HTTP request.
         directory: where the new file is created.
         config: limits of uploads.
-        timeout_s: time limit in seconds, extended by the time that the bytes received so far take at
+        timeout_s: time limit in seconds, extended by the time that the bytes received so far would take at
             `BatchConfig.upload_bytes_per_s`.
 
     Raises:
         BadCallError: the content type is not that of a form, or the form is too large or too slow.
-        InvalidRequestError: the form is malformed.
+        InvalidRequestError: the form is malformed or has no file.
         OSError: the content cannot be written.
         ClientDisconnect: the client has disconnected.
     """
@@ -85,7 +85,7 @@ async def read_form(request: Request, directory: Path, config: BatchConfig, time
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, TimeoutError):
-            late = f"a file must come within {timeout_s:g} s, or with {config.upload_bytes_per_s >> 10} KiB a second"
+            late = f"a file must arrive within {timeout_s:g} s, plus 1 s per {config.upload_bytes_per_s >> 10} KiB"
             raise BadCallError(408, "body_timeout", late, CLOSE_HEADERS) from None
         if isinstance(error, FormParserError):
             raise InvalidRequestError("body", "is not a well-formed form (multipart/form-data)") from None
@@ -134,7 +134,7 @@ class _Parser:
 
     def end(self) -> None:
         if not self._has_ended:
-            raise InvalidRequestError("body", "ends within the form")
+            raise InvalidRequestError("body", "ends in the middle of the form")
 
     def flush(self) -> None:
         self._file.write(self.content)
@@ -165,7 +165,7 @@ class _Parser:
         if self._name != "file":
             return
         if self.form.path is not None:
-            raise InvalidRequestError("file", "comes twice")
+            raise InvalidRequestError("file", "is sent twice")
         filename = options.get(b"filename")
         if filename is None:
             raise InvalidRequestError("file", "must be a file: send it with a filename")

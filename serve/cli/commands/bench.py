@@ -1,6 +1,6 @@
-"""Load a server and measure its clients' view: latencies, attainment of objectives, the rate that it sustains.
+"""Put load on a server and measure, as its clients do, latencies, SLO attainment and the sustained rate.
 
-It measures servers of apt-jax and every other server with vLLM's gRPC service or OpenAI's API.
+It works with apt-jax and with any other server that has vLLM's gRPC service or OpenAI's API.
 """
 
 import argparse
@@ -62,41 +62,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--backend", choices=BACKENDS, help="API of the server (default: aptjax-grpc, or openai (completions) for http targets)")
     group.add_argument("--model", metavar="NAME", help="name of the served model (default: the server's)")
     options.add_access_arguments(group)
-    group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S", help="seconds after which a request has failed")
+    group.add_argument("--timeout", type=positive(float), default=600.0, metavar="S", help="seconds after which a request counts as failed")
     group = parser.add_argument_group("workload (one of trace, random lengths, prompts)")
     group.add_argument("--trace", metavar="NAME|FILE", help=f"CSV file with prompt_tokens,output_tokens[,arrival_s][,class], or one of {', '.join(known_traces())} (default: sharegpt, unless lengths or prompts are given)")
     group.add_argument("--random-input-len", type=positive(int), metavar="TOKENS", help="length of every prompt")
-    group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts of lines that give none (default: 128)")
+    group.add_argument("--random-output-len", type=positive(int), metavar="TOKENS", help="length of every output; with --prompts, for lines without output_tokens (default: 128)")
     group.add_argument("--prompts", metavar="FILE", help="JSON lines with prompt (text or token ids) or messages, and optionally output_tokens and class")
-    group.add_argument("--output-scale", type=positive(float), metavar="FACTOR", default=1.0, help="factor on output lengths of the trace")
-    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace that are longer in all (default for bundled traces: the server's maximum)")
-    group.add_argument("--vocab-size", type=positive(int), metavar="N", help="random prompts have token ids below it (default: the server is asked)")
-    flags.add_request_field(group, "ignore_eos", action=argparse.BooleanOptionalAction, end=" (default: yes, but not with --prompts)")
+    group.add_argument("--output-scale", type=positive(float), metavar="FACTOR", default=1.0, help="factor by which output lengths of the trace are multiplied")
+    group.add_argument("--max-len", type=positive(int), metavar="TOKENS", help="leave out requests of the trace with more prompt and output tokens in total (default for bundled traces: the server's maximum)")
+    group.add_argument("--vocab-size", type=positive(int), metavar="N", help="random prompts have token ids below this number (default with gRPC: the server's vocabulary size)")
+    flags.add_request_field(group, "ignore_eos", action=argparse.BooleanOptionalAction, end=" (default: yes, except with --prompts)")
     flags.add_request_field(group, "temperature", type=options.not_negative, metavar="T", default=0.0)
     group = parser.add_argument_group("arrivals")
-    group.add_argument("--request-rate", "--rate", type=_rate, metavar="R", help="requests per second, whether responses have come or not; inf: all at once (default: as recorded, else inf)")
+    group.add_argument("--request-rate", "--rate", type=_rate, metavar="R", help="requests per second, regardless of responses; inf: all at once (default: as recorded, else inf)")
     shape = group.add_mutually_exclusive_group()
-    shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of the gaps (1: Poisson, below 1: bursts; default: recorded arrivals stretched to the rate, else 1)")
+    shape.add_argument("--burstiness", type=positive(float), metavar="B", help="shape of the Gamma distribution of gaps between arrivals (1: Poisson, below 1: bursts; default: recorded arrivals stretched to the rate, else 1)")
     shape.add_argument("--cv", type=positive(float), metavar="CV", help="burstiness as coefficient of variation, 1 / sqrt(B)")
     group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="maximum number of requests in flight; without a rate always this many (closed loop)")
     group.add_argument("--num-requests", "--num-prompts", type=positive(int), metavar="N", help=f"number of requests (default: {_DEFAULT_REQUESTS}, unless --duration is given)")
     group.add_argument("--duration", type=positive(float), metavar="S", help="seconds after which no more requests are sent")
     group.add_argument("--seed", type=int, metavar="SEED", default=0, help="random seed of requests, prompts and arrivals")
-    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="number of uncounted requests before the run, one by one")
-    group = parser.add_argument_group("SLO, sent along and judged by the client's clock")
+    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="number of warm-up requests before the run, sent one at a time and not counted")
+    group = parser.add_argument_group("SLO (sent with each request, judged by the client's clock)")
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         flags.add_request_field(group, name, type=positive(float), metavar="MS")
     group.add_argument("--slo-class", choices=load.CLASSES, help="class of requests without a class in the trace: real time or best effort (default: the server's)")
     group.add_argument("--goodput", type=_objective, nargs="+", metavar="ttft:MS tbt:MS", help="the SLO in vLLM's syntax")
     group = parser.add_argument_group("sustained rate")
-    group.add_argument("--find-rate", action="store_true", help="find the highest rate that holds the attainment, by bisection from --request-rate (default 1) on")
-    group.add_argument("--attainment", type=_share, nargs="+", default=[0.9], metavar="SHARE", help="target shares, e.g. 0.9 0.6 (default: 0.9)")
-    group.add_argument("--seeds", type=positive(int), default=3, metavar="N", help="number of seeds from --seed on, with one search each")
-    group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search ends")
+    group.add_argument("--find-rate", action="store_true", help="find the highest rate that keeps the target attainment, by bisection starting at --request-rate (default 1)")
+    group.add_argument("--attainment", type=_share, nargs="+", default=[0.9], metavar="SHARE", help="target shares of requests that attain the SLO, e.g. 0.9 0.6 (default: 0.9)")
+    group.add_argument("--seeds", type=positive(int), default=3, metavar="N", help="number of seeds, starting at --seed, each with its own search")
+    group.add_argument("--tolerance", type=positive(float), metavar="SHARE", default=0.05, help="relative width of the bracket at which a search stops")
     group = parser.add_argument_group("results")
     group.add_argument("--save-csv", metavar="FILE", help="one row per request; with --find-rate one row per run")
-    group.add_argument("--save-json", "--json", metavar="FILE", help="summary with command, versions and date; -: to stdout, and all else to stderr")
-    group.add_argument("--save-png", metavar="FILE", help="plot distributions and attainment; with --find-rate attainment over the rate")
+    group.add_argument("--save-json", "--json", metavar="FILE", help="summary with command, versions and date; -: to stdout, with everything else on stderr")
+    group.add_argument("--save-png", metavar="FILE", help="PNG plot of TTFT, TBT and SLO attainment; with --find-rate, of SLO attainment against request rate")
     # fmt: on
 
 
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse contradicting arguments before any request is sent."""
+    """Reject contradictory arguments before any request is sent."""
     sources = [
         flag
         for flag, given in (
@@ -115,18 +115,18 @@ def _check(args: argparse.Namespace) -> None:
         if given is not None
     ]
     if len(sources) > 1:
-        raise ConfigError(f"{' and '.join(sources)}: only one of them says what is sent")
+        raise ConfigError(f"{' and '.join(sources)} cannot be combined: give only one of them")
     if args.trace is not None and args.random_output_len is not None:
-        raise ConfigError("--random-output-len has no meaning with --trace (--output-scale)")
+        raise ConfigError("--random-output-len cannot be used with --trace; use --output-scale")
     if args.find_rate:
         if _slo(args) == SLO():
             raise ConfigError("--find-rate needs objectives (--slo-ttft-ms, --slo-tbt-ms)")
         if args.request_rate == math.inf or args.max_concurrency is not None:
-            raise ConfigError("--find-rate searches a finite rate (--request-rate, --max-concurrency)")
+            raise ConfigError("--find-rate needs a finite --request-rate and no --max-concurrency")
     if args.duration is not None and args.request_rate == math.inf and args.max_concurrency is None:
         raise ConfigError("--duration needs a finite --request-rate, or --max-concurrency")
     if args.goodput and (args.slo_ttft_ms or args.slo_tbt_ms):
-        raise ConfigError("--goodput says the same as --slo-ttft-ms and --slo-tbt-ms: give one")
+        raise ConfigError("--goodput sets the same SLO as --slo-ttft-ms and --slo-tbt-ms: give one or the other")
     load.Arrivals(burstiness=_burstiness(args))
     if args.seed < 0:
         raise ConfigError(f"{args.seed} must be at least 0 (--seed)")
@@ -207,7 +207,7 @@ def _arrivals(args: argparse.Namespace, source: load.Source, rate: float | None)
 
 
 class _Live:
-    """A progress bar on terminals, with intermediate results."""
+    """A progress bar with intermediate results, shown on terminals only."""
 
     def __init__(self, total: int | None, title: str) -> None:
         self._bar = tqdm(total=total, desc=title, unit="req", disable=None)
@@ -229,7 +229,7 @@ class _Live:
         self._bar.update(1)
         ttft = percentile(self._ttft[-200:], 50)
         self._bar.set_postfix_str(
-            f"{self._open} under way, {100 * self._attained / self._bar.n:.0f} % attained, {self._failed} failed"
+            f"{self._open} in flight, {100 * self._attained / self._bar.n:.0f} % attained, {self._failed} failed"
             + ("" if ttft is None else f", TTFT {ttft * 1e3:.0f} ms"),
             refresh=False,
         )
@@ -240,14 +240,14 @@ class _Live:
 
 @contextlib.contextmanager
 def _interruptible(stop: asyncio.Event) -> Iterator[None]:
-    """Have the first Ctrl-C set `stop`; a second one raises KeyboardInterrupt."""
+    """Make the first Ctrl-C set `stop`; a second Ctrl-C raises KeyboardInterrupt."""
     loop = asyncio.get_running_loop()
 
     def broken_off() -> None:
         stop.set()
         loop.remove_signal_handler(signal.SIGINT)
 
-    # Not everywhere: threads other than the main one have no signals.
+    # Only the main thread can handle signals.
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
         loop.add_signal_handler(signal.SIGINT, broken_off)
     try:
@@ -260,7 +260,7 @@ def _interruptible(stop: asyncio.Event) -> Iterator[None]:
 async def _measure(
     args: argparse.Namespace, *, rate: float | None, seed: int, title: str, warm_ups: int
 ) -> tuple[Run, dict[str, Any]]:
-    """Measure one run; returns it with facts about the server and the load."""
+    """Measure one run; returns the run and facts about the server and the load."""
     name, target = _backend(args)
     backend = await open_backend(name, target)
     stop = asyncio.Event()
@@ -323,7 +323,7 @@ def _pattern(arrivals: load.Arrivals, source: load.Source) -> str:
 
 
 async def _warm_up(args: argparse.Namespace, backend: Backend, source: load.Source, seed: int, count: int) -> None:
-    """Send `count` requests that are not measured, so that a failing server is found before the load.
+    """Send `count` requests that are not measured, to detect a failing server before the measured load.
 
     Raises:
         ConfigError, CommandError: a request failed.
@@ -354,7 +354,7 @@ def run(args: argparse.Namespace) -> int:
         _measure(args, rate=args.request_rate, seed=args.seed, title="requests", warm_ups=args.num_warmups)
     )  # fmt: skip
     if not run.outcomes and run.interrupted:
-        sys.stderr.write("apt-jax bench: broken off before a request had ended\n")
+        sys.stderr.write("apt-jax bench: interrupted before any request ended\n")
         return 130
     values = {**_head(args), **facts, **report.summary(run)}
     title = f"{facts['model']} at {facts['target']} ({facts['backend']}), {facts['load']['source']}"
@@ -422,7 +422,7 @@ def _search(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         code = 130
-        sys.stderr.write("broken off\n")
+        sys.stderr.write("interrupted\n")
         if not probes:
             return code
     _report_search(args, found, probes, facts)

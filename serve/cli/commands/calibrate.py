@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--describe",
         type=_description_file,
         metavar="FILE",
-        help="write the measurements as a hardware description for the simulator, a .json file",
+        help="write the measurements to this .json file, as a hardware description for the simulator",
     )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(args)
     if args.describe and config.cache.mode == "hidden":
         raise CommandError("--describe needs the costs of the KV kind; use --cache kv or hybrid")
-    if args.describe and not args.describe.parent.is_dir():  # better known before than after
+    if args.describe and not args.describe.parent.is_dir():  # fail before measuring rather than after
         raise CommandError(f"cannot write {args.describe} (no such directory) (--describe)")
     bars = starting_bars()
     try:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             ("by token, decode: fit", _quality(model.linear_decode_quality)),
             ("by program and tile, prefill: fit", _quality(model.prefill_quality)),
             ("by program and tile, decode: fit", _quality(model.decode_quality)),
-            ("kept in", path),
+            ("stored in", path),
             *([("described in", args.describe)] if args.describe else []),
         ],
     )
@@ -97,4 +97,4 @@ def _description_file(text: str) -> Path:
 
 def _quality(quality: FitQuality) -> str:
     mean, worst = 100 * quality.mean_relative_error, 100 * quality.worst_relative_error
-    return f"R² {quality.r2:.3f}, error of points held back {mean:.0f} %, worst {worst:.0f} %"
+    return f"R² {quality.r2:.3f}, error on held-out points {mean:.0f} %, worst {worst:.0f} %"

@@ -1,6 +1,6 @@
-"""Chat with a model in this process or of a running server. Without a chat template it continues a plain transcript.
+"""Chat with a model in this process or on a server. Without a chat template, the model continues a plain transcript.
 
-Lines beginning with a slash are commands: /reset forgets the conversation, /quit ends it, as does Ctrl-D. If standard
+Lines that begin with a slash are commands: /reset forgets the conversation; /quit, like Ctrl-D, ends it. If standard
 input is not a terminal, every line is a question, and only the answers are printed.
 """
 
@@ -15,7 +15,7 @@ from serve.cli import options
 from serve.cli.completer import Completer
 from serve.cli.completion_client import open_completer, verdict
 
-NO_TEMPLATE = "apt-jax chat: this model has no chat template: it is given a plain transcript to go on with"
+NO_TEMPLATE = "apt-jax chat: this model has no chat template, so it continues a plain transcript"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_target_argument(parser, http=True)
     parser.add_argument("--you", metavar="NAME", default="User", help="your name in the transcript")
     parser.add_argument("--name", metavar="NAME", default="Assistant", help="the model's name in the transcript")
-    parser.add_argument("--system", metavar="TEXT", default="", help="text at the top of the transcript")
+    parser.add_argument(
+        "--system", metavar="TEXT", default="", help="system message, or text at the top of the transcript"
+    )
     parser.add_argument("--timings", action="store_true", help="print timings of each answer")
     parser.add_argument(
         "--no-warm-up",
@@ -79,7 +81,7 @@ class Conversation:
         ]
 
     def forget_oldest(self) -> bool:
-        """False when there is nothing left to forget."""
+        """Forget the oldest question and its answer; return False if there is none."""
         if not self._messages:
             return False
         del self._messages[:2]
@@ -103,7 +105,7 @@ class Transcript:
 
     @property
     def stop(self) -> str:
-        """Text at which the model would begin to write the user's next question."""
+        """Text with which the model would begin the user's next question."""
         return f"\n{self._you}:"
 
     def prompt(self, question: str) -> str:
@@ -116,7 +118,7 @@ class Transcript:
         self._turns.append((question, answer.strip()))
 
     def forget_oldest(self) -> bool:
-        """False when there is nothing left to forget."""
+        """Forget the oldest question and its answer; return False if there is none."""
         if not self._turns:
             return False
         del self._turns[0]
@@ -133,7 +135,7 @@ async def _talk(args: argparse.Namespace) -> int:
         longest = await completer.max_model_len()
         if args.max_tokens >= longest:
             raise InvalidRequestError(
-                "max_tokens", f"{args.max_tokens} leaves no room for a question: the model takes {longest} in all (--max-tokens)"
+                "max_tokens", f"{args.max_tokens} leaves no tokens for a question: the model's limit is {longest} in total (--max-tokens)"
             )  # fmt: skip
         if not completer.has_chat and (args.model is not None or args.target is not None):
             sys.stderr.write(f"{NO_TEMPLATE}\n")
@@ -176,7 +178,7 @@ async def _answer(
         try:
             async with contextlib.aclosing(stream):
                 async for piece in stream:
-                    # A transcript's answers begin with a space of their own.
+                    # Answers in a transcript begin with a space.
                     text = piece.text if "".join(parts).strip() else piece.text.lstrip()
                     if shown and not parts:
                         text = f"{args.name}: {text}"
@@ -190,7 +192,7 @@ async def _answer(
             break
         except InvalidRequestError as error:
             if error.field != "max_tokens" and error.field.split(".")[0] in fields:
-                raise  # of every question alike
+                raise  # every question would fail in the same way
             too_long = error.field in ("messages", "prompt", "prompt_token_ids", "max_tokens")
             if not too_long or not talk.forget_oldest():
                 sys.stderr.write(f"apt-jax chat: {error}\n")

@@ -1,6 +1,6 @@
-"""Rewrite a model's files: from any format that can be read to an Orbax directory or safetensors.
+"""Convert a model's files from any readable format to an Orbax directory or safetensors.
 
-The configuration and the tokenizer go with the weights. DST appears only when it is complete.
+The configuration and the tokenizer are written with the weights. DST appears only when it is complete.
 """
 
 import argparse

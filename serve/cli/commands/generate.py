@@ -1,4 +1,4 @@
-"""Complete prompts and print the completions: as they are generated for one prompt, in order for several."""
+"""Complete prompts and print the completions: of a single prompt as it is generated, of several in order."""
 
 import argparse
 import asyncio

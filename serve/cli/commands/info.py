@@ -1,5 +1,5 @@
-"""Print versions, devices, the kernels chosen, model facts and cache sizes; with --target, a running server's
-numbers."""
+"""Print versions, devices, the kernels in use, model facts and cache sizes; with --target, a running server's
+statistics."""
 
 import argparse
 import importlib.metadata
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-plan",
         type=options.positive(float),
         metavar="GIB",
-        help="print how MODEL is sharded over -tp devices of this much memory and how much its cache holds, and exit; nothing is allocated, no device is needed",
+        help="print how MODEL would be sharded over -tp devices with this much memory in GiB each and how many tokens its cache would hold, and exit; no device is needed",
     )
     options.add_json_argument(parser)
     options.add_engine_arguments(parser)
@@ -92,7 +92,7 @@ def known_models() -> dict[str, dict[str, str]]:
         sizes[name] = f"{model.family}, {model.num_params / 1e9:.2g} billion parameters"
     return {
         "models with their files": models_with_files(),
-        "sizes, with random weights (--load-format dummy), or from the hub id or directory of their files": sizes,
+        "sizes, with random weights (--load-format dummy), or with files from the hub or a directory": sizes,
     }
 
 
@@ -147,7 +147,7 @@ def memory_facts(config: EngineConfig, device_bytes: int) -> dict[str, dict[str,
     from apt_jax.utils.device_memory import memory_fraction
 
     if config.quantization == "gguf":
-        raise ConfigError("--memory-plan plans weights as they are or as int8; leave out --quantization gguf")
+        raise ConfigError("--memory-plan supports unquantized and int8 weights only; leave out --quantization gguf")
     fields = resolve_model(config.model, allow_preset=True).fields
     config = with_auto_dtype(config, fields, "gpu")
     model = read_model_config(fields, config.max_model_len)[1]
@@ -263,7 +263,7 @@ def server_facts(stats: pb.GetStatsResponse) -> dict[str, Any]:
         if field.has_presence and not stats.HasField(field.name):
             continue
         value = getattr(stats, field.name)
-        if field.is_repeated:  # all of them are maps
+        if field.is_repeated:  # all repeated fields are maps
             facts[field.name] = dict(sorted(value.items()))
         else:
             facts[field.name] = round(value, 3) if isinstance(value, float) else value

@@ -1,8 +1,8 @@
 """Serve a model with several replicas behind one address: each replica is an `apt-jax serve` on its own devices, and
 the gateway smg routes requests to them. Takes every flag of `apt-jax serve`; --host and --port apply to the gateway.
 
-A process that ends is started again. SIGTERM lets open requests finish and exits with 0; a second one exits at once.
-SIGHUP is passed on to the replicas.
+A process that exits is restarted. On SIGTERM, open requests finish and the launcher exits with code 0; a second SIGTERM
+makes it exit at once. SIGHUP is passed on to the replicas.
 """
 
 import argparse
@@ -50,13 +50,13 @@ def _add_own_arguments(parser: argparse.ArgumentParser) -> None:
         type=options.positive(int),
         metavar="N",
         default=1,
-        help="number of servers, each on -tp devices; gRPC ports from --grpc-port on, HTTP ports after --port",
+        help="number of servers, each on -tp devices; gRPC ports start at --grpc-port, HTTP ports after --port",
     )
     group.add_argument(
         "--routing-policy",
         choices=POLICIES,
         default=POLICIES[0],
-        help="policy by which the gateway chooses the replica of a request",
+        help="policy by which the gateway chooses the replica for a request",
     )
     group.add_argument("--gateway", action="store_true", help="put a gateway in front of a single replica too")
     group.add_argument(
@@ -96,12 +96,12 @@ def plan(args: argparse.Namespace, argv: Sequence[str], env: Mapping[str, str]) 
 
 
 def _serve_command(argv: Sequence[str], flags: Sequence[str], without: Sequence[str] = ()) -> list[str]:
-    """Return the command line of `apt-jax serve`: its flags of `argv`, then `flags`.
+    """Return the command line of `apt-jax serve`: its flags from `argv`, then `flags`.
 
     Args:
         argv: flags of `apt-jax launch`.
-        flags: further flags; they replace the same flags of `argv`.
-        without: flags of `argv` to leave out.
+        flags: further flags, which replace the same flags in `argv`.
+        without: flags in `argv` to leave out.
     """
     ours = options.Parser(add_help=False)
     _add_own_arguments(ours)

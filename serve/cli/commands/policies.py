@@ -20,14 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rows = policies()
     titles = {
-        "serving": "to serve with",
+        "serving": "for serving",
         "comparison": "for comparisons, from papers and other servers",
-        "installed": "of installed packages",
+        "installed": "from installed packages",
     }
     console = Console(highlight=False, emoji=False)
     for use, title in titles.items():
         table = Table(title=title, box=None, title_justify="left", title_style="bold")
-        for heading, no_wrap in (("policy", True), ("in one line", False), ("source", False)):
+        for heading, no_wrap in (("policy", True), ("summary", False), ("source", False)):
             table.add_column(heading, no_wrap=no_wrap, overflow="fold")
         for row in rows:
             if row["use"] == use:

@@ -1,8 +1,8 @@
 """Serve a model over gRPC (aptjax.v1.AptServe, vllm.grpc.engine.VllmEngine, health and reflection on one port) and HTTP
 (OpenAI's API on another).
 
-SIGTERM turns health to NOT_SERVING, rejects new requests, lets open ones finish, and exits with 0; a second one exits
-at once. SIGHUP reads API keys and the certificate again.
+On SIGTERM the server reports NOT_SERVING, rejects new requests, lets open requests finish and exits with code 0; a
+second SIGTERM makes it exit at once. On SIGHUP it reloads the API keys and the certificate.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--http-host", metavar="HOST", help="HTTP address to listen on (default: --host)")
     group.add_argument(
-        UDS_FLAG, metavar="PATH", help="unix socket to serve HTTP on, in place of an address and a port; only this user can connect"
+        UDS_FLAG, metavar="PATH", help="Unix socket to serve HTTP on, instead of an address and a port; only this user can connect"
     )  # fmt: skip
     group.add_argument(
         "--root-path", metavar="PATH", default="", help="prefix of paths (/llm) behind a proxy that does not strip it"
@@ -97,11 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-http", action="store_true", help="disable HTTP, serve gRPC only")
     group.add_argument(
         "--tool-call-parser", choices=("auto", *CALL_PARSERS, "none"), default="auto",
-        help="parser for tool calls; auto: by the model's chat template; none: calls stay text",
+        help="parser for tool calls; auto: by the model's chat template; none: calls stay in the text",
     )  # fmt: skip
     group.add_argument(
         "--reasoning-parser", choices=("auto", *REASONING_PARSERS, "none"), default="auto",
-        help="how a model's reasoning is told from its answer: auto: by its chat template; deepseek_r1: outputs begin with it; none: it stays text",
+        help="how reasoning is separated from the answer; auto: by the model's chat template; deepseek_r1: outputs begin with reasoning; none: it stays in the text",
     )  # fmt: skip
     settings.add_argument(
         "--dashboard",
@@ -111,28 +111,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         KEY_FLAG, metavar="KEY",
-        help=f"accepted API key, which every user of this machine can read in the list of processes; ${KEY_VARIABLE} and files are safer",
+        help=f"accepted API key; every user of this machine can read it in the process list, so ${KEY_VARIABLE} or a file is safer",
     )  # fmt: skip
-    group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs none")
+    group.add_argument(FLAG, metavar="FILE", help="file of accepted API keys, one per line; /health needs no key")
     group.add_argument(
         OPERATOR_FLAG,
         metavar="FILE",
-        help="file of API keys of operators, which may see and end requests of all keys, take profiles and read metrics",
+        help="file of operators' API keys, which may see and cancel requests of all keys, take profiles and read metrics",
     )
     group.add_argument(
         HOSTS_FLAG, type=lambda text: text.split(","), action="extend", metavar="NAME[,NAME]", default=[],
-        help="additional Host names to accept; *: any (default: any, unless --http-host is loopback)",
+        help="additional names to accept in Host headers; *: any (default: any, unless --http-host is loopback)",
     )  # fmt: skip
     group.add_argument(
         ORIGIN_FLAG, action="append", metavar="ORIGIN", default=[],
-        help="origin whose web pages may call (https://example.com), or *; may be given several times (default: none)",
+        help="origin whose web pages may call the server (https://example.com), or *; may be given several times (default: none)",
     )  # fmt: skip
-    group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain of both ports")
+    group.add_argument("--tls-cert", metavar="FILE", help="PEM certificate chain for both ports")
     group.add_argument("--tls-key", metavar="FILE", help="PEM private key of the certificate")
     group.add_argument(
         "--tls-client-ca",
         metavar="FILE",
-        help="PEM file of CAs; only clients with a certificate of one of them can connect",
+        help="PEM file of CAs; only clients with a certificate from one of them can connect",
     )
     group.add_argument(
         "--shutdown-timeout", type=options.not_negative, metavar="S", default=30.0,
@@ -144,11 +144,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     settings.add_argument(
         "--step-timeout", type=options.positive(float), metavar="S", default=30.0,
-        help="step watchdog timeout in seconds, or 20 times the 99th percentile of the last steps (at first: of the calibrated time of a full one) if that is longer; the server then tells its clients and exits with 1",
+        help="seconds after which a step counts as hung, at least 20 times the 99th percentile of recent step times and 20 times the expected time of a full step; open requests then fail, and the server exits with code 1",
     )  # fmt: skip
     settings.add_argument(
         "--client-timeout", type=options.positive(float), metavar="S", default=4.0,
-        help="cancel requests of clients that stop reading for this many seconds",
+        help="cancel the requests of a client that stops reading for this many seconds",
     )  # fmt: skip
     settings.add_argument(
         "--body-memory", type=options.positive(int), metavar="MIB", default=PreprocessingLimits().body_memory_bytes >> 20,
@@ -156,15 +156,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     settings.add_argument(
         "--grpc-max-connection-age", type=options.positive(float), metavar="S",
-        help="have gRPC clients connect again after this many seconds, and so find new replicas behind a balancer; open streams end on their old connection (default: never)",
+        help="make gRPC clients reconnect after this many seconds, so that they find new replicas behind a load balancer; open streams finish on the old connection (default: never)",
     )  # fmt: skip
     settings.add_argument(
         "--max-connections-per-address", type=options.positive(int), metavar="N",
-        help="HTTP connections of one client address at a time (default: three quarters of all)",
+        help="maximum number of concurrent HTTP connections from one client address (default: three quarters of all)",
     )  # fmt: skip
     settings.add_argument(
         "--memory-soft-limit", type=options.not_negative, metavar="GIB",
-        help="reject new requests while the process uses more memory; 0: never (default: four fifths of the limit of its cgroup, if that has one)",
+        help="reject new requests while the process uses more than this much memory in GiB; 0: never (default: four fifths of its cgroup's limit, if any)",
     )  # fmt: skip
     group.add_argument(
         "--insecure-open", action="store_true", help="allow a non-loopback address without TLS or API keys"
@@ -190,18 +190,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of files and batches, which survive restarts; enables /v1/files and /v1/batches (default: disabled)",
     )  # fmt: skip
     settings.add_argument(
-        "--batch-max-file", type=options.positive(int), metavar="MIB", default=100, help="MiB of one uploaded file"
+        "--batch-max-file",
+        type=options.positive(int),
+        metavar="MIB",
+        default=100,
+        help="maximum size of one uploaded file in MiB",
     )
     settings.add_argument(
-        "--batch-max-requests", type=options.positive(int), metavar="N", default=50_000, help="requests of one batch"
+        "--batch-max-requests",
+        type=options.positive(int),
+        metavar="N",
+        default=50_000,
+        help="maximum number of requests in one batch",
     )
     settings.add_argument(
         "--batch-disk", type=options.positive(float), metavar="GIB", default=4.0,
-        help="GiB of disk for files and batches of all API keys, of which one key can take half",
+        help="maximum disk space in GiB for files and batches of all API keys; one key can use half of it",
     )  # fmt: skip
     settings.add_argument(
         "--batch-concurrency", type=options.positive(int), metavar="N",
-        help="limit of batch requests in the engine at once, in slots left by interactive ones (default: --max-num-seqs)",
+        help="maximum number of batch requests in the engine at once, in slots that interactive requests leave free (default: --max-num-seqs)",
     )  # fmt: skip
     group = parser.add_argument_group("several hosts")
     names = ("nnodes", "node_rank", "master_addr", "master_port", "join_timeout_s", "join_key_file")
@@ -214,7 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_calibration_argument(parser, DEFAULT_CALIBRATION_S)
     settings.add_argument(
         "--early-start", action=argparse.BooleanOptionalAction, default=True,
-        help="serve as soon as every request can be answered, rather than when all programs are compiled and step costs measured",
+        help="serve as soon as every request can be answered, without waiting until all programs are compiled and step costs measured",
     )  # fmt: skip
     options.add_engine_arguments(parser, several_names=True)
 
@@ -232,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # JAX would wait for processes that have ended
+    os._exit(code)  # JAX would wait for processes that have already exited
 
 
 def _run_one_of_several(args: argparse.Namespace) -> int:
@@ -250,8 +258,8 @@ def _run_one_of_several(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls | None]:
-    """Return the engine configuration, the keys and the certificates that the flags describe; open no port, load no
-    model.
+    """Return the engine configuration, keys and certificates that the flags specify, without opening a port or loading
+    a model.
 
     Raises:
         ConfigError: one line that names the flag.
@@ -268,10 +276,10 @@ def check(args: argparse.Namespace) -> tuple[EngineConfig, ApiKeys | None, Tls |
     reachable = [host for host in hosts if not is_loopback(host)]
     if reachable and not closed:
         if args.insecure_open:
-            logger.warning("%s can be reached from other machines, by everybody (--insecure-open)", reachable[0])
+            logger.warning("%s can be reached by anyone from other machines (--insecure-open)", reachable[0])
         else:
             raise ConfigError(
-                f"{reachable[0]} can be reached from other machines, by everybody; ask for keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host) or say that this is meant (--insecure-open)"
+                f"{reachable[0]} can be reached by anyone from other machines; require keys ({FLAG}) or certificates (--tls-client-ca), bind 127.0.0.1 (--host), or allow open access (--insecure-open)"
             )
     config = dataclasses.replace(
         options.engine_config(args), tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser
@@ -303,7 +311,7 @@ def _http_host(args: argparse.Namespace) -> str:
 def _check_root_path(path: str) -> None:
     names = path.split("/")[1:]
     if path and not (path.startswith("/") and all(n and set(n) <= _PATH_CHARACTERS for n in names)):
-        raise ConfigError(f"{path!r:.80} must begin with a slash, end without one, and hold names (--root-path)")
+        raise ConfigError(f"{path!r:.80} must start with a slash, not end with one, and consist of names (--root-path)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -373,9 +381,9 @@ def _run(args: argparse.Namespace) -> int:
     if code in (None, 0):
         hosts.end()
     sys.stdout.flush()
-    if code is None:  # stopped while the model was loading: that thread cannot be ended otherwise
+    if code is None:  # stopped while the model was loading: that thread cannot be stopped in any other way
         os._exit(0)
-    if code == ENGINE_LOST or busy.is_set():  # nor can the thread of a step that does not end, or of a compiler
+    if code == ENGINE_LOST or busy.is_set():  # nor can the thread of a hung step or of a compiler
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -405,7 +413,7 @@ def _tracer(endpoint: str | None) -> "Tracer | None":
 def _batches(args: argparse.Namespace) -> "Batches | None":
     if args.batch_dir is None:
         return None
-    from serve.batches.http import Batches  # nothing else needs its parser of forms
+    from serve.batches.http import Batches  # nothing else needs the form parser that it imports
 
     store = BatchStore(
         BatchConfig(
@@ -432,15 +440,15 @@ def _keys(args: argparse.Namespace) -> ApiKeys | None:
 def _tls(args: argparse.Namespace) -> Tls | None:
     if args.tls_cert is None and args.tls_key is None:
         if args.tls_client_ca is not None:
-            raise ConfigError("--tls-client-ca needs a certificate of the server (--tls-cert)")
+            raise ConfigError("--tls-client-ca needs a server certificate (--tls-cert)")
         return None
     if args.tls_cert is None or args.tls_key is None:
-        raise ConfigError("a certificate and its key go together (--tls-cert, --tls-key)")
+        raise ConfigError("a certificate and its key must be given together (--tls-cert, --tls-key)")
     return Tls(args.tls_cert, args.tls_key, args.tls_client_ca)
 
 
 def _reload(args: argparse.Namespace, keys: ApiKeys | None, tls: Tls | None) -> None:
-    """Read the API keys and the certificate again; if a file is invalid, the old contents stay in use."""
+    """Reload the API keys and the certificate; if a file is invalid, its old contents stay in use."""
     try:
         if keys is not None:
             keys.replace(ApiKeys.load(args.api_key_file, args.operator_key_file, args.api_key))

@@ -24,7 +24,8 @@ BLOCKS = {
 """Supported block types by role. The assistant's messages may also have results of tools that another server ran."""
 _RESULT = "_tool_result"
 _BILLING = "x-anthropic-billing-header:"
-"""Start of a line that Claude Code puts first. It differs in every request, so that no cached prefix would match."""
+"""Start of the first line of Claude Code's system prompt. The line differs in every request and would prevent prefix
+cache hits."""
 _BILLING_FIELD = re.compile(r" ?[a-z_]{1,32}=[^;\s]{0,256}")
 _MAX_BILLING_FIELDS = 16
 BETWEEN_TURNS = "\n\n"
@@ -68,7 +69,7 @@ def messages_of(system: object, given: object) -> list[Message]:
 
 
 def _turn(made: list[Message], role: str, blocks: list[Any]) -> Message:
-    """Return the message that these blocks belong to: the last one if it has the same role, else a new one."""
+    """Return the message that these blocks belong to: the last message if it has the same role, else a new message."""
     if made and made[-1]["role"] == role and role != "system":
         turn = made[-1]
         text_first = blocks and isinstance(blocks[0], Mapping) and blocks[0].get("type") == "text"

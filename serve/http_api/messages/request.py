@@ -54,7 +54,7 @@ class OutputConfig(Record):
     effort: Text = None
 
 
-# --- schemas of what is checked where it is read ---------------------------------------------------------------------
+# --- schemas of fields that are checked where they are read ----------------------------------------------------------
 
 
 def _block(name: str, /, **fields: Schema) -> Schema:
@@ -101,7 +101,7 @@ def _tool() -> Schema:
     }
     described = object_of(fields, required=("name", "input_schema"))
     other = object_of({"type": {"type": "string", "pattern": f"^{OTHER_PATTERN}$"}}, required=("type",))
-    return {"anyOf": [described, other | {"description": "Left out, as the server does not run it."}]}
+    return {"anyOf": [described, other | {"description": "Left out, because the server does not run it."}]}
 
 
 def _choice() -> Schema:
@@ -143,7 +143,7 @@ class CountTokensBody(SharedBody):
             top_logprobs="/v1/chat/completions",
         ),
         **{
-            name: Refused(harmless, text="Not supported; these values ask for nothing.")
+            name: Refused(harmless, text="Not supported; these values have no effect.")
             for name, harmless in {"container": (), "mcp_servers": ([],)}.items()
         },
     }
@@ -153,7 +153,7 @@ class CountTokensBody(SharedBody):
     tools: Annotated[Any, fixed(or_null(list_of(_tool(), 0, MAX_TOOLS)))] = None
     tool_choice: Annotated[Any, fixed(or_null(_choice()))] = None
     thinking: Annotated[
-        Any, shaped(lambda _: or_null(_thinking()), "Accepted: blocks come wherever the model thinks, without a bound.")
+        Any, shaped(lambda _: or_null(_thinking()), "Turns thinking on or off; its length is not limited.")
     ] = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -171,7 +171,7 @@ class CountTokensBody(SharedBody):
 
 
 class MessagesBody(CountTokensBody):
-    needed: ClassVar = {**CountTokensBody.needed, "max_tokens": "missing; give the most tokens of the answer"}
+    needed: ClassVar = {**CountTokensBody.needed, "max_tokens": "missing; give the maximum number of output tokens"}
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] = 1
 
 
@@ -179,7 +179,7 @@ COUNTED = (
     *("model", "messages", "system", "tools", "tool_choice", "thinking", "metadata", "service_tier"),
     *("container", "mcp_servers"),
 )
-"""Fields of ``/v1/messages/count_tokens``: fields that affect the prompt, and further ones that Anthropic's API takes."""
+"""Fields of ``/v1/messages/count_tokens``: fields that affect the prompt, and others that Anthropic's API accepts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,7 @@ def count_tokens(parts: EngineComponents, body: Body) -> bytes:
 
 
 def _conversation(asked: CountTokensBody, body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of the chat completion that make its prompt, and the fields of its constraint."""
+    """Return the fields of the chat completion that determine its prompt, and the fields of its constraint."""
     chat = chat_fields(asked)
     for name in ("temperature", "service_tier"):
         chat.pop(name)
@@ -255,7 +255,7 @@ def _take_output_config(asked: CountTokensBody, chat: dict[str, Any]) -> dict[st
     wanted, field = config.format, "output_config.format"
     if asked.output_format is not None:  # the older name
         if wanted is not None:
-            raise InvalidRequestError("output_format", "stands in output_config.format too; give it once")
+            raise InvalidRequestError("output_format", "is also given in output_config.format; give it once")
         wanted, field = asked.output_format, "output_format"
     if config.effort is not None:
         chat["reasoning_effort"] = config.effort
@@ -268,7 +268,7 @@ def _take_output_config(asked: CountTokensBody, chat: dict[str, Any]) -> dict[st
 
 
 def _take_thinking(thinking: object, chat: dict[str, Any]) -> None:
-    """Set the variable that tells the chat template whether the model thinks. `budget_tokens` is checked but has no
+    """Set the variable that turns thinking on or off in the chat template. `budget_tokens` is checked but has no
     effect."""
     if thinking is None:
         return

@@ -14,7 +14,7 @@ from serve.http_api.records import read
 from serve.http_api.tool_calls.reasoning import reasoning_parser_of
 
 API_VERSION = "0.13.0"
-"""Ollama version reported to clients, which check that it is new enough for them."""
+"""Ollama version reported to clients, which check that it is recent enough."""
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 

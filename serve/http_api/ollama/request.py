@@ -128,7 +128,7 @@ class GenerateBody(_AnswerBody):
     refused: ClassVar = {
         "images": Refused(([],), "are not supported; send text"),
         "context": Refused(([],), "is not kept here; send the conversation to /api/chat"),
-        "template": Refused(("",), "is not the request's to choose (--chat-template)"),
+        "template": Refused(("",), "cannot be chosen by a request; operators choose it (--chat-template)"),
     }
     prompt: Text = None
     system: Text = None
@@ -157,7 +157,7 @@ class OllamaCall(TranslatedCall):
     model: str
     """Name of the model in the response."""
     loads: bool = False
-    """True if the call only asks to load the model, so that the response has no text."""
+    """True if the call only asks to load the model, in which case the response has no text."""
 
     @property
     def call_id(self) -> str:
@@ -165,13 +165,12 @@ class OllamaCall(TranslatedCall):
 
 
 def is_slow_embedding(body: Body) -> bool:
-    """Return whether `read_embed` tokenizes long texts, so that it must run in a thread."""
+    """Return whether `read_embed` tokenizes long texts and so must run in a thread."""
     return embeddings.is_slow({"input": body.get("input", body.get("prompt"))})
 
 
 def is_slow(body: Body) -> bool:
-    """Return whether reading the body may render a chat template or tokenize long texts, so that it must run in a
-    thread."""
+    """Return whether reading the body may render a chat template or tokenize long texts and so must run in a thread."""
     prompt = body.get("prompt")
     return not (body.get("raw") is True and isinstance(prompt, str) and len(prompt) <= LONG_PROMPT_CHARS)
 
@@ -272,8 +271,8 @@ def served_name(parts: EngineComponents, body: _NamedBody | ShowBody) -> object:
 
 
 def messages_of(given: object) -> object:
-    """Return the messages in the format of chat completions. Tool calls without an id get one, and results without an id
-    get the ids of the calls before them in order.
+    """Return the messages in the format of chat completions. Tool calls without an id get an id; results without an id
+    get the ids of the preceding calls in order.
 
     Raises:
         InvalidRequestError: a message is malformed or not supported.
@@ -392,7 +391,7 @@ def _load(
     arrival_s: float,
     tenant: str | None,
 ) -> OllamaCall:
-    """Return a call without a prompt, which Ollama's clients send to load the model: one token is generated and not
+    """Return a call without a prompt, which Ollama's clients send to load the model: one token is generated but not
     shown."""
     fields, _ = _fields(parts, asked)
     _thinking(asked.think)

@@ -157,7 +157,7 @@ class OldEmbedResponse(EmbedResponse):
 
 
 def durations(metrics: RequestMetrics) -> dict[str, int]:
-    """Return the durations of an ended request in nanoseconds: in total, of its prompt and of its output."""
+    """Return the durations of a finished request in nanoseconds: in total, of its prompt and of its output."""
     begun, ended = metrics.arrival_s, metrics.finished_s
     times = metrics.token_times_s
     scheduled = begun if metrics.first_scheduled_s is None else metrics.first_scheduled_s

@@ -43,7 +43,7 @@ def messages_of(instructions: object, given: object) -> list[Message]:
 
     Args:
         instructions: the system prompt; None if there is none.
-        given: value of `input`, a text of the user or a list of items.
+        given: value of `input`, the user's text or a list of items.
 
     Raises:
         InvalidRequestError: an item is malformed or not supported.

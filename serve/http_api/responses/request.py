@@ -1,7 +1,6 @@
 """Request bodies of the Responses API, and their conversion to chat completions.
 
-The server stores nothing, so that fields that refer to an earlier response, a conversation or a stored prompt are
-rejected.
+The server stores nothing, so fields that refer to an earlier response, a conversation or a stored prompt are rejected.
 """
 
 import dataclasses
@@ -50,7 +49,7 @@ _NAMES = {
 }
 
 
-# --- schemas of what is checked where it is read ---------------------------------------------------------------------
+# --- schemas of fields that are checked where they are read ----------------------------------------------------------
 
 
 def _item() -> Schema:
@@ -98,7 +97,7 @@ def _tool() -> Schema:
     }
     custom = object_of({**named, "format": forms}, required=("type", "name"))
     other = object_of({"type": {"type": "string", "not": {"enum": list(KINDS)}}}, required=("type",))
-    other["description"] = "Left out, as the server does not run it."
+    other["description"] = "Left out, because the server does not run it."
     return {"anyOf": [object_of(fields, required=("type", "name")), custom, other]}
 
 
@@ -116,14 +115,14 @@ def _choice() -> Schema:
 
 _NOT_STORED: dict[str, tuple[tuple[object, ...], str]] = {
     "previous_response_id": ((), "no response is stored here; send the whole conversation as input"),
-    "conversation": ((), "no conversation is stored here; send all of it as input"),
+    "conversation": ((), "no conversation is stored here; send the whole conversation as input"),
     "background": ((False,), "is not supported; leave it out, or send a batch"),
     "prompt": ((), "prompts are not stored here; use instructions and input"),
     "previous_response": ((), "send the whole conversation as input"),
     "previous_input_messages": (([],), "send the whole conversation as input"),
-    "enable_response_messages": ((False,), "is not supported; /tokenize shows what a conversation becomes"),
-    "access_programs": (([],), "is not supported; only functions and custom tools are called"),
-    "image": ((), "is not supported; no model here makes images"),
+    "enable_response_messages": ((False,), "is not supported; /tokenize shows the prompt of a conversation"),
+    "access_programs": (([],), "is not supported; only functions and custom tools can be called"),
+    "image": ((), "is not supported; no model here generates images"),
     "context_management": (([],), "is not supported; shorten the input"),
 }
 _PAIRS: Schema = {
@@ -167,23 +166,24 @@ class ResponsesBody(SharedBody):
         fixed(
             {
                 "anyOf": [STRING, list_of(_item(), 1, MAX_MESSAGES)],
-                "description": "A text of the user, or the items of the conversation.",
+                "description": "The user's text, or the items of the conversation.",
             }
         ),
     ] = None
-    instructions: Annotated[Text, Meta(description="The conversation begins with them, as its system message.")] = None
+    instructions: Annotated[Text, Meta(description="System message at the start of the conversation.")] = None
     max_output_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None, shaped(lambda facts: or_null(integer(1, facts.max_output)))
     ] = None
     include: Annotated[list[Any] | None, fixed(or_null(many({"enum": list(INCLUDABLE)})))] = None
     top_logprobs: TopLogprobs = None
     metadata: Annotated[Any, fixed(or_null(_PAIRS))] = None
-    store: Annotated[Flag, Meta(description="Accepted, and nothing is stored.")] = None
+    store: Annotated[Flag, Meta(description="Accepted, but nothing is stored.")] = None
     parallel_tool_calls: Flag = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=MAX_INTEGER)] | None = None
     truncation: (
         Annotated[
-            Literal["auto", "disabled"], Meta(description="Nothing is dropped: input that is too long is refused.")
+            Literal["auto", "disabled"],
+            Meta(description="No effect: input that is too long is rejected, not truncated."),
         ]
         | None
     ) = None
@@ -285,7 +285,7 @@ def _format_of(given: object, constraint: dict[str, Any]) -> dict[str, Any]:
             shown = {"type": "json_schema", **{name: wanted.get(name) for name in names}}
             name = shown["name"]
             if name is not None and (not isinstance(name, str) or len(name) > MAX_METADATA_VALUE):
-                raise InvalidRequestError("text.format", f"its name has at most {MAX_METADATA_VALUE} characters")
+                raise InvalidRequestError("text.format", f"its name can have at most {MAX_METADATA_VALUE} characters")
             constraint[RESPONSE_FORMAT] = {"type": "json_schema", "json_schema": {**wanted, "type": None}}
         case kind:
             raise InvalidRequestError(
@@ -306,7 +306,7 @@ def _logprobs(asked: ResponsesBody, chat: dict[str, Any]) -> int:
 
 
 def _metadata(value: object) -> Mapping[str, object]:
-    """Check that metadata is a mapping of texts within OpenAI's limits, and return it."""
+    """Check that metadata is a mapping of strings within OpenAI's limits, and return it."""
     if value is None:
         return {}
     pairs = check_mapping("metadata", value)
@@ -316,6 +316,6 @@ def _metadata(value: object) -> Mapping[str, object]:
         if len(key) > MAX_METADATA_KEY or not isinstance(text, str) or len(text) > MAX_METADATA_VALUE:
             raise InvalidRequestError(
                 "metadata",
-                f"keys have at most {MAX_METADATA_KEY} characters, values are texts of at most {MAX_METADATA_VALUE}",
+                f"keys can have at most {MAX_METADATA_KEY} characters; values must be strings of at most {MAX_METADATA_VALUE}",
             )
     return pairs

@@ -1,5 +1,5 @@
 """Parser of calls in text that a grammar constrains (`serve.http_api.tool_calls.grammar`). The exact text around
-arguments is known, so that pieces of arguments are returned as soon as they are generated."""
+arguments is known, so pieces of arguments are returned as soon as they are generated."""
 
 from serve.http_api.tool_calls.call_ids import new_call_id
 from serve.http_api.tool_calls.events import CallArguments, CallStart, ContentText, OutputEvent
@@ -16,7 +16,7 @@ class ConstrainedCalls:
         names: names of the functions.
         single: there is at most one call, without the form's prefix and suffix.
         free_text: the output may have content: between calls, or instead of calls if the form has no mark.
-        only_calls: the output has no content, so that an incomplete call at the end of a cut-off output is dropped.
+        only_calls: the output has no content, so an incomplete call at the end of a cut-off output is dropped.
     """
 
     def __init__(

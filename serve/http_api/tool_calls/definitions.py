@@ -25,7 +25,7 @@ class Function:
     parameters: Mapping[str, Any]
     """JSON schema of the arguments, which describes an object."""
     strict: bool
-    """True if arguments must match the schema exactly, also if no call is required."""
+    """True if arguments must match the schema exactly, even if no call is required."""
     is_custom: bool = False
     """True if the function represents a custom tool."""
 
@@ -39,7 +39,7 @@ class ToolSet:
     functions: Sequence[Function] = ()
     """Functions that the model may call."""
     mode: Mode = "none"
-    """Use of the functions: "auto" allows calls, "required" demands at least one, and the third mode forbids calls."""
+    """Use of the functions: "none" forbids calls, "auto" allows calls, and "required" demands at least one call."""
     max_calls: int = MAX_TOOL_CALLS
     """Maximum number of calls in one output."""
 

@@ -51,7 +51,7 @@ class OutputParser(Protocol):
 
         Args:
             text: the next piece; may be empty.
-            finished: whether this is the last piece, so that all text that was held back is returned.
+            finished: whether this is the last piece, after which no text may be held back.
         """
         ...
 

@@ -8,7 +8,7 @@ from serve.http_api.tool_calls import hermes, llama3_json, mistral, plain_json
 from serve.http_api.tool_calls.events import OutputParser
 
 PARSERS = ("hermes", "llama3_json", "mistral", "json")
-"""Parsers that `--tool-call-parser` can name, in addition to automatic choice and off."""
+"""Parsers that `--tool-call-parser` can choose, besides its values for automatic choice and for no parsing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class CallForm:
     `opening`, the name, `middle`, the arguments as a JSON object, and `closing`."""
 
     parser: Callable[[frozenset[str], int], OutputParser]
-    """Makes the parser of unconstrained output from the function names and the maximum number of calls."""
+    """Creates the parser of unconstrained output from the function names and the maximum number of calls."""
     opening: str
     middle: str
     closing: str = ""
@@ -93,7 +93,7 @@ def form_of(parser: str, template: str) -> CallForm | None:
     if parser == "none":
         return None
     name = _by_template(template) if parser == "auto" else parser
-    # Models before Mistral's tokenizer of version 11 write an array.
+    # Models with a version of Mistral's tokenizer before 11 write an array.
     return _MISTRAL_ARRAY if name == "mistral" and "[ARGS]" not in template else _FORMS[name]
 
 

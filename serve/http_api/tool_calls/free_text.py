@@ -19,7 +19,7 @@ _NAME = re.compile(NAME_PATTERN)
 SLICE_CHARS = 1024
 """Number of characters of a text that are processed at a time."""
 _MARKS_CHARS = 256
-"""Upper bound in characters on the text around the JSON of a call."""
+"""Maximum length in characters of the text around the JSON of a call."""
 
 
 def held_len(text: str, mark: str) -> int:
@@ -55,7 +55,7 @@ class CallsInText(abc.ABC):
     """
 
     mark = ""
-    """Text that begins calls; empty if calls can only begin the output."""
+    """Text before a call; empty if calls can only be at the beginning of the output."""
     alphanumeric_ids = False
 
     def __init__(self, names: frozenset[str], max_calls: int) -> None:
@@ -68,7 +68,7 @@ class CallsInText(abc.ABC):
         """True if all further text is content."""
         self._num_calls = self._num_failed = 0
         self._after_call = False
-        """True if the last event is about a call, so that whitespace after it is dropped."""
+        """True if the last event is about a call, in which case whitespace after it is dropped."""
         self._end = JsonEnd()
 
     def push(self, text: str, finished: bool) -> list[OutputEvent]:
@@ -138,7 +138,7 @@ class CallsInText(abc.ABC):
         if found is None and not finished and len(body) <= MAX_CALL_CHARS + _MARKS_CHARS:
             return False
         self._call_at = None
-        if found is None or found.end > MAX_CALL_CHARS:  # no text is parsed twice, so that the rest is content too
+        if found is None or found.end > MAX_CALL_CHARS:  # no text is parsed twice, so the rest is also content
             self._is_over = True
             return True
         is_call = (
@@ -159,10 +159,10 @@ class CallsInText(abc.ABC):
         return True
 
     def _is_name(self, name: str) -> bool:
-        """Return whether a name is accepted as that of a function.
+        """Return whether a name is accepted as a function name.
 
-        After a mark any well-formed name is accepted, so that clients can tell the model of its mistake. Without a mark
-        only names of functions are, because an answer in JSON could look like a call.
+        After a mark, any well-formed name is accepted, so that clients can report an unknown name to the model. Without
+        a mark, only names of the functions are accepted, because an answer in JSON could look like a call.
         """
         return _NAME.fullmatch(name) is not None if self.mark else name in self._names
 

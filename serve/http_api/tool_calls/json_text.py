@@ -24,7 +24,7 @@ class JsonEnd:
         """Return the offset after the value; None if the value is not complete.
 
         Args:
-            text: the text of the last call with more text added; scanned text may be removed from its beginning.
+            text: the text of the previous call with more text appended; scanned text may be removed from its beginning.
             start: offset of the value's first bracket, which is negative if the bracket has been removed.
         """
         if self._end is not None:

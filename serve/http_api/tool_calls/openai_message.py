@@ -31,7 +31,7 @@ class OpenAIMessage:
         self._only_calls = only_calls
         self._custom, self._old_form = custom_tools, old_form
         self._num_inputs_said = 0
-        """Number of calls that are complete; if they are of custom tools, their input has been sent."""
+        """Number of complete calls; the input of those of custom tools has been sent."""
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[CallStart, list[str]]] = []

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 
 
 def uses_functions(body: Mapping[str, Any]) -> bool:
-    """Return whether a body has `functions`, so that its response has `function_call`."""
+    """Return whether a body has `functions`, in which case its response has `function_call`."""
     return bool(body.get("functions"))
 
 
@@ -35,7 +35,7 @@ def with_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
     changed: Json = {}
     if uses_functions(body):
         if body.get("tools"):
-            raise InvalidRequestError("functions", "cannot be given together with tools; put them there")
+            raise InvalidRequestError("functions", "cannot be given together with tools; put the functions there")
         if not isinstance(functions, list):
             raise InvalidRequestError("functions", f"{json_kind(functions)} is not a list of functions")
         changed["tools"] = [{"type": "function", "function": function} for function in functions]
@@ -86,7 +86,7 @@ def _messages(messages: list[Any]) -> Iterator[Any]:
                 raise InvalidRequestError(
                     f"messages[{number}].function_call", 'must be {"name": ..., "arguments": ...}'
                 )
-            last_id = f"f{number:08}"  # nine characters, which the templates of Mistral demand
+            last_id = f"f{number:08}"  # nine characters, as Mistral's templates require
             function = {"name": call["name"], "arguments": call.get("arguments")}
             made["tool_calls"] = [{"id": last_id, "type": "function", "function": function}]
         if message.get("role") == "function":

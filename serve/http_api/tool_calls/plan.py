@@ -34,7 +34,7 @@ class OutputPlan:
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of `SamplingParams`, not validated, that override the fields of the body."""
     parser: Callable[[], OutputParser] = PlainText
-    """Makes the parser of one output."""
+    """Creates the parser of one output."""
     is_plain: bool = True
     """True if all text is content."""
     only_calls: bool = False
@@ -87,7 +87,7 @@ def plan_output(
         marks += [form.prefix, form.opening, form.middle, form.closing, *form.other_marks]
         names = frozenset(function.name for function in tools.functions)
         make_inner = _free(form, names, tools.max_calls)
-        # Without a mark a call and an answer in JSON begin alike, so that only the constraint is used.
+        # Without a mark, a call and an answer in JSON begin in the same way, so only the constraint is used.
         beside = answer is not None and bool(form.mark)
         if beside or (constraint is None and _needs_grammar(tools)):
             constrains, free_text = True, tools.mode == "auto"

@@ -4,7 +4,7 @@ from serve.http_api.tool_calls.events import OutputEvent, OutputParser, Reasonin
 from serve.http_api.tool_calls.free_text import MAX_SPACE_CHARS, held_len, space_len
 
 PARSERS = ("think", "deepseek_r1")
-"""Parsers that `--reasoning-parser` can name, in addition to automatic choice and off."""
+"""Parsers that `--reasoning-parser` can choose, besides its values for automatic choice and for no parsing."""
 OPENING = "<think>"
 CLOSING = "</think>"
 

@@ -139,7 +139,10 @@ def test_one_that_does_not_run_is_compiled_again_with_all_others(directory, monk
     executor = make_executor()
     programs = greedy_programs(executor)
     executor._warm_up(programs, None)
-    assert caplog.text.count("one that was loaded did not run (NOT_FOUND: Function fusion not found)") == 1
+    assert (
+        caplog.text.count("a loaded program did not run, compiling all programs (NOT_FOUND: Function fusion not found)")
+        == 1
+    )
     assert greedy_tokens(executor) == expected["tokens"]
     assert executor.compilations == 0
     monkeypatch.setattr(executables, "_unpickle", load)
@@ -203,7 +206,7 @@ def test_an_entry_names_only_what_describes_arguments(directory, made, caplog):
     executables.cache_dir.write_verified(entry(directory), made)
     counter.run()
     assert counter.lowered == 2
-    assert "not loaded, and compiled again (LookupError: it names" in caplog.text
+    assert "cannot be loaded, compiling it again (LookupError: it names" in caplog.text
 
 
 # --- entries ----------------------------------------------------------------------------------------------------------
@@ -295,8 +298,8 @@ def _open_directory(path: Path) -> None:
     [
         (_cut, "damaged; removed, and made again"),
         (_flip, "damaged; removed, and made again"),
-        (_no_pickle, "not loaded, and compiled again (UnpicklingError"),
-        (_no_program, "its executable is gone"),
+        (_no_pickle, "cannot be loaded, compiling it again (UnpicklingError"),
+        (_no_program, "its executable is missing"),
         (lambda path: path.chmod(0o622), "writeable by nobody else"),
         (_foreign, "it must be a file of this user"),
         (_open_directory, "writeable by nobody else"),
@@ -328,7 +331,7 @@ def test_one_line_says_what_may_be_wrong_with_all(directory, caplog):
     assert store is not None
     for name in ("one", "two"):
         store.executable((name,), lambda: jax.jit(lambda x: x + 1).lower(X))
-    assert caplog.text.count("not loaded") == 1
+    assert caplog.text.count("cannot be loaded") == 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 10.0])

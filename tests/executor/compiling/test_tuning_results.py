@@ -58,7 +58,7 @@ def test_results_of_this_card_and_jaxlib_are_taken_and_none_is_replaced(kept: Pa
 @pytest.mark.parametrize(
     ("version", "text", "said"),
     [
-        ("0.1.2", None, "are of jaxlib 0.1.2 and this is"),
+        ("0.1.2", None, "with jaxlib 0.1.2, but jaxlib is"),
         (None, "{damaged", "not used, products are tuned at the first start"),
         (None, '{"../../passwd": "x"}', "not a table of autotuning results"),
         (None, "[1]", "not a table of autotuning results"),

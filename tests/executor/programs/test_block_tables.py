@@ -245,7 +245,7 @@ def test_padding_leaves_the_tables_as_they_are():
 
 def test_tables_that_int32_cannot_index_are_refused():
     config = dataclasses.replace(CONFIG, max_position=1 << 22)
-    with pytest.raises(ConfigError, match=r"lower --max-num-seqs or --max-model-len, or give a larger --block-size"):
+    with pytest.raises(ConfigError, match=r"lower --max-num-seqs or --max-model-len, or use a larger --block-size"):
         plan_executor(
             config, cache=CacheConfig(block_size=1), max_num_seqs=256, max_num_batched_tokens=512, max_model_len=1 << 22,
             num_devices=1, platform="cpu", chip=None,

@@ -103,7 +103,7 @@ def test_programs_that_are_compiled_while_requests_wait_have_a_line(caplog):
     prompts.prepare()
     assert compiled == ["x"] * 6
     assert [record.getMessage() for record in caplog.records] == [
-        "compiling 6 programs for log probabilities of prompts and for embeddings, which the first request for them waits for"
+        "compiling 6 programs for log probabilities of prompts and for embeddings; the first request for them waits"
     ]
     caplog.clear()
     call = ProgramCall(runner, "forward", (np.zeros(1),), {}, ())

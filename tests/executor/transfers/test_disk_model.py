@@ -168,7 +168,7 @@ def test_damaged_files_are_computed_again(tmp_path, caplog):
     assert again.serve(prompts()) == expected()
     stats = again.engine.stats()
     assert (stats.disk_hit_tokens, stats.num_dropped_files) == (0, len(prompts()))  # nothing is behind the first one
-    assert len([r for r in caplog.records if "it is computed again" in r.getMessage()]) == len(prompts())
+    assert len([r for r in caplog.records if "it will be computed again" in r.getMessage()]) == len(prompts())
     again.end()
     for path in stored(tmp_path / "a"):
         os.truncate(path, path.stat().st_size - 7)
@@ -248,7 +248,7 @@ class TestADiskThatFails:
         said = [r.getMessage() for r in caplog.records if "No space left on device" in r.getMessage()]
         assert len(said) == 1
         assert said[0].endswith(
-            "cached prefixes are not kept there for now, and serving goes on (No space left on device)"
+            "cached prefixes are not stored there for now; serving continues (No space left on device)"
         )
 
     def test_it_is_tried_again_after_a_minute(self, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_nobody_else_may_read_or_write(home):
 def test_a_directory_that_others_may_look_into_is_refused(home, mode):
     home.mkdir()
     home.chmod(mode)
-    with pytest.raises(ConfigError, match=r"be nobody else's to read or write; chmod 700 it \(--prefix-cache-dir\)"):
+    with pytest.raises(ConfigError, match=r"without access for others; chmod 700 it \(--prefix-cache-dir\)"):
         opened(home)
 
 
@@ -126,11 +126,11 @@ class TestWhatDoesNotMatch:
     @pytest.mark.parametrize("length", [0, 1, 60, 90, 300, -1])
     def test_cut_off(self, home, path, caplog, length):
         path.write_bytes(path.read_bytes()[:length])
-        assert "removed, as it has" in self.refused(home, caplog)
+        assert "removed because it has" in self.refused(home, caplog)
 
     def test_longer(self, home, path, caplog):
         path.write_bytes(path.read_bytes() + b"x")
-        assert "removed, as it has" in self.refused(home, caplog)
+        assert "removed because it has" in self.refused(home, caplog)
 
     def test_any_bit_that_has_changed(self, home, path, caplog):
         whole = path.read_bytes()
@@ -140,24 +140,24 @@ class TestWhatDoesNotMatch:
             damaged[at] ^= 0x10
             path.write_bytes(damaged)
             assert self.refused(home, caplog).endswith(
-                ("its header is damaged; it is computed again", "its checksum differs; it is computed again")
+                ("its header is damaged; it will be computed again", "its checksum differs; it will be computed again")
             )
 
     def test_of_another_version(self, home, path, caplog, monkeypatch):
         monkeypatch.setattr("apt_jax.executor.transfers.prefix_files.FORMAT", 2)
-        assert "as it is of another version" in self.refused(home, caplog)
+        assert "because it has another format version" in self.refused(home, caplog)
 
     def test_of_another_model_or_geometry(self, home, path, caplog):
         other = PrefixFiles(home, bytes(32), BLOCK_BYTES, (2, 1), 10**6)
         other.write(KV, digest(1), 1, group(0))
         of_other = next(p for p in home.glob("*/*") if p != path)
         of_other.replace(path)
-        assert "as it is of another model" in self.refused(home, caplog)
+        assert "because it belongs to another model" in self.refused(home, caplog)
 
     def test_renamed(self, home, path, caplog):
         opened(home).write(KV, digest(2), 1, group(2))
         next(p for p in path.parent.iterdir() if p != path).replace(path)
-        assert "as it has the name of another" in self.refused(home, caplog)
+        assert "because its name does not match its header" in self.refused(home, caplog)
 
     def test_a_link_or_a_pipe_is_not_opened(self, home, path):
         target = home.parent / "elsewhere"

@@ -382,7 +382,7 @@ def _logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     ("chip", "width", "dtype", "reason"),
     [
         ("sm_80", 5120, "bfloat16", "needs a chip with clusters (sm_90 or newer; this is sm_80)"),
-        ("sm_90", 5120, "float32", "one kind of 16-bit numbers (float32 layer inputs"),
+        ("sm_90", 5120, "float32", "the same 16-bit dtype (float32 layer inputs"),
         ("sm_90", 300, "bfloat16", "layer inputs of 300 lanes in blocks of (16, 300) are not aligned to 8"),
         ("sm_90", 13000, "bfloat16", "not compiled for layer inputs of 13000 lanes"),
     ],

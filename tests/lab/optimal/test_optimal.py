@@ -359,8 +359,8 @@ def test_the_checker_finds_broken_rules():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"capacity": 3}, "request 1 needs 5 blocks at its end, the pool has 3"),
-        ({"capacity": 9, "tokens": 3}, "request 1 has 4 prompt tokens, a batch holds 3"),
+        ({"capacity": 3}, "request 1 needs 5 blocks at its end, but the pool has 3"),
+        ({"capacity": 9, "tokens": 3}, "request 1 has 4 prompt tokens, but a batch holds 3"),
     ],
 )
 def test_a_request_that_never_fits_is_named(fields, message):

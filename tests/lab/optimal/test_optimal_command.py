@@ -120,7 +120,7 @@ def test_json_goes_to_stdout_alone(requests, capsys):
         (LENGTHS, ["--hardware", "abacus"], "known:"),
         (LENGTHS, ["--start", "fcsf"], "did you mean fcfs"),
         (LENGTHS.replace("32", "400"), ["--start", "sarathi"], "runs a piece"),
-        (LENGTHS, ["--better-by", "10"], "needs something to be better than"),
+        (LENGTHS, ["--better-by", "10"], "needs a schedule to compare with"),
         (LENGTHS, ["--better-by", "100", "--start", "fcfs"], "must be below 100"),
     ],
 )

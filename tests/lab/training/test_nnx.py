@@ -268,7 +268,7 @@ def test_weights_that_cannot_be_served_are_refused(tmp_path):
         serve(tmp_path, dataclasses.replace(params, embed=params.embed * 1e9), dtype="float16")
     with pytest.raises(ConfigError, match=r"params=\.\.\. have none"):
         serve(tmp_path, params, quantization="gguf")
-    with pytest.raises(ConfigError, match="not of several hosts"):
+    with pytest.raises(ConfigError, match="not with several hosts"):
         serve(tmp_path, params, tensor_parallel_size=2, nnodes=2)
 
 

@@ -156,7 +156,7 @@ def test_options_reach_policies_from_outside():
         ("apt?decay=1", "no option 'decay'; it has the options "),
         ("apt?violation_deca=1", "did you mean violation_decay?"),
         ("tests.support.outside_policies:NoName?x=1", "no option 'x'; it has no options"),
-        ("sarathi?prefill_tokens=0", "cannot be made: prefill_tokens=0 must be at least 1"),
+        ("sarathi?prefill_tokens=0", "cannot be built: prefill_tokens=0 must be at least 1"),
         ("sarathi?name=x", "no option 'name'; it has the options first"),
         ("sarathi?first=me", f"first='me' must be one of {', '.join(get_args(First))}"),
         ("sarathi?chunked=1", "chunked='1' is not true or false"),
@@ -166,7 +166,7 @@ def test_options_reach_policies_from_outside():
         ("no_such_module:Class", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("tests.support.outside_policies:Lates", "outside_policies has no 'Lates'; did you mean Latest?"),
         ("tests.support.outside_policies:not_a_class", "is not a class but Latest"),
-        ("tests.support.outside_policies:NoVersion", f"`interface_version = {INTERFACE_VERSION}` is this apt-jax's"),
+        ("tests.support.outside_policies:NoVersion", f"this apt-jax has `interface_version = {INTERFACE_VERSION}`"),
         (
             "tests.support.outside_policies:OtherVersion",
             f"interface_version {INTERFACE_VERSION + 1}; this apt-jax has {INTERFACE_VERSION}",
@@ -175,17 +175,17 @@ def test_options_reach_policies_from_outside():
         ("tests.support.outside_policies:NoName", "has no `name`"),
         (
             "tests.support.outside_policies:CannotBeMade",
-            "cannot be made: OSError: a file is missing (outside_policies.py, line",
+            "cannot be built: OSError: a file is missing (outside_policies.py, line",
         ),
         ("tests.support.outside_policies:", "is not package.module:Class"),
         (":Class", "is not package.module:Class"),
         ("..x:Class", "is not package.module:Class"),
-        ("../my_policy:Class", "is not package.module:Class; the module is looked for"),
+        ("../my_policy:Class", "is not package.module:Class; the module is searched for"),
         ("my_policy.py:Class", "did you mean my_policy:Class?"),
-        ("numpy.no_such:Class", "No module named 'numpy.no_such'; it is looked for where Python looks and in "),
+        ("numpy.no_such:Class", "No module named 'numpy.no_such'; it is searched for on Python's path and in "),
         (
             "apt?violation_decay=-1",
-            "policy='apt?violation_decay=-1' cannot be made: violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
+            "policy='apt?violation_decay=-1' cannot be built: violation_decay=-1.0 must lie in [0, 1] (--scheduling-policy)",
         ),
         ("__main__:MyPolicy", "has no 'MyPolicy': other processes do not see classes of a notebook"),
         ("latest", "or package.module:Class"),
@@ -293,7 +293,7 @@ def test_a_policy_that_fails_is_seen_in_a_simulation(capsys, caplog):
     ]
     broken = "tests.support.outside_policies:Broken?every=2"
     assert main([*args, "--scheduling-policy", broken]) == 0
-    assert "iterations left to fcfs" in capsys.readouterr().out
+    assert "iterations scheduled by fcfs" in capsys.readouterr().out
     assert main([*args, "--scheduling-policy", f"fcfs,{broken}"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Broken\?every=2 failed in \d+ of \d+ iterations", out)
@@ -309,7 +309,7 @@ def test_starts_of_an_optimal_schedule(tmp_path, capsys):
     for start, message in (
         ("tests.support.outside_policies:NoVersion", "interface_version"),
         ("tests.support.outside_policies:Broken", "broken failed: ZeroDivisionError: no reason"),
-        ("tests.support.outside_policies:Broken?promise=row twice", "broken failed: PlanError: a row is there twice"),
+        ("tests.support.outside_policies:Broken?promise=row twice", "broken failed: PlanError: a row occurs twice"),
         (
             "tests.support.outside_policies:Broken?promise=writes to the table",
             "ValueError: assignment destination is read-only",

@@ -274,7 +274,7 @@ def test_a_good_plan_passes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rows": np.array([1, 1], np.int32)}, "a row is there twice"),
+        ({"rows": np.array([1, 1], np.int32)}, "a row occurs twice"),
         ({"rows": np.array([0, 3], np.int32)}, "neither wait nor run"),
         ({"rows": np.array([0, 1])}, "rows is int64"),
         ({"num_tokens": np.array([2, 8], np.int32)}, "2\\] tokens of \\[1\\] remaining"),
@@ -294,7 +294,7 @@ def test_a_good_plan_passes():
         ),
         (
             {"rows": np.array([1, 2], np.int32), "num_tokens": np.array([4, 4], np.int32)},
-            "3 requests would hold cache, 2 may",
+            "3 requests would hold cache; at most 2 may",
         ),
     ],
 )
@@ -313,5 +313,5 @@ def test_blocks_beyond_the_pool_are_found():
         preempt=np.zeros(0, np.int32),
         iteration="decode",
     )
-    with pytest.raises(AssertionError, match="2 blocks needed, 1 at hand"):
+    with pytest.raises(AssertionError, match="2 blocks needed, 1 available"):
         check_plan(world.view(), plan)

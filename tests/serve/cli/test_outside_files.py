@@ -96,7 +96,7 @@ TRACES = {
     "a prompt of several lines": (CSV + '12,7,"x\ry\n""z"""\n13,8,\n', [5, 6, 7, 8]),
     "further columns that come twice": ("a,prompt_tokens,a,output_tokens\n1,10,1,5\n", [5]),
     "NUL in a prompt": (CSV + "12,7,\0\n", [5, 6, 7]),
-    "a column twice": ("prompt_tokens,output_tokens, output_tokens\n1,2,3\n", "'output_tokens' comes twice"),
+    "a column twice": ("prompt_tokens,output_tokens, output_tokens\n1,2,3\n", "'output_tokens' occurs twice"),
     "a quote never closed": (CSV + '12,7,"x\n13,8,y\n', "line 4: not CSV (unexpected end of data)"),
     "text behind a quote": (CSV + '12,7,"x" y\n', "line 4: not CSV"),
     "Latin-1": (b"prompt_tokens,output_tokens,prompt\n10,5,\xe9\n", "line 2 is not UTF-8); save it as UTF-8"),

@@ -89,7 +89,7 @@ def test_requests_that_never_fit_are_counted(tmp_path, capsys):
     # 40 blocks of 16 positions, of which keys and values take two each.
     assert left_out == {"kv": int((total > 320).sum()), "hybrid": int((total > 640).sum())}
     assert main([*args, "--scheduling-policy", "fcfs,apt"]) == 0
-    assert "can never fit, left out" in capsys.readouterr().out
+    assert "left out because they can never fit" in capsys.readouterr().out
 
 
 def test_replicas_share_the_requests(tmp_path, capsys):
@@ -132,10 +132,10 @@ def test_replicas_share_the_requests(tmp_path, capsys):
         (["--find-rate", "1.5"], "--find-rate"),
         (["-tp", "3"], "3"),
         (["--replicas", "0"], "--replicas"),
-        (["--rates", "2,3", "--rate", "2"], "--rate and --rates exclude each other"),
-        (["--find-rate", "0.9", "--rates", "2,3"], "--rates and --find-rate exclude each other"),
-        (["--scheduling-policy", "apt,fcfs,apt"], "apt is there twice"),
-        (["--rates", "2,2"], "2.0 is there twice"),
+        (["--rates", "2,3", "--rate", "2"], "--rate and --rates cannot be combined"),
+        (["--find-rate", "0.9", "--rates", "2,3"], "--rates and --find-rate cannot be combined"),
+        (["--scheduling-policy", "apt,fcfs,apt"], "apt is given twice"),
+        (["--rates", "2,2"], "2.0 is given twice"),
         (["--rate", "2", "--png", "x.png"], "--rates"),
         (["--rates", "2", "--png", "/no/such/directory/x.png"], "--png"),
         (["--routing-policy", "leastload"], "--routing-policy"),

@@ -581,7 +581,7 @@ def test_the_rest_is_unimplemented(serve_toy):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await served.client.channel.unary_unary(f"/{SERVICE}/{name}")(b"")
             assert caught.value.code() is Code.UNIMPLEMENTED, name
-            assert "this server generates text" in (caught.value.details() or "")
+            assert "this server only generates text" in (caught.value.details() or "")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await served.client.channel.unary_unary(f"/{SERVICE}/NoSuchMethod")(b"")
         assert caught.value.code() is Code.UNIMPLEMENTED

@@ -58,7 +58,7 @@ def test_what_no_call_needs_is_refused_by_name():
         (MAX_VALUES, "values", lambda n: b'{"prompt": [' + b"1," * n + b"1]}"),
     ):
         parse_json(data(most))
-        with pytest.raises(InvalidRequestError, match=f"body: holds more than {most} {what}; send less at once"):
+        with pytest.raises(InvalidRequestError, match=f"body: contains more than {most} {what}; send less at once"):
             parse_json(data(most + 1))
 
 

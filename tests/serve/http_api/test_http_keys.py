@@ -348,7 +348,7 @@ def test_files_of_keys_of_operators(tmp_path):
         assert caller is not None
         assert caller.is_operator is is_operator
     assert not alone.accepts(f"Bearer {KEY}")
-    with pytest.raises(ConfigError, match="a key of an operator is also one of a tenant"):
+    with pytest.raises(ConfigError, match="an operator's key is also a tenant's key"):
         ApiKeys.load(operators, operators)
 
 

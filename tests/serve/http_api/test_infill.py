@@ -75,8 +75,8 @@ def test_what_does_not_go_with_a_suffix_is_told_in_one_line():
         for fields, param, says in (
             ({"echo": True}, "echo", "cannot be given together with suffix"),
             ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "cannot be given together with suffix"),
-            ({"prompt": [1, 2]}, "prompt", "must be a text, or a list of texts"),
-            ({"prompt": []}, "prompt", "must be a text, or a list of texts"),
+            ({"prompt": [1, 2]}, "prompt", "must be a text or a list of texts"),
+            ({"prompt": []}, "prompt", "must be a text or a list of texts"),
             ({"suffix": 5}, "suffix", "a number is not text"),
             ({"suffix": "x" * 9000}, "suffix", "shorten it"),
             ({"prompt": "x" * 150, "suffix": "x" * 150}, "prompt", ""),
@@ -94,7 +94,7 @@ def test_a_model_without_the_tokens_refuses_a_suffix():
         response = await served.post("/v1/completions", {"prompt": "a", "suffix": "b"})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "suffix")
-        assert "has no tokens to fill in between two texts" in error["message"]
+        assert "has no fill-in-the-middle tokens" in error["message"]
 
     run(scenario)
 
@@ -200,6 +200,6 @@ def test_infill_needs_a_model_that_has_tokens_for_it():
     async def scenario(served: HttpServed) -> None:
         refused = await served.post("/infill", {"input_prefix": "x", "input_suffix": "y"})
         assert refused.status_code == 400
-        assert "has no tokens to fill in" in refused.json()["error"]["message"]
+        assert "has no fill-in-the-middle tokens" in refused.json()["error"]["message"]
 
     run(scenario)

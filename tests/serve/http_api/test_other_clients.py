@@ -48,12 +48,12 @@ SERVED = (
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/v1/responses/r", "nothing is stored; send the whole conversation to /v1/responses"),
         ("/v1/engines/gpt/completions", "use /v1/models, /v1/completions and /v1/chat/completions"),
-        ("/v1/vector_stores/vs_1/files", "nothing is stored; use /v1/embeddings and a vector store of your own"),
-        ("/v1/videos", "models of images, sound and video are not served"),
-        ("/v1/audio/speech", "models of images, sound and video are not served"),
+        ("/v1/vector_stores/vs_1/files", "nothing is stored; use /v1/embeddings and your own vector store"),
+        ("/v1/videos", "image, audio and video models are not served"),
+        ("/v1/audio/speech", "image, audio and video models are not served"),
         ("/v1/responses/resp_1", "nothing is stored; send the whole conversation to /v1/responses"),
         ("/v1/responses/resp_1/cancel", "nothing is stored; send the whole conversation to /v1/responses"),
-        ("/collective_rpc", "use /server_info and /metrics; workers take no calls by name"),
+        ("/collective_rpc", "use /server_info and /metrics; workers do not accept calls by name"),
         ("/slots/0", "use /metrics and /load"),
         ("/v1/props", "use /v1/models and /server_info"),
         ("/api/blobs/sha256:00", "the model is chosen when the server starts"),
@@ -156,11 +156,11 @@ def test_the_last_message_is_gone_on_with():
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
         named = {"messages": messages, "chat_template_kwargs": {"messages": []}}
         refused = await served.post("/v1/chat/completions", named)
-        assert "'messages' is not the request's to set here" in refused.json()["error"]["message"]
+        assert "'messages' cannot be set by requests" in refused.json()["error"]["message"]
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         calls = {"messages": [messages[0], {**messages[1], "tool_calls": [call]}], "continue_final_message": True}
         refused = await served.post("/v1/chat/completions", calls)
-        assert "the last message has calls" in refused.json()["error"]["message"]
+        assert "the last message has tool calls" in refused.json()["error"]["message"]
         good = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}, "max_tokens": 1}
         assert (await served.post("/v1/chat/completions", good)).status_code == 200
 
@@ -189,9 +189,9 @@ def test_paths_that_others_have_and_hints_for_wrong_ones():
         assert len(long) < 300
         assert "\n" not in long
         wrong = (await served.http.get("/v1/completions", headers=bearer)).json()["error"]["message"]
-        assert wrong == "'/v1/completions' does not take this method"
+        assert wrong == "'/v1/completions' does not accept this method"
         empty = await served.post("/tokenize", {"content": "hello"}, headers=bearer)
-        assert "prompt: missing; give prompt, a text, or messages; llama.cpp's" in empty.json()["error"]["message"]
+        assert "prompt: missing; give a text as prompt, or messages; llama.cpp's" in empty.json()["error"]["message"]
 
     run(scenario, app={"keys": ApiKeys([KEY])})
 
@@ -264,7 +264,7 @@ def test_a_request_waits_no_longer_than_it_asks_to():
         await served.until(lambda: served.parts.engine.num_live == 1)
         late = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={QUEUE_TTL_KEY: "50ms"})
         assert late.status_code == 429
-        assert "has waited for 0.05 s (as long as it asks to)" in late.json()["error"]["message"]
+        assert "has waited for 0.05 s (its own limit)" in late.json()["error"]["message"]
         assert {late.headers[key] for key in DROPPED_REASON_KEYS} == {"rejected-ttl-expired"}
         long = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={QUEUE_TTL_KEY: "1h"})
         assert long.status_code == 200

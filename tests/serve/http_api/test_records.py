@@ -61,10 +61,10 @@ class Body(Record):
         ({"items": [{}, {"size": 0}]}, "items[1].size: 0 must be an integer in [1, 9]"),
         ({"either": 5}, "either: a number is not text"),
         ({"either": ["a", 5]}, "either[1]: a number is not text"),
-        ({"short": "abcd"}, "short: must be a text of at most 3 characters"),
+        ({"short": "abcd"}, "short: must be a string of at most 3 characters"),
         ({"far": 2}, "far: is not supported; use near"),
         ({"kind": "\ud800"}, "kind: '\\ud800' must be one of 'a', 'b'"),
-        ({"\ud800": 1}, "body: holds a name or word that is not valid Unicode"),
+        ({"\ud800": 1}, "body: contains a name or string that is not valid Unicode"),
     ],
 )
 def test_what_is_wrong_is_told_by_its_path(fields, says):

@@ -225,7 +225,7 @@ def test_a_collector_that_does_not_take_them_harms_nobody(trouble, caplog, monke
             assert time.monotonic() - began_s < 20
             await asyncio.wait_for(served.ask("hi", max_tokens=2), 20)
             if trouble != "no answer":
-                await served.until(lambda: "does not take traces" in caplog.text, 40)
+                await served.until(lambda: "does not accept traces" in caplog.text, 40)
 
     with collector() as found:
         if trouble == "no answer":
@@ -253,10 +253,10 @@ def test_a_collector_that_comes_back_is_told_of(caplog):
         async with http_serving(app={"tracer": tracer}) as served:
             found.status = 400
             await served.ask("hi", max_tokens=2)
-            await served.until(lambda: "does not take traces" in caplog.text, 40)
+            await served.until(lambda: "does not accept traces" in caplog.text, 40)
             found.status = 200
             await served.ask("hi", max_tokens=2)
-            await served.until(lambda: "takes traces again; lost: 4 spans" in caplog.text, 40)
+            await served.until(lambda: "accepts traces again; lost: 4 spans" in caplog.text, 40)
 
     with collector() as found, tracing(found.url) as tracer:
         asyncio.run(scenario(tracer))

@@ -1,4 +1,4 @@
-"""The fields of the ``config.json`` that a GGUF file's model had, from the metadata of its architecture."""
+"""The ``config.json`` fields of the model in a GGUF file, reconstructed from the file's metadata."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ class _Metadata:
         return self._file.metadata.get(f"{self._arch}.{name}")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; arrays of one repeated value count as that value."""
+        """Return a positive integer; an array of one repeated value counts as that value."""
         key, value = f"{self._arch}.{name}", self.raw(name)
         if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
             value = value.flat[0].item()
@@ -44,7 +44,7 @@ class _Metadata:
             raise ModelLoadError(f"{self._file.path}: metadata {key} is missing")
         if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
             raise self._refuse(key, value, "a finite number")
-        # float32 in the file: 1e-5 shall not become 9.999999747378752e-06.
+        # float32 in the file: 1e-5 must not become 9.999999747378752e-06.
         return float(np.format_float_positional(np.float32(value), unique=True))
 
     def token_id(self, name: str, vocab_size: int) -> int | None:
@@ -54,7 +54,7 @@ class _Metadata:
             return None
         if type(value) is not int or not 0 <= value < 2**32:
             raise self._refuse(key, value, "a token id")
-        return value if value < vocab_size else None  # 2**32 - 1 stands for none
+        return value if value < vocab_size else None  # 2**32 - 1 means no token
 
 
 _END_TEXTS = (
@@ -66,7 +66,7 @@ _CONTROL = 3
 
 
 def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
-    """Ids that end an output: the end-of-text and end-of-turn ids of the metadata, then control tokens of
+    """Return the ids that end an output: the end-of-text and end-of-turn ids of the metadata, then control tokens of
     `_END_TEXTS`."""
     get = _Metadata(file, "")
     ids = [get.token_id(f"{n}_token_id", vocab_size) for n in ("eos", "eot", "eom")]
@@ -78,7 +78,7 @@ def end_ids(file: GgufFile, vocab_size: int) -> list[int]:
 
 
 def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str) -> dict[str, Any]:
-    """Parameters of Llama 3.1's scaling, recovered from the tensor of its factors, as the file holds only the
+    """Recover the parameters of Llama 3.1's scaling from the tensor of its factors, because the file holds only the
     factors."""
     scale = float(factors.max())
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -95,7 +95,7 @@ def _llama3_scaling(factors: np.ndarray, head_dim: int, theta: float, where: str
                 "high_freq_factor": high,
                 "original_max_position_embeddings": context,
             }
-    raise ModelLoadError(f"{where}: tensor 'rope_freqs.weight' holds a scaling that is not known")
+    raise ModelLoadError(f"{where}: tensor 'rope_freqs.weight' holds an unknown scaling")
 
 
 def _rope_scaling(file: GgufFile, get: _Metadata, head_dim: int, theta: float) -> dict[str, Any] | None:
@@ -140,12 +140,12 @@ def _small(file: GgufFile, name: str, size: int) -> np.ndarray:
         raise ModelLoadError(f"{file.path}: tensor {name!r} is {shape}, not of {size} values")
     values = np.concatenate(list(file.chunks(name))).astype(np.float64)
     if not np.isfinite(values).all() or (values <= 0).any():
-        raise ModelLoadError(f"{file.path}: tensor {name!r} holds values that are no factors")
+        raise ModelLoadError(f"{file.path}: tensor {name!r} holds values that are not positive and finite")
     return values
 
 
 def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
-    """Fields of the configuration that all Llama-like models share."""
+    """Return the configuration fields that all Llama-like models share."""
     hidden, heads = get.size("embedding_length"), get.size("attention.head_count")
     head_dim = get.size("attention.key_length", max(1, hidden // heads))
     if get.size("attention.value_length", head_dim) != head_dim:
@@ -153,9 +153,7 @@ def _rotary_fields(file: GgufFile, get: _Metadata) -> dict[str, Any]:
     theta = get.number("rope.freq_base", 10000.0)
     bias = "blk.0.attn_q.bias" in file.tensors
     if get.raw("attention.causal") is False:
-        raise ModelLoadError(
-            f"{file.path}: metadata attention.causal=False is not supported; only models that look back"
-        )
+        raise ModelLoadError(f"{file.path}: metadata attention.causal=False is not supported; only causal models are")
     return {
         "hidden_size": hidden,
         "intermediate_size": get.size("feed_forward_length"),
@@ -359,7 +357,7 @@ ARCHITECTURES = tuple(_FIELDS)
 
 
 def architecture_of(file: GgufFile) -> str:
-    """The architecture of a file.
+    """Return the architecture of a file.
 
     Raises:
         ModelLoadError: it is not known, or the file is one of several parts.
@@ -378,16 +376,16 @@ def architecture_of(file: GgufFile) -> str:
 
 
 def gguf_fields(file: GgufFile) -> dict[str, Any]:
-    """The fields of the model's ``config.json``, reconstructed from metadata and tensors.
+    """Reconstruct the fields of the model's ``config.json`` from metadata and tensors.
 
     Raises:
-        ModelLoadError: the architecture is unknown, or metadata are missing or impossible.
+        ModelLoadError: the architecture is unknown, or metadata are missing or invalid.
     """
     arch = architecture_of(file)
     get = _Metadata(file, arch)
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
-        raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing or no matrix")
+        raise ModelLoadError(f"{file.path}: tensor 'token_embd.weight' is missing or not a matrix")
     vocab_size = embed.shape[0]
     ends = end_ids(file, vocab_size)
     return _FIELDS[arch](file, get) | {

@@ -7,7 +7,7 @@ before it is used.
     data        aligned blocks
 
 The `gguf` library defines the quantisation types and dequantizes blocks. Its reader is not used: it trusts every count
-in the file, and it maps the file into memory, so that truncating the file during a read kills the process.
+in the file, and it maps the file into memory, where truncating the file during a read kills the process.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_METADATA_BYTES = 256 * 2**20  # the largest vocabularies take 20 MiB
 _TEXT_BYTES = 40 * 2**20
-"""Limit in bytes of the memory for names and texts, in addition to twice the size of the file."""
+"""Bytes of memory allowed for names and texts, in addition to twice the size of the file."""
 _TEXT_OVERHEAD = 32
 """Bytes of memory per text in a list, in addition to its `sys.getsizeof`."""
 _MOST_TEXT_BYTES = 512 * 2**20
@@ -68,11 +68,11 @@ class _Cursor:
 
     def bytes(self, count: int, what: str) -> bytes:
         if count > min(self._left, _MAX_METADATA_BYTES - self.offset):
-            state = "cut off" if count > self._left else "larger than any header is"
-            raise ModelLoadError(f"{self._where}: {state}, within {what}")
+            state = "cut off" if count > self._left else "too large for a header"
+            raise ModelLoadError(f"{self._where}: {state} at {what}")
         data = self._file.read(count)
         if len(data) != count:
-            raise ModelLoadError(f"{self._where}: became shorter while it was read, within {what}")
+            raise ModelLoadError(f"{self._where}: was truncated while it was being read (at {what})")
         self.offset += count
         self._left -= count
         return data
@@ -91,7 +91,7 @@ class _Cursor:
         self._text_bytes += sys.getsizeof(text) + _TEXT_OVERHEAD
         if self._text_bytes > self._most_text_bytes:
             raise ModelLoadError(
-                f"{self._where}: its texts take more than {self._most_text_bytes >> 20} MiB of memory, within {what}"
+                f"{self._where}: its texts take more than {self._most_text_bytes >> 20} MiB of memory (at {what})"
             )
         return text
 
@@ -117,7 +117,7 @@ class _Cursor:
 
     def _strings(self, count: int, what: str) -> list[str]:
         if count * 8 > self._left:
-            raise ModelLoadError(f"{self._where}: cut off, within {what}")
+            raise ModelLoadError(f"{self._where}: cut off at {what}")
         return [self.text(f"{what}[{index}]", _MAX_NAME_BYTES) for index in range(count)]
 
 
@@ -228,14 +228,15 @@ class GgufFile:
         num_bytes = math.prod(sizes) // block_elements * block_bytes
         info = TensorInfo(self.path.name, known[quant].name, tuple(reversed(sizes)), offset, num_bytes)
         stored = _Stored(info, quant, block_elements, block_bytes)
-        self._stored[name] = stored  # to find duplicates; set again when the place is known
+        self._stored[name] = stored  # to find duplicates; set again when the offset in the file is known
         return name, stored
 
     def chunks(self, name: str) -> Iterator[np.ndarray]:
-        """Values of a tensor as consecutive flat pieces, in float32 if it is quantised, otherwise in the stored dtype.
+        """Yield the values of a tensor as consecutive flat pieces, in float32 if it is quantized, otherwise in the
+        stored dtype.
 
         Raises:
-            ModelLoadError: the file cannot be read or has become shorter, or its quantisation is not supported.
+            ModelLoadError: the file cannot be read or was truncated, or its quantization is not supported.
         """
         stored = self._stored[name]
         info, kind = stored.info, self._gguf.GGMLQuantizationType(stored.quant)
@@ -248,12 +249,12 @@ class GgufFile:
                 assert self._file is not None
                 data = read_bytes(self._file, info.start + first * stored.block_bytes, count * stored.block_bytes)
                 if data is None:
-                    raise ModelLoadError(f"{self.path}: became shorter while it was read, within {name!r:.80}")
+                    raise ModelLoadError(f"{self.path}: was truncated while it was being read (at {name!r:.80})")
                 if plain is not None:
                     yield data.view(np.dtype(plain).newbyteorder("<"))
                 else:
-                    # As one row: by rows of a block, gguf computes sixteen blocks at a time, which takes ten times as
-                    # long. Damaged blocks may hold infinite scales; the loader looks for what comes of them.
+                    # As one row: with a row per block, gguf computes sixteen blocks at a time, which takes ten times as
+                    # long. Damaged blocks may hold infinite scales; the loader checks the resulting values.
                     with np.errstate(all="ignore"):
                         yield self._gguf.quants.dequantize(data.reshape(1, -1), kind).reshape(-1)
         except OSError as error:
@@ -264,10 +265,10 @@ class GgufFile:
             ) from None
 
     def blocks(self, name: str) -> np.ndarray:
-        """The stored bytes of a quantised matrix, (rows, blocks per row, bytes per block).
+        """Return the stored bytes of a quantized matrix, (rows, blocks per row, bytes per block).
 
         Raises:
-            ModelLoadError: the file cannot be read or has become shorter.
+            ModelLoadError: the file cannot be read or was truncated.
         """
         stored = self._stored[name]
         info = stored.info
@@ -277,7 +278,7 @@ class GgufFile:
         except OSError as error:
             raise ModelLoadError(f"{self.path}: cannot be read ({error.strerror or error})") from error
         if data is None:
-            raise ModelLoadError(f"{self.path}: became shorter while it was read, within {name!r:.80}")
+            raise ModelLoadError(f"{self.path}: was truncated while it was being read (at {name!r:.80})")
         return data.reshape(info.shape[0], -1, stored.block_bytes)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Adapter of a GGUF file to the Hugging Face checkpoint that it was converted from: configuration, tensor names, tensor
-layout.
+"""Adapter that presents a GGUF file as the Hugging Face checkpoint that it was converted from: configuration, tensor
+names, tensor layout.
 
-llama.cpp's converter renames tensors (`names`) and changes some: it interleaves the rotary halves of q and k (llama), adds
-one to norm weights (gemma), transposes matrices (gpt2) and sorts fused q, k and v by kind instead of by head (gptneox,
-bloom). `GgufCheckpoint` undoes each of these, so that its users see Hugging Face's names and values.
+llama.cpp's converter renames tensors (`names`) and changes some: it interleaves the rotary halves of q and k (llama),
+adds one to norm weights (gemma), transposes matrices (gpt2) and sorts fused q, k and v by kind instead of by head
+(gptneox, bloom). `GgufCheckpoint` undoes all of these and presents Hugging Face's names and values.
 """
 
 import dataclasses
@@ -95,11 +95,11 @@ class GgufCheckpoint:
         return info.dtype in _GROUPED and len(info.shape) == 2 and not self._transposed(self._inner[name])
 
     def groups(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Values, scales and minima of a matrix in the layout of `ops.weights.GroupedMatrix`, with outputs in Hugging
-        Face's order.
+        """Return values, scales and minima of a matrix in the layout of `ops.weights.GroupedMatrix`, with outputs in
+        Hugging Face's order.
 
         Raises:
-            ModelLoadError: the file cannot be read, has become shorter, or holds scales that are not finite.
+            ModelLoadError: the file cannot be read, was truncated, or holds scales that are not finite.
         """
         inner = self._inner[name]
         blocks = self._file.blocks(inner)
@@ -120,7 +120,7 @@ class GgufCheckpoint:
         return values.T if self._transposed(inner) else values
 
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
-        """The tensor with its rows in Hugging Face's order."""
+        """Return the tensor with its rows in Hugging Face's order."""
         inner = self._inner[name]
         heads = 0
         if self._arch == "llama" and ".attn_q." in inner:
@@ -138,7 +138,7 @@ class GgufCheckpoint:
     def _divisible(self, name: str, values: np.ndarray, parts: int) -> None:
         if values.shape[0] % parts:
             raise ModelLoadError(
-                f"{self._file.path}: tensor {name!r:.80} has {values.shape[0]} rows, no multiple of {parts}"
+                f"{self._file.path}: tensor {name!r:.80} has {values.shape[0]} rows, not a multiple of {parts}"
             )
 
     def read(self, name: str) -> np.ndarray:
@@ -149,7 +149,7 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: Path) -> tuple[GgufCheckpoint, dict[str, Any]]:
-    """The checkpoint of a GGUF file and its configuration fields.
+    """Open a GGUF file; return its checkpoint and its configuration fields.
 
     Raises:
         ModelLoadError: one line that names the file and its defect.

@@ -123,7 +123,7 @@ _BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
 def hf_name(arch: str, name: str) -> str | None:
-    """Hugging Face's name of a tensor of a GGUF file; None: the tensor is not a weight or has no counterpart."""
+    """Return Hugging Face's name of a tensor of a GGUF file; None: the tensor is not a weight or has no counterpart."""
     names = _NAMES[arch]
     base, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias") or name in ROPE_TENSORS:

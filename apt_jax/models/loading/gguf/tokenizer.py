@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file, as a tokenizer of the `tokenizers` library.
 
 A GGUF file holds the tokens and their merges or scores, but only the name of the rule that splits text into words
-(``tokenizer.ggml.pre``); `_SPLITS` has the regular expressions of each name. Two kinds are supported: byte-level BPE
+(``tokenizer.ggml.pre``); `_SPLITS` has the regular expressions for each name. Two kinds are supported: byte-level BPE
 (``gpt2``) and SentencePiece's BPE with byte fallback (``llama``). Other kinds require `--tokenizer` with a directory.
 """
 
@@ -58,9 +58,9 @@ _CASED_LETTERS = (
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _SPACE_AT_END = r"(?<!\s)\s++$"
-r"""Expression equivalent to the published `\s+$`, without scanning to the end of a run of spaces from each of them."""
+r"""Equivalent of the published `\s+$` that does not scan a run of spaces again from each of its characters."""
 _GPT2 = "gpt2"
-"""Name of GPT-2's pattern, which the library's byte-level pre-tokenizer has built in."""
+"""Name of GPT-2's pattern, which is built into the library's byte-level pre-tokenizer."""
 _DIGITS = "digits"
 """Name of the step that splits off every digit."""
 
@@ -85,14 +85,15 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
     "viking": (_BLOOM, _DIGITS),
 }  # fmt: skip
-"""Regular expressions of the published tokenizers by name of the rule; each splits the parts of the one before."""
+"""Regular expressions of the published tokenizers by name of the rule; each splits the pieces that the previous
+expression leaves."""
 _IGNORE_MERGES = (
     "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "minicpm5",
 )  # fmt: skip
 """Rules under which a word that is a token is never split, whatever the merges."""
 _NFC = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "mpt", "olmo")
 _ADD_BOS = _IGNORE_MERGES[:-1]
-"""Rules whose texts begin with the BOS token if the file does not say whether they do."""
+"""Rules under which texts start with the BOS token unless the file specifies otherwise."""
 
 
 class _Vocabulary:
@@ -107,9 +108,9 @@ class _Vocabulary:
         if types is None:
             types = np.full(len(self.tokens), _NORMAL)
         if not isinstance(types, np.ndarray) or types.shape != (len(self.tokens),):
-            raise self.refuse("token_type does not have one number a token")
+            raise self.refuse("token_type does not have one number per token")
         self.types = types.tolist()
-        # Padding of a vocabulary to a round size may repeat a name; the first one counts.
+        # Padding of a vocabulary to a round size may repeat a name; its first occurrence counts.
         self.ids: dict[str, int] = {}
         for index, token in enumerate(self.tokens):
             self.ids.setdefault(token, index)
@@ -123,7 +124,7 @@ class _Vocabulary:
     def strings(self, name: str) -> list[str]:
         value = self.get(name)
         if not isinstance(value, list):
-            raise self.refuse(f"{name} is missing or no list of strings")
+            raise self.refuse(f"{name} is missing or not a list of strings")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -139,7 +140,7 @@ class _Vocabulary:
     def scores(self) -> list[float]:
         scores = self.get("scores")
         if not isinstance(scores, np.ndarray) or scores.shape != (len(self.tokens),):
-            raise self.refuse("scores does not have one number a token")
+            raise self.refuse("scores does not have one number per token")
         if not np.isfinite(scores).all():
             raise self.refuse("scores holds NaN or infinite values")
         return scores.tolist()
@@ -169,7 +170,7 @@ def _pre_tokenizer(splits: tuple[str, ...], prefix: bool) -> Any:
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     pre = vocabulary.get("pre")
     if pre is None:
-        _logger.warning("the GGUF file does not say how its tokenizer splits text; taken for GPT-2's way")
+        _logger.warning("the GGUF file does not name its rule for splitting text; GPT-2's rule is assumed")
         pre = "gpt-2"
     if not isinstance(pre, str) or pre not in _SPLITS:
         raise vocabulary.refuse(
@@ -189,8 +190,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Merges for SentencePiece's scores, which join the neighbours whose union scores best: all splits of all pieces,
-    best union first."""
+    """Return merges equivalent to SentencePiece's scores, by which the two neighbours with the best-scoring union are
+    joined: all splits of all pieces, best union first."""
     ids, scores = vocabulary.ids, vocabulary.scores()
     merges = []
     for piece, index in ids.items():
@@ -250,7 +251,7 @@ def gguf_tokenizer(file: GgufFile) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # the library raises plain Exception
         reason = one_line(str(error))[:120]
-        raise vocabulary.refuse(f"* makes no tokenizer ({reason})") from None
+        raise vocabulary.refuse(f"* does not describe a valid tokenizer ({reason})") from None
     return backend
 
 
@@ -283,7 +284,7 @@ def _add_template(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, bos_de
 
 
 def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
-    """The chat templates in the metadata by name; the unnamed one, if present, is called `default`.
+    """Return the chat templates in the metadata by name; the unnamed template, if present, is called `default`.
 
     Raises:
         ModelLoadError: a template is not a string.
@@ -300,7 +301,7 @@ def gguf_chat_templates(file: GgufFile) -> dict[str, str]:
 
 
 def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
-    """Special tokens by name (``bos_token``, ``eos_token`` and so on), as in tokenizer_config.json."""
+    """Return the special tokens by name (``bos_token``, ``eos_token`` and so on), as in tokenizer_config.json."""
     vocabulary = _Vocabulary(file)
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {f"{short}_token": vocabulary.special(name) for name, short in names.items()}
@@ -308,7 +309,7 @@ def gguf_special_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def gguf_tokenizer_files(file: GgufFile) -> dict[str, str]:
-    """Contents of the tokenizer's files for a model directory, by file name."""
+    """Return the contents of a model directory's tokenizer files, by file name."""
     config: dict[str, Any] = dict(gguf_special_tokens(file))
     templates = gguf_chat_templates(file)
     if list(templates) == ["default"]:
