@@ -1,20 +1,108 @@
-"""An upper bound on the share of requests that any policy can serve in time.
+"""Upper bounds on the share of requests that any policy can serve on time.
 
-A request's whole prompt must be computed before its first token. That takes a minimum of device time, whatever else the
-same steps compute. A request is on time if its prompt is computed by its arrival plus the TTFT objective. With one
-objective for all requests, deadlines have the order of arrivals, so it is best to serve the chosen requests in that
-order, and the largest number of requests on time is found exactly (Kise, Ibaraki and Mine 1978: 1 | agreeable release
-and due dates | sum of U). The bound ignores decodes, memory and TBT objectives and assumes that all arrivals are known
-in advance, so the true maximum may be far lower.
+First tokens. A request's whole prompt must be computed before its first token. That takes a minimum of device time,
+whatever else the same steps compute. A request is on time if its prompt is computed by its arrival plus the TTFT
+objective. With one objective for all requests, deadlines are in order of arrival, so it is best to serve the chosen
+requests in that order, and the largest number of requests on time is found exactly (Kise, Ibaraki and Mine 1978: 1 |
+agreeable release and due dates | sum of U).
+
+Further tokens, and memory. The requests that decode in a step are all in the pool, so each takes the share of the step's
+constant cost that its prompt takes of the pool (token-seconds of the pool), besides its own costs. A request that may
+not pause must have k further tokens by its arrival plus both objectives, so the same count bounds how many can.
+
+The bounds ignore growing contexts and the other objective, let every request pause that may, and assume that all
+arrivals are known in advance, so the true maxima may be far lower.
 """
+
+import dataclasses
 
 import numpy as np
 from numpy.typing import NDArray
 
+from apt_jax.config import SLO
 from apt_jax.costs.model import StepCosts
 
+_MAX_GAPS, _LONGEST = 90, 1 / 0.11
+"""With at most 90 gaps, the P99 over them allows no gap longer than 1 / 0.11 times the objective, and at most one above
+it: the longest gap has a weight of at least 0.11 in it."""
 
-def attainable_share(
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attainable:
+    """Upper bounds on shares of all requests."""
+
+    slo: float
+    """With the TTFT and the P99 of the gaps within the objectives."""
+    strict: float
+    """With the TTFT and every gap within the objectives."""
+
+
+def attainable(
+    arrival_s: NDArray[np.float64],
+    prompt_tokens: NDArray[np.int32],
+    output_tokens: NDArray[np.int32],
+    costs: StepCosts,
+    *,
+    slo: SLO,
+    step_tokens: int,
+    pool_shares: NDArray[np.float64],
+    replicas: int = 1,
+) -> Attainable:
+    """Return upper bounds on the shares of requests that any policy can serve within the objectives.
+
+    The replicas are treated as a single replica that is `replicas` times as fast, which can serve at least as many.
+
+    Args:
+        arrival_s: (n,) arrival times in seconds, ascending.
+        prompt_tokens: (n,) prompt lengths; no token is cached, and every chunk has at least two tokens.
+        output_tokens: (n,) output lengths.
+        costs: cost model.
+        slo: objectives of all requests.
+        step_tokens: maximum number of tokens per step, which share the constant cost of the step.
+        pool_shares: (n, num_kinds) share of the pool that each prompt takes with each kind; inf: not offered.
+        replicas: number of replicas.
+    """
+    first = first_tokens_share(
+        arrival_s, prompt_tokens, costs, ttft_s=slo.ttft_s, step_tokens=step_tokens, replicas=replicas
+    )
+    if not (np.isfinite(slo.ttft_s) and np.isfinite(slo.tbt_s)) or costs.prefill_per_token_s <= 0:
+        return Attainable(slo=first, strict=first)
+    token_s = least_token_s(prompt_tokens, costs, pool_shares) / replicas
+    gaps = output_tokens.astype(np.int64) - 1
+    slow_s = slo.ttft_s + (_LONGEST - 1) * slo.tbt_s  # the longest gap may come first
+    n = max(arrival_s.size, 1)
+    strict, forgiving = first, first
+    most = int(gaps.max(initial=0))
+    for num in (2**i for i in range(1, most.bit_length() + 1)):
+        work_s = np.minimum(gaps, num) * token_s
+        strict = min(strict, most_on_time(arrival_s, work_s, slo.ttft_s + num * slo.tbt_s) / n)
+        cannot_pause = np.where(gaps <= _MAX_GAPS, work_s, 0.0)
+        forgiving = min(forgiving, most_on_time(arrival_s, cannot_pause, slow_s + num * slo.tbt_s) / n)
+    return Attainable(slo=forgiving, strict=strict)
+
+
+def least_token_s(
+    prompt_tokens: NDArray[np.int32], costs: StepCosts, pool_shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the (n,) minimum device seconds of a further token of each request, among others in the same steps.
+
+    A token comes from a decode step, or from computing the request again. A step with both takes at least any weighted
+    mean of what either takes; the weight is chosen so that no request gains by being computed again.
+    """
+    tokens = prompt_tokens.astype(np.float64)
+    kv = costs.decode_per_request_s + costs.decode_per_token_s * tokens + costs.decode_base_s * pool_shares[:, 0]
+    hidden = (
+        costs.decode_per_hidden_request_s
+        + costs.decode_per_hidden_token_s * tokens
+        + costs.decode_base_s * pool_shares[:, 1]
+    )
+    decode_s = np.minimum(kv, hidden)
+    again_s = costs.prefill_per_token_s * tokens
+    weight = float((decode_s / (decode_s + again_s)).max(initial=0.0))
+    return (1 - weight) * decode_s
+
+
+def first_tokens_share(
     arrival_s: NDArray[np.float64],
     prompt_tokens: NDArray[np.int32],
     costs: StepCosts,
@@ -25,15 +113,7 @@ def attainable_share(
 ) -> float:
     """Return an upper bound on the share of requests whose first token any policy can deliver within the objective.
 
-    `replicas` replicas count as a single one that is `replicas` times as fast, which can serve at least as many.
-
-    Args:
-        arrival_s: (n,) arrival times in seconds, ascending.
-        prompt_tokens: (n,) prompt lengths; no token is cached, and every chunk has at least two tokens.
-        costs: cost model, of which only the prefill costs are used.
-        ttft_s: TTFT objective of all requests, seconds.
-        step_tokens: maximum number of tokens per step, which share the constant cost of the step.
-        replicas: number of replicas.
+    See `attainable` for the arguments.
     """
     if not np.isfinite(ttft_s):
         return 1.0
@@ -63,13 +143,13 @@ def most_on_time(arrival_s: NDArray[np.float64], work_s: NDArray[np.float64], wi
     num_done = 0
     ends_s = np.array(
         [-np.inf]
-    )  # [k]: the earliest time by which num_done + k of those so far are finished, all on time
+    )  # [k]: the earliest time by which num_done + k of the requests so far are finished, all on time
     for at_s, takes_s in zip(arrival_s.tolist(), work_s.tolist(), strict=True):
         idle = int(np.searchsorted(ends_s, at_s, side="right")) - 1
         num_done, ends_s = (
             num_done + idle,
             ends_s[idle:],
-        )  # fewer, with the machine idle too, are no better
+        )  # states with fewer finished requests are no better if the machine is idle too
         with_it = np.maximum(ends_s, at_s) + takes_s
         with_it[with_it > at_s + within_s + 1e-9] = np.inf
         ends_s = np.append(ends_s, np.inf)

@@ -12,9 +12,9 @@ does not know of requests that went to other replicas.
 Everything above the executor is the same code that serves requests. A run depends only on its configuration: the same
 seed draws the same requests and arrivals for every policy, and the same pattern of arrivals, stretched, at every rate.
 
-Prefix caching is on if the trace says which prompts share a prefix (its column `hash_ids`); prompts are then made of
-tokens that are equal in the shared prefix. Most traces hold lengths but no contents. Outputs are never found in the
-cache by a later prompt, as their contents are not known; a request that is drawn twice finds its whole prompt cached.
+Prefix caching is on if the trace shows which prompts share a prefix (its column `hash_ids`); prompts are then made of
+tokens that are equal in the shared prefix. Most traces hold lengths but no contents. A later prompt never finds outputs
+in the cache, because their contents are unknown; a request that is drawn twice finds its whole prompt cached.
 """
 
 import collections
@@ -36,7 +36,7 @@ from apt_jax.errors import ConfigError
 from apt_jax.metrics import RequestRecord, Summary, summarize
 from apt_jax.request import EngineRequest, RequestMetrics
 from apt_jax.sched import Policy, make_policy
-from apt_jax.sim.attainable import attainable_share
+from apt_jax.sim.attainable import Attainable, attainable
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.executor import SimulatedExecutor, SimulatedHostMemory
 from apt_jax.sim.hardware import load_hardware
@@ -80,11 +80,13 @@ class SimulationResult:
     fallback_iterations: int
     """Iterations that `fcfs` scheduled because the policy failed; if above 0, the run does not show the policy."""
     num_left_out: int
-    """Requests of the trace that can never fit this model and pool and are left out."""
+    """Requests of the trace that are left out because they can never fit this model and pool."""
     slo_attainment_bound: float | None
     """Upper bound on the SLO attainment of any policy (`apt_jax.sim.attainable`). None: not computed, with prefix
     caching, best-effort requests, objectives of single requests, or step times other than the `StepCosts` of a
     description."""
+    strict_attainment_bound: float | None
+    """Upper bound on the strict attainment of any policy; None: as `slo_attainment_bound`."""
     kind_switches: int
     prefix_hit_fraction: float
     """Share of the prompt tokens of scheduled requests that were found cached; 0 without prefix caching."""
@@ -163,6 +165,7 @@ class SimulationResult:
             "fallback_iterations": self.fallback_iterations,
             "num_left_out": self.num_left_out,
             "slo_attainment_bound": self.slo_attainment_bound,
+            "strict_attainment_bound": self.strict_attainment_bound,
             "kind_switches": self.kind_switches,
             "prefix_hit_fraction": self.prefix_hit_fraction,
             "saved_blocks": self.saved_blocks,
@@ -198,14 +201,14 @@ def simulate(
 
     Args:
         config: configuration of the run.
-        hardware: hardware description; None: the one that `config` names.
-        workload: requests to serve; None: drawn from the trace that `config` names.
-        policy: scheduling policy, for a run with one replica; None: the one that `config` names.
+        hardware: hardware description; None: as named in `config`.
+        workload: requests to serve; None: drawn from the trace named in `config`.
+        policy: scheduling policy, for a run with one replica; None: as named in `config`.
         step_s: function that returns the duration of a step in seconds; None: the hardware's cost model.
         executor: function that builds an executor for the run's clock, which the executor must advance
             (`apt_jax.lab.recording`); its pool and block size must be the hardware's. `host_s` then only affects
             predictions. None: `SimulatedExecutor`.
-        progress: called every 512 iterations and at the end with (number of ended requests, number of requests).
+        progress: called every 512 iterations and at the end with (number of finished requests, number of requests).
         on_step: called with the engine after each iteration in which it has executed a step.
         can_convert: whether policies may convert layer inputs to keys and values, at
             `StepCosts.convert_per_hidden_token_s` per token.
@@ -225,7 +228,7 @@ def simulate(
     costs = hardware.step_costs(config.hidden_attention)
     timing = hardware.programs or costs
     overlap = hardware.programs is not None if config.overlap is None else config.overlap
-    # A cost model that is fitted to whole steps has the host's time in them.
+    # A cost model that is fitted to whole steps already includes host time.
     if config.host_s and not overlap and hardware.programs is None:
         costs = dataclasses.replace(
             costs,
@@ -237,7 +240,7 @@ def simulate(
         policy=config.policy,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        # Room for all, and more than any tenant's share of it: nobody is refused for the length of the queue.
+        # Large enough for all, even within one tenant's share: no request is rejected because the queue is full.
         max_num_queued_reqs=max(2 * workload.arrival_s.size, 1),
         overlap=overlap,
     )
@@ -253,20 +256,22 @@ def simulate(
         prefixes = workload.prompts is not None
     if prefixes and workload.prompts is None:
         raise ConfigError(
-            f"trace {config.trace} has no column hash_ids: nothing is known of common beginnings (--enable-prefix-caching)"
+            f"trace {config.trace} has no column hash_ids, so common prefixes are unknown (--enable-prefix-caching)"
         )
     if policy is not None and config.replicas > 1:
         raise ConfigError("a policy object serves one replica: name the policy in the configuration")
-    bound = None
+    bound: Attainable | None = None
     of_cost_model = executor is None and step_s is None and hardware.programs is None
     alike = workload.slos is None and not workload.best_effort.any() and not prefixes
     if of_cost_model and alike:
-        bound = attainable_share(
+        bound = attainable(
             workload.arrival_s,
             workload.prompt_tokens,
+            workload.output_tokens,
             costs,
-            ttft_s=config.slo.ttft_s,
+            slo=config.slo,
             step_tokens=budget,
+            pool_shares=_pool_shares(workload.prompt_tokens, config, hardware),
             replicas=config.replicas,
         )
 
@@ -278,7 +283,7 @@ def simulate(
         hidden = hardware.hidden_block_size or hardware.block_size
         return costs.transfer_s(*batch.moved_blocks((hardware.block_size, hidden)))
 
-    # Prompts of which only lengths are known are all alike, and would be found in the cache.
+    # Prompts of which only lengths are known have equal tokens, and would be found in the cache.
     cache = config.cache_config(hardware.block_size, prefix_caching=prefixes)
 
     def replica() -> "Replica":
@@ -342,7 +347,8 @@ def simulate(
         recomputed_by_cause=dict(by_cause),
         fallback_iterations=sum(one.fallback_iterations for one in stats),
         num_left_out=num_left_out,
-        slo_attainment_bound=bound,
+        slo_attainment_bound=None if bound is None else bound.slo,
+        strict_attainment_bound=None if bound is None else bound.strict,
         kind_switches=sum(sum(one.kind_switches.values()) for one in stats),
         prefix_hit_fraction=sum(one.prefix_cache_hits for one in stats)
         / max(sum(one.prefix_cache_queries for one in stats), 1),
@@ -374,6 +380,17 @@ def simulate(
         tenants=_by_tenant(workload.tenant, records),
         by_class=_by_class(workload.best_effort, records),
     )
+
+
+def _pool_shares(prompt_tokens: NDArray[np.int32], config: SimulationConfig, hardware: Hardware) -> NDArray[np.float64]:
+    """Return the (n, num_kinds) share of the pool that each prompt takes with each kind; inf: the kind is not offered."""
+    sizes = (hardware.block_size, hardware.hidden_block_size or hardware.block_size)
+    kinds = hardware.kinds(config.cache, config.hidden_attention)
+    blocks = [
+        -(-prompt_tokens // size) * kind.blocks_per_group if kind.offered else np.full(prompt_tokens.size, np.inf)
+        for kind, size in zip(kinds, sizes, strict=True)
+    ]
+    return np.stack(blocks, axis=1) / (config.num_blocks or hardware.num_blocks)
 
 
 def _by_class(best_effort: NDArray[np.bool_], records: Sequence[RequestRecord]) -> dict[str, Summary]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from apt_jax.config import SLO
-from apt_jax.sim.attainable import attainable_share, least_prefill_s, most_on_time
+from apt_jax.sim.attainable import attainable, first_tokens_share, least_prefill_s, least_token_s, most_on_time
 from apt_jax.sim.config import SimulationConfig
 from apt_jax.sim.hardware import load_hardware
 from apt_jax.sim.simulator import simulate
@@ -73,9 +73,11 @@ def test_replicas_and_prompts_that_take_too_long():
     costs = load_hardware("opt-13b", "a100-40gb").step_costs("absorb")
     arrival_s = np.zeros(40)
     prompts = np.full(40, 1000, np.int32)
-    shares = [attainable_share(arrival_s, prompts, costs, ttft_s=1.0, step_tokens=2048, replicas=r) for r in (1, 2, 4)]
+    shares = [
+        first_tokens_share(arrival_s, prompts, costs, ttft_s=1.0, step_tokens=2048, replicas=r) for r in (1, 2, 4)
+    ]
     assert 0 < shares[0] < shares[1] < shares[2] <= 1
-    assert attainable_share(arrival_s, prompts, costs, ttft_s=1e-3, step_tokens=2048, replicas=1000) == 0
+    assert first_tokens_share(arrival_s, prompts, costs, ttft_s=1e-3, step_tokens=2048, replicas=1000) == 0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sarathi", "vllm-v1", "qoserve", "apt", "apt-plus"])
@@ -90,6 +92,58 @@ def test_no_policy_attains_more(policy, trace, rate, cv, ttft_s):
     assert result.slo_attainment_bound is not None
     assert result.summary.ttft_attainment <= result.slo_attainment_bound < 1
     assert result.as_dict()["slo_attainment_bound"] == result.slo_attainment_bound
+    assert result.strict_attainment_bound is not None
+    assert result.summary.strict_attainment <= result.strict_attainment_bound <= result.slo_attainment_bound
+
+
+def test_a_further_token_takes_at_least_its_share_of_the_pool():
+    """In steps of any rows that fit the pool, decoded or computed again, with keys and values or layer inputs."""
+    hardware = load_hardware("opt-13b", "a100-40gb")
+    costs = hardware.step_costs("absorb")
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        prompts = rng.integers(2, 1500, 200).astype(np.int32)
+        groups = -(-prompts // hardware.block_size)
+        token_s = least_token_s(prompts, costs, np.stack([2 * groups, groups], axis=1) / hardware.num_blocks)
+        rows = rng.permutation(200)
+        kind = rng.integers(0, 2, 200).astype(np.int8)
+        rows = rows[np.cumsum((2 - kind[rows]) * groups[rows]) <= hardware.num_blocks]
+        again = rng.random(rows.size) < rng.choice([0.0, 0.1, 0.5, 1.0])
+        num_tokens = np.where(again, prompts[rows], 1).astype(np.int32)
+        start = np.where(again, 0, prompts[rows]).astype(np.int32)
+        assert costs.step_s(num_tokens, start, kind[rows]) >= token_s[rows].sum()
+
+
+def test_the_strict_bound_falls_with_load_and_the_other_does_not_where_requests_may_pause():
+    hardware = load_hardware("opt-13b", "a100-40gb")
+    costs = hardware.step_costs("absorb")
+    prompts, outputs = np.full(6000, 280, np.int32), np.full(6000, 240, np.int32)
+    groups = -(-prompts // hardware.block_size)
+    shares = np.stack([2 * groups, groups], axis=1) / hardware.num_blocks
+
+    def bounds(rate: float, num_outputs: int = 240):
+        return attainable(
+            np.arange(6000) / rate, prompts, np.minimum(outputs, num_outputs), costs,
+            slo=SLO(ttft_s=1.0, tbt_s=1.0), step_tokens=2048, pool_shares=shares,
+        )  # fmt: skip
+
+    assert bounds(4.0).strict == bounds(4.0).slo == 1.0
+    assert bounds(20.0).slo == 1.0  # everybody pauses once
+    assert 0.2 < bounds(20.0).strict < 0.8
+    assert bounds(20.0, 80).slo < bounds(20.0, 80).strict + 0.3  # 79 gaps forgive none
+    assert bounds(40.0, 80).slo < 1.0
+
+
+@pytest.mark.parametrize("policy", ["vllm-v1", "apt", "apt-plus", "apt-plus?forgiven_gaps=0"])
+def test_no_policy_attains_more_strictly_under_long_overload(policy):
+    config = SimulationConfig(
+        trace="sharegpt", rate=25.0, num_requests=1200, policy=policy, slo=SLO(ttft_s=1.0, tbt_s=0.1), cache="hybrid"
+    )  # fmt: skip
+    result = simulate(config)
+    assert result.strict_attainment_bound is not None
+    assert result.summary.strict_attainment <= result.strict_attainment_bound < 0.9
+    assert result.slo_attainment_bound is not None
+    assert result.slo_attainment <= result.slo_attainment_bound
 
 
 def test_where_nothing_is_known_there_is_none():

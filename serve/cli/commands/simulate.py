@@ -1,4 +1,4 @@
-"""Simulate serving on other hardware: the same scheduler, cache accounting and engine, on a cost model.
+"""Simulate serving on other hardware: the real scheduler, cache accounting and engine run on a cost model.
 
 Simulates one run or a sweep over rates, policies and seeds, or finds the effective throughput of policies by bisection.
 """
@@ -28,9 +28,9 @@ from serve.cli import flags, options
 from serve.cli.output import print_table, write_json
 from serve.errors import CommandError, require_matplotlib
 
-LEFT_OUT = "requests of the trace that can never fit, left out"
+LEFT_OUT = "requests of the trace left out because they can never fit"
 BURST_TTFTS = 10
-"""A run whose requests all arrive within this many TTFT objectives counts as a burst: its rate is not sustained."""
+"""A run whose requests all arrive within this many times the TTFT objective counts as a burst, not a sustained rate."""
 
 
 def _list_of(kind: Any) -> Any:
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     known = ", ".join(f"{model} on {name} x{n}" for model, name, n in known_hardware())
     columns = "prompt_tokens,output_tokens[,arrival_s][,class][,hash_ids]"
-    group = parser.add_argument_group("what is simulated")
+    group = parser.add_argument_group("simulated system and workload")
     add("model", "hardware", "num_devices", "trace", "rate", "cv", "num_requests", "seed", "output_scale", "max_tokens",
         "enable_prefix_caching", "hash_block_tokens", "drop_too_long", "replicas", "routing_policy", "tenants",
         model={"help": f"model; known: {known}"},
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "help": f"one or several of {options.POLICY_HELP} (default: {default})"})  # fmt: skip
     group.add_argument(
         "--host-ms", type=float, metavar="MS", default=0.0,
-        help="milliseconds of the host for every step, during which the device is idle unless steps overlap",
+        help="host time per step in milliseconds, during which the device is idle unless steps overlap",
     )  # fmt: skip
     for name in ("slo_ttft_ms", "slo_tbt_ms"):
         flags.add_request_field(group, name, type=positive(float), default=1000.0, metavar="MS")
@@ -78,16 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--seeds", type=positive(int), metavar="N",
-        help="number of seeds, from --seed on (default: 1, with --find-rate 3)",
+        help="number of seeds, starting at --seed (default: 1; 3 with --find-rate)",
     )  # fmt: skip
     group.add_argument("--workers", type=positive(int), metavar="N", help="number of processes (default: one per core)")
     group.add_argument("--store", metavar="FILE", help="file of finished runs, which are not run again")
-    group.add_argument("--png", metavar="FILE", help="plot attainment over the rate (needs --rates)")
+    group.add_argument("--png", metavar="FILE", help="PNG plot of SLO attainment against request rate (needs --rates)")
     options.add_json_argument(parser)
 
 
 def config_of(args: argparse.Namespace) -> SimulationConfig:
-    """Return the run that the flags describe, of the first policy."""
+    """Return the configuration that the flags describe, with the first policy."""
     fields = flags.read_options(SimulationConfig, args)
     return SimulationConfig(
         **fields | {"policy": args.scheduling_policy[0]},
@@ -97,15 +97,15 @@ def config_of(args: argparse.Namespace) -> SimulationConfig:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse arguments that would be ignored or counted twice, and a picture file that cannot be written."""
+    """Reject arguments that would be ignored or counted twice, and a PNG file that cannot be written."""
     ways = {"--rate": args.rate, "--rates": args.rates, "--find-rate": args.find_rate}
     given = [flag for flag, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} exclude each other: leave one out")
+        raise ConfigError(f"{' and '.join(given)} cannot be combined: give only one of them")
     for flag, values in (("--scheduling-policy", args.scheduling_policy), ("--rates", args.rates)):
         twice = [value for value in values or () if values.count(value) > 1]
         if twice:
-            raise ConfigError(f"{twice[0]} is there twice: name it once ({flag})")
+            raise ConfigError(f"{twice[0]} is given twice: give it once ({flag})")
     if args.png and not args.rates:
         raise ConfigError("--png plots attainment against the rate: give --rates R1,R2,...")
     if args.png and not Path(args.png).absolute().parent.is_dir():
@@ -161,7 +161,8 @@ def _report_one(values: dict[str, Any]) -> None:
         p = values[name]
         return " / ".join("-" if p[q] is None else f"{p[q]:.3f}" for q in ("p50", "p90", "p99"))
 
-    config, replicas, bound = values["config"], values["replicas"], values["slo_attainment_bound"]
+    config, replicas = values["config"], values["replicas"]
+    bound, strict = values["slo_attainment_bound"], values["strict_attainment_bound"]
     where = f"{config['model']} on {config['hardware']}"
     if len(replicas) > 1:
         where += f", {len(replicas)} replicas by {config['routing_policy']}"
@@ -169,17 +170,18 @@ def _report_one(values: dict[str, Any]) -> None:
         f"{config['policy']}, {config['cache']} cache: {where}, {config['trace']}",
         [
             ("SLO attainment (%)", f"{100 * values['slo_attainment']:.1f}"),
-            *([("of which no policy can exceed (%)", f"{100 * bound:.1f}")] if bound is not None and bound < 1 else []),
+            *([("upper bound for any policy (%)", f"{100 * bound:.1f}")] if bound is not None and bound < 1 else []),
             ("TTFT, TBT attainment (%)", f"{100 * values['ttft_attainment']:.1f}, {100 * values['tbt_attainment']:.1f}"),
             ("SLO attainment, every gap in time (%)", f"{100 * values['strict_attainment']:.1f}"),
+            *([("upper bound for any policy, every gap (%)", f"{100 * strict:.1f}")] if strict is not None and strict < 1 else []),
             ("TTFT p50 / p90 / p99 (s)", span("ttft_s")),
             ("P99 TBT p50 / p90 / p99 (s)", span("tbt_s")),
             ("longest gap p50 / p90 / p99 (s)", span("longest_gap_s")),
             ("output tokens/s", f"{values['tokens_per_s']:.1f}"),
             ("goodput (requests/s)", f"{values['goodput']:.2f}"),
             ("preemptions, recomputed tokens", f"{values['preemptions']}, {values['recomputed_tokens']}"),
-            *([("recomputed after", ", ".join(f"{c.replace('_', ' ')} {n}" for c, n in values["recomputed_by_cause"].items() if n))] if values["recomputed_tokens"] else []),
-            *([("iterations left to fcfs, as the policy failed", str(values["fallback_iterations"]))] if values["fallback_iterations"] else []),
+            *([("recomputed tokens by cause", ", ".join(f"{c.replace('_', ' ')} {n}" for c, n in values["recomputed_by_cause"].items() if n))] if values["recomputed_tokens"] else []),
+            *([("iterations scheduled by fcfs because the policy failed", str(values["fallback_iterations"]))] if values["fallback_iterations"] else []),
             *([(LEFT_OUT, f"{values['num_left_out']:,}")] if values["num_left_out"] else []),
             *([("prompt tokens found cached (%)", f"{100 * values['prefix_hit_fraction']:.1f}")] if values["prefix_hit_fraction"] else []),
             ("tokens decoded from hidden cache (%)", f"{100 * values['hidden_token_fraction']:.1f}"),
@@ -189,7 +191,7 @@ def _report_one(values: dict[str, Any]) -> None:
             *[(f"{name}: requests, attainment (%), tokens/s", f"{one['num_sent']}, {100 * one['slo_attainment']:.1f}, {one['tokens_per_s']:.1f}") for name, one in values["by_class"].items()],
             *[(f"{name}: TTFT p50 / p90 / p99 (s)", span("ttft_s", one)) for name, one in values["by_class"].items()],
             ("scheduling call p50, p99 (ms)", "{p50:.3f}, {p99:.3f}".format(**values["schedule_ms"])),
-            ("simulated, took (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
+            ("simulated time, run time (s)", f"{values['duration_s']:.1f}, {values['sim_wall_s']:.1f}"),
         ],
     )  # fmt: skip
 
@@ -202,7 +204,7 @@ def _report_rates(args: argparse.Namespace, policies: Sequence[str], rates: Sequ
         lasts_s = args.num_requests / rate.mean if rate.mean else math.inf
         if lasts_s < BURST_TTFTS * args.slo_ttft_ms / 1e3:
             console.print(
-                f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, a single burst; more --num-requests tell what rate lasts",
+                f"{policy}: all {args.num_requests:,} requests arrive within {lasts_s:.2g} s, in a single burst; raise --num-requests to find a rate that can be sustained",
                 markup=False,
             )
     found = {p: r.as_dict() for p, r in zip(policies, rates, strict=True)}
@@ -231,7 +233,9 @@ def _report_sweep(args: argparse.Namespace, grid: Sequence[SimulationConfig], ru
         left = sum(r.get("fallback_iterations", 0) for r in ours)
         if left:
             total = sum(r["iterations"] for r in ours)
-            console.print(f"{policy} failed in {left:,} of {total:,} iterations, which fcfs scheduled", markup=False)
+            console.print(
+                f"{policy} failed in {left:,} of {total:,} iterations, which fcfs scheduled instead", markup=False
+            )
     left_out = max(r.get("num_left_out", 0) for r in runs)
     if left_out:
         console.print(f"{LEFT_OUT}: {left_out:,}", markup=False)
