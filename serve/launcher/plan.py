@@ -199,9 +199,9 @@ def _check_gateway(args: argparse.Namespace) -> None:
     if not is_loopback(host):
         if not args.insecure_open:
             raise ConfigError(
-                f"{host} can be reached from other machines, by everybody; bind 127.0.0.1 (--host) or allow this (--insecure-open)"
+                f"{host} can be reached by anyone from other machines; bind 127.0.0.1 (--host) or allow this (--insecure-open)"
             )
-        logger.warning("%s can be reached from other machines, by everybody (--insecure-open)", host)
+        logger.warning("%s can be reached by anyone from other machines (--insecure-open)", host)
 
 
 def _gateway_host(args: argparse.Namespace) -> str:
