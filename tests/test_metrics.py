@@ -47,7 +47,7 @@ def test_a_distribution_counts_by_upper_bound():
 
 @pytest.mark.parametrize("bounds", [[], [2, 1], [1, 1]])
 def test_bounds_of_a_distribution_rise(bounds):
-    with pytest.raises(ValueError, match="rise"):
+    with pytest.raises(ValueError, match="ascending"):
         Distribution(bounds)
 
 
